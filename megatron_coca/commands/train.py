@@ -73,7 +73,8 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
 
     model, *rest = options.inputs
-    if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not os.path.isdir(model):
+    from_folder = os.path.isdir(model) or model.startswith("hf://")
+    if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not from_folder:
         model, rest = None, options.inputs
     files, keys = split_inputs(rest, options.conf_dir)
     if options.hostfile is not None and not os.path.isfile(options.hostfile):

@@ -648,8 +648,10 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(("sample_prompts", "pipe_parallel_size", "sequence_parallel_size"), _sample_prompts),
     Check(
-        ("train_epochs", "train_iters", "stages", "synthetic", "data_path", "train_data_paths", "train_data_weights")
-        + ("weight_by_num_documents", "pack_impl"),
+        (
+            *("train_epochs", "train_iters", "stages", "synthetic", "data_path", "train_data_paths"),
+            *("train_data_weights", "weight_by_num_documents", "pack_impl"),
+        ),
         _train_epochs,
     ),
     Check(("data_path", *_DATA_PATHS), _data_path),

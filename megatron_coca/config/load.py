@@ -433,7 +433,7 @@ def _with_suffix(name: str) -> str:
 
 def option_hint(unknown: Sequence[str], arguments: Sequence[str]) -> str:
     """Return how to write those unknown options that are keys (`--train_iters 10`), or an empty string."""
-    hints = []
+    hints, misplaced = list[str](), list[str]()
     for option in unknown:
         name, _, value = option.lstrip("-").partition("=")
         key = normalise(name) if normalise(name) in known_keys() else HUGGING_FACE.get(normalise(name))
@@ -441,4 +441,5 @@ def option_hint(unknown: Sequence[str], arguments: Sequence[str]) -> str:
         if not value and following and not following[0].startswith("-") and not following[0].endswith(SUFFIXES):
             value = following[0].partition("=")[0]
         hints += [f"`{key}={value or 'VALUE'}`"] if key is not None else []
-    return f"; keys have no dashes: write {' '.join(hints)}" if hints else ""
+        misplaced += [f"; {option} {MISPLACED[normalise(name)]}"] if normalise(name) in MISPLACED else []
+    return "".join([f"; keys have no dashes: write {' '.join(hints)}"] * bool(hints) + misplaced)

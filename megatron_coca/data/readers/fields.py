@@ -192,6 +192,7 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT's records in the field's present terms."""
 _ABSENT = object()
+NAME_IT = "Name the field of the text: --text-field NAME, or `fields: {text: NAME}` in a recipe."
 
 
 class Fields:
@@ -231,7 +232,8 @@ class Fields:
             needed += ["stars", "licence", "language", "path"]
         roots = {field: {root for path in self._paths[field] for root in _roots(path)} for field in needed}
         if not roots[self._content] & set(names):
-            raise DataError(f"{place}: no column {self._paths[self._content][0]!r}; the table has {list(names)[:20]}.")
+            column = self._paths[self._content][0]
+            raise DataError(f"{place}: no column {column!r}; the table has {list(names)[:20]}. {NAME_IT}")
         wanted = set().union(*roots.values())
         return [name for name in names if name in wanted]
 
@@ -254,7 +256,7 @@ class Fields:
         path = self._paths["text"][0]
         text = row[path] if path in row else _nested(row, path)
         if text is _ABSENT:
-            raise _missing(row, path)
+            raise _missing(row, path, f". {NAME_IT}")
         text = decode(text) if isinstance(text, bytes) else text  # tables may hold strings as plain bytes
         if not isinstance(text, str):
             raise RejectedRecord("text is not a string", f"field {path!r} holds {type(text).__name__}")
@@ -324,8 +326,8 @@ def _roots(path: str) -> list[str]:
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
 
 
-def _missing(row: Row, path: str) -> RejectedRecord:
-    return RejectedRecord("missing field", f"no {path!r}; the record has {sorted(map(str, row))[:8]}")
+def _missing(row: Row, path: str, hint: str = "") -> RejectedRecord:
+    return RejectedRecord("missing field", f"no {path!r}; the record has {sorted(map(str, row))[:8]}{hint}")
 
 
 def _valid(text: str) -> str:
