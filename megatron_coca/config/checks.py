@@ -152,12 +152,11 @@ def _choice(key: str, settings: Settings) -> str | None:
 
 def _window(settings: Settings) -> str | None:
     for position in _types(settings).values():
-        windows = (position.sliding_window_width, position.attention_chunk_size, position.relative_positions)
-        if sum(given is not None for given in windows) > 1:
-            return (
-                "sliding_window_width, attention_chunk_size and relative_positions contradict each other: each says"
-                " which keys a query sees; set all but one to null"
-            )
+        names = ("sliding_window_width", "attention_chunk_size", "relative_positions")
+        given = [name for name in names if getattr(position, name) is not None]
+        if len(given) > 1:
+            first = "" if given[0] == names[0] else f"{given[0]} "
+            return f"{first}contradicts {given[1]}: both say which keys a query sees; set one of them to null"
     return None
 
 

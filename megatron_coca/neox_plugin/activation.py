@@ -67,6 +67,7 @@ def _extend_arguments(arguments: Any) -> None:
     from_ymls = vars(arguments)["from_ymls"].__func__
     arguments.from_ymls = classmethod(wraps(from_ymls)(with_overlays(from_ymls)))
     wrap(arguments, "calculate_derived", _with_adamw)
+    wrap(arguments, "calculate_derived", _with_steps_per_print)
     wrap(arguments, "validate_values", _with_position_checks)
     wrap(arguments, "build_tokenizer", _with_vocabulary)
     wrap(arguments, "get_deepspeed_main_args", _with_launcher)
@@ -78,6 +79,18 @@ def _with_adamw(original: Function) -> Function:
     def calculate_derived(self: Any) -> None:
         if self.optimizer is not None and str(self.optimizer.get("type")).lower() == "adamw":
             self.optimizer = self.optimizer | {"type": "Adam"}
+        original(self)
+
+    return calculate_derived
+
+
+def _with_steps_per_print(original: Function) -> Function:
+    """Pass `steps_per_print` to pipelines: upstream leaves its default out, and DeepSpeed's engine divides by None."""
+
+    def calculate_derived(self: Any) -> None:
+        if self.pipe_parallel_size:
+            extra = self.deepspeed_extra_args or {}
+            self.deepspeed_extra_args = {"steps_per_print": self.steps_per_print} | extra
         original(self)
 
     return calculate_derived

@@ -51,7 +51,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "NeoXArgs",
         fields=("user_script", "optimizer", "optimizer_type", "config_files", "iteration", "use_mup"),
     ),
-    Requirement(_NEOX_ARGS, "NeoXArgs", fields=("finetune", "no_load_optim", "pipe_parallel_size")),
+    Requirement(
+        _NEOX_ARGS,
+        "NeoXArgs",
+        fields=("finetune", "no_load_optim", "pipe_parallel_size", "steps_per_print", "deepspeed_extra_args"),
+    ),
     Requirement(_NEOX_ARGS, "NeoXArgs.from_ymls", ("paths_to_yml_files", "overwrite_values")),
     Requirement(_NEOX_ARGS, "NeoXArgs.calculate_derived", ("self",)),
     Requirement(_NEOX_ARGS, "NeoXArgs.validate_values", ("self",)),

@@ -171,6 +171,10 @@ def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str)
 
 REFUSED = {
     "zero_centered_norms": {"zero_centered_norms": True, "norm": "layernorm"},
+    "sliding_window_width: attention_chunk_size contradicts relative_positions": {
+        "attention_chunk_size": 4,
+        "relative_positions": {"type": "rerope", "window": 4},
+    },
     "qk_norm": {"qk_norm": "head", "model_parallel_size": 1, "use_qk_layernorm": True, "num_kv_heads": 3},
     "final_logit_softcapping": {"final_logit_softcapping": 3.0, "loss_kernel": "triton"},
 }

@@ -8,6 +8,8 @@ from typing import Literal
 class NeoXArgsParallelism:
     model_parallel_size: int = 1
     pipe_parallel_size: int = 0
+    steps_per_print: int = 10
+    deepspeed_extra_args: dict = None
 
 
 @dataclass
