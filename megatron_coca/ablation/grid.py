@@ -297,10 +297,15 @@ def _without_none(value: Any) -> Any:
     return value
 
 
+LATER = frozenset({"pack_impl", "allow_chopped"})
+"""Keys of the data that older records do not have: left out at their defaults, so that these records still apply."""
+
+
 def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
     """Return the training data; `known` has earlier answers by what chose them, and gets this one."""
     flat = config.flat()
-    keys = {key: flat[key] for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None}
+    named = [key for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None]
+    keys = {key: flat[key] for key in named if key not in LATER or flat[key] != default_of(key, flat)}
     chosen_by = json.dumps(keys | {key: flat[key] for key in ("vocab_size", "seq_length")}, sort_keys=True)
     if chosen_by not in known:
         corpus = open_corpus(config)

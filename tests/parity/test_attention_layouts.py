@@ -148,7 +148,7 @@ def test_cached_keys_give_the_operands_of_a_full_pass(name: str, rotated: bool) 
         new, seen = layout.place[start:stop], layout.place[:stop]
         frame = encoding(new, layout.scored, q.dtype, seen, of_new_keys=rotated)
         part = (k[:, :, start:stop], v[:, :, start:stop])
-        cached = method.prepare_cached(q if start else part[0], *part, frame, layer.append, bias)
+        cached = method.prepare_cached(q if start else part[0], *part, frame, layer.append, bias=bias)
     assert error(BACKENDS["reference"].attend(cached), true.out) < 1e-9
 
 

@@ -336,8 +336,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
-    out, lse, *sinks = ctx.saved_tensors[: 2 + ctx.has_sinks]
-    value, *operands = ctx.saved_tensors[2 + ctx.has_sinks :]
+    out, lse, *saved = ctx.saved_tensors  # read once: recomputation gives them once
+    sinks, (value, *operands) = saved[: ctx.has_sinks], saved[ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
     # The gradient of a score is p (dp - sum_j p_j dp_j), here with dp = 0 because the sink's value is.
     row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
