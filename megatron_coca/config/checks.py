@@ -513,23 +513,23 @@ def _paths(name: str, settings: Settings) -> str | None:
     return f"missing, but {given[0]}_data_paths is set; set all three or none" if missing else None
 
 
-def _weights(name: str, settings: Settings) -> str | None:
-    weights = getattr(settings.data, f"{name}_data_weights")
-    paths = getattr(settings.data, f"{name}_data_paths") or []
-    unequal = weights is not None and len(weights) != len(paths)
-    return f"{len(weights)} weights for {len(paths)} {name}_data_paths; give one for each" if unequal else None
+_FOR_EACH_PATH = {
+    "{}_data_weights": ("weights", "give one for each"),
+    "{}_label_data_paths": ("labels", "give one for each, or null"),
+}
+"""Lists with an entry for each data path of a set: what they hold, and the remedy for another number."""
+
+
+def _one_for_each(name: str, pattern: str, settings: Settings) -> str | None:
+    given, paths = (getattr(settings.data, key.format(name)) for key in (pattern, "{}_data_paths"))
+    held, remedy = _FOR_EACH_PATH[pattern]
+    unequal = given is not None and len(given) != len(paths or [])
+    return f"{len(given)} {held} for {len(paths or [])} {name}_data_paths; {remedy}" if unequal else None
 
 
 def _split(settings: Settings) -> str | None:
     split = settings.data.split
     return None if split_shares(split) else f"{shown(split)} is not a list of up to three numbers such as `969, 30, 1`"
-
-
-def _labels(name: str, settings: Settings) -> str | None:
-    labels = getattr(settings.data, f"{name}_label_data_paths")
-    paths = getattr(settings.data, f"{name}_data_paths") or []
-    unequal = labels is not None and len(labels) != len(paths)
-    return f"{len(labels)} labels for {len(paths)} {name}_data_paths; give one for each, or null" if unequal else None
 
 
 def _pack_impl(settings: Settings) -> str | None:
@@ -655,8 +655,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(("data_path", *_DATA_PATHS), _data_path),
     *(Check((f"{name}_data_paths", *_DATA_PATHS), partial(_paths, name)) for name in SETS),
-    *(Check((f"{name}_data_weights", *_DATA_PATHS), partial(_weights, name)) for name in SETS),
-    *(Check((f"{name}_label_data_paths", *_DATA_PATHS), partial(_labels, name)) for name in SETS),
+    *(
+        Check((pattern.format(name), *_DATA_PATHS), partial(_one_for_each, name, pattern))
+        for pattern in _FOR_EACH_PATH
+        for name in SETS
+    ),
     Check(("pack_impl", "eval_windows"), _pack_impl),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),

@@ -57,7 +57,7 @@ def _differentiable(
         @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             found = backward(ctx, list(grads)) if ctx.listed else backward(ctx, *grads)
-            return *_flat([None if each == [] else each for each in found], ctx.sizes), None
+            return *_flat([each if isinstance(each, Tensor) or each else None for each in found], ctx.sizes), None
 
     def call(*inputs: Any) -> Any:
         sizes = [len(value) if _is_tensors(value) else None for value in inputs]

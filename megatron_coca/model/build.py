@@ -193,7 +193,7 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
         return needs
     return replace(
         needs,
-        packed=config.data.reset_attention_mask or method.chunk is not None,
+        packed=config.data.reset_attention_mask or needs.packed,
         length=config.model.seq_length,
         deterministic=config.general.deterministic,
     )

@@ -339,10 +339,13 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
     out, lse, *saved = ctx.saved_tensors  # read once: recomputation gives them once
     sinks, (value, *operands) = saved[: ctx.has_sinks], saved[ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
-    # The gradient of a score is p (dp - sum_j p_j dp_j), here with dp = 0 because the sink's value is.
+    return None, None, None, value_grad, grads, [_sink_gradient(sink, grad, out, lse) for sink in sinks]
+
+
+def _sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """[heads]. The gradient of a score is p (dp - sum_j p_j dp_j), here with dp = 0 because the sink's value is 0."""
     row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    sink_grads = [-((sink.to(lse.dtype)[:, None] - lse).exp() * row).sum((0, 2)).to(sink.dtype) for sink in sinks]
-    return None, None, None, value_grad, grads, sink_grads
+    return -((sink.to(lse.dtype)[:, None] - lse).exp() * row).sum((0, 2)).to(sink.dtype)
 
 
 _GIVEN = "float scale, int[] bands"
