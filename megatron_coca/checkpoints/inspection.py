@@ -9,12 +9,13 @@ from typing import Any
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.object_store import fetch, is_url
+from megatron_coca.checkpoints.object_store import fetch
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.regular_files import open_regular
+from megatron_coca.remote_files import is_url
 
 SHOWN_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "vocab_size", "pos_emb"),

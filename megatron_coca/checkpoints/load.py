@@ -21,13 +21,14 @@ from megatron_coca.checkpoints.huggingface_import import (
     open_weights,
     read_config,
 )
-from megatron_coca.checkpoints.object_store import fetch, is_url
+from megatron_coca.checkpoints.object_store import fetch
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
+from megatron_coca.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 

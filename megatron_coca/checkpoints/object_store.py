@@ -6,56 +6,29 @@
     <url>/quarantine/                   checkpoints of an abandoned branch
 
 An object store cannot rename a folder: checkpoints are written to a local folder and uploaded, and downloaded before
-they are read. Endpoint, credentials and other options are configured in fsspec and the store's own library.
+they are read.
 """
 
-import errno
 import logging
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import fsspec
-from fsspec.callbacks import Callback
-
-from megatron_coca.atomic_write import exclusive_lock, flush
+from megatron_coca import remote_files
+from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, ServiceError, describe, parse_json, read_json
 from megatron_coca.config import CheckpointConfig
+from megatron_coca.remote_files import RemoteFiles, is_url
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-TIMEOUT = 20.0
-"""Seconds for which a failed transfer is repeated by commands that only read."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before the second attempt of a transfer, doubled up to the second value."""
-REFUSALS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors that do not pass by themselves: of the store, which answers, or of the local disk."""
-REFUSED = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}
-"""The same, of libraries that set no number."""
-TRANSFERS = 8
-"""Concurrent transfers."""
 DEFAULT_CACHE: str = CheckpointConfig.model_fields["checkpoint_cache"].default
-
-
-def is_url(path: str | Path) -> bool:
-    """Return whether `path` is a URL of an object store (s3://, gs://, memory://, ...)."""
-    return "://" in str(path)
 
 
 def local_folder(url: str, cache: str | Path) -> Path:
     """The folder below `cache` for checkpoints of `url`: s3://a/b -> CACHE/s3/a/b."""
-    scheme, _, rest = url.partition("://")
-    parts = [part for part in rest.split("/") if part not in ("", ".")]
-    if ".." in parts or not parts:
-        raise CheckpointError(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
-    return Path(cache, scheme, *parts)
+    return remote_files.local_folder(url, cache, CheckpointError)
 
 
 def read_folder(url: str, cache: str | Path) -> Path:
@@ -112,31 +85,10 @@ def fetch(
         ) from error
 
 
-class RemoteFolder:
-    """The `save` folder of one run on an object store.
+class RemoteFolder(RemoteFiles):
+    """The `save` folder of one run on an object store. Raises CheckpointError, of which ServiceError is one."""
 
-    A failed transfer is repeated until it succeeds, `timeout` seconds have passed since it first failed, or `hurry` is
-    set; then a ServiceError names the URL.
-
-    Attributes:
-        hurry: set to give up at the next failure.
-        activity: a number that grows while bytes are transferred or attempts are made.
-    """
-
-    def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        """Raises CheckpointError if no installed library supports the scheme of `url`."""
-        self.url, self._timeout = url.rstrip("/"), timeout
-        self.hurry, self.activity = threading.Event(), 0
-        self._progress = Callback(hooks={"activity": lambda *_, **__: self._moved()})
-        # The local file system of fsspec creates a file's folders only on request.
-        options = {"auto_mkdir": True} if self.url.partition("://")[0] in ("file", "local") else {}
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
-        except (ImportError, ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{url}: cannot be opened ({error}); check the address and the network; s3:// needs the package s3fs, "
-                "gs:// needs gcsfs"
-            ) from error
+    refused, away = CheckpointError, ServiceError
 
     def steps(self) -> list[int]:
         """Ascending steps of all complete checkpoints."""
@@ -145,8 +97,7 @@ class RemoteFolder:
     def read_json(self, step: int, name: str) -> dict[str, Any]:
         """A JSON file of a checkpoint."""
         name = f"{_folder(step)}/{name}"
-        content = self._attempt(f"{name} cannot be read", lambda: self._fs.cat_file(f"{self._root}/{name}"))
-        return parse_json(content, f"{self.url}/{name}")
+        return parse_json(self.read(name), f"{self.url}/{name}")
 
     def require_writable(self) -> None:
         """Write, read and remove a small object. Raises CheckpointError."""
@@ -160,8 +111,8 @@ class RemoteFolder:
         step = native.step_of(folder)
         self.remove(step)
         listed = read_json(folder / native.MANIFEST)["files"]
-        self._each(listed, lambda name: self._put(folder / name, f"{_folder(step)}/{name}"))
-        self._put(folder / native.MANIFEST, f"{_folder(step)}/{native.MANIFEST}")
+        self.each(listed, lambda name: self.put(folder / name, f"{_folder(step)}/{name}"))
+        self.put(folder / native.MANIFEST, f"{_folder(step)}/{native.MANIFEST}")
         latest = f"{self._root}/{native.LATEST}"
         self._attempt("latest cannot be written", lambda: self._fs.pipe_file(latest, _folder(step).encode()))
 
@@ -181,7 +132,7 @@ class RemoteFolder:
         listed = manifest["files"]
         partial = native.begin(save, step)
         try:
-            self._each(listed, lambda name: self._get(f"{_folder(step)}/{name}", partial / name))
+            self.each(listed, lambda name: self.get(f"{_folder(step)}/{name}", partial / name))
             for name, entry in listed.items():
                 if describe(partial / name) != entry:
                     raise CheckpointError(f"{url}/{name}: is damaged (size or sha256 differs from its manifest)")
@@ -212,11 +163,11 @@ class RemoteFolder:
         names = self._listing().get(step, [])
         for manifest in (True, False):
             group = [f"{_folder(step)}/{name}" for name in names if (name == native.MANIFEST) == manifest]
-            self._each(group, self._remove_object)
+            self.each(group, self.remove_object)
 
     def set_aside(self, step: int) -> str:
         """Move a checkpoint to quarantine/ under an unused name; returns its new URL."""
-        taken = {name.split("/")[0] for name in self._names(f"{self._root}/{native.QUARANTINE}")}
+        taken = {name.split("/")[0] for name in self.names(native.QUARANTINE)}
         folder, number = _folder(step), 0
         while folder in taken:
             number += 1
@@ -228,7 +179,7 @@ class RemoteFolder:
                 f"{source}/{name} cannot be copied", lambda: self._fs.cp_file(f"{source}/{name}", f"{target}/{name}")
             )
 
-        self._each(self._listing().get(step, []), copy)
+        self.each(self._listing().get(step, []), copy)
         self.remove(step)
         return f"{self.url}/{native.QUARANTINE}/{folder}"
 
@@ -240,86 +191,11 @@ class RemoteFolder:
     def _listing(self) -> dict[int, list[str]]:
         """File names of every checkpoint, complete or not, by ascending step."""
         listing: dict[int, list[str]] = {}
-        for path in self._names(self._root):
+        for path in self.names():
             folder, _, name = path.partition("/")
             if name and (step := native.parse_step(folder)) is not None:
                 listing.setdefault(step, []).append(name)
         return dict(sorted(listing.items()))
-
-    def _names(self, root: str) -> list[str]:
-        """Names of all objects below `root`, relative to it."""
-
-        def find() -> list[str]:
-            self._fs.invalidate_cache()
-            try:
-                return self._fs.find(root)
-            except FileNotFoundError:
-                return []
-
-        return [path.removeprefix(root).lstrip("/") for path in self._attempt("cannot be listed", find)]
-
-    def _put(self, source: Path, name: str) -> None:
-        target = f"{self._root}/{name}"
-
-        def put() -> None:
-            self._fs.put_file(str(source), target, callback=self._progress)
-            if self._fs.size(target) != source.stat().st_size:
-                raise OSError("the uploaded object and the file differ in size")
-
-        self._attempt(f"{name} cannot be uploaded", put)
-
-    def _get(self, name: str, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._attempt(
-            f"{name} cannot be downloaded",
-            lambda: self._fs.get_file(f"{self._root}/{name}", str(target), callback=self._progress),
-        )
-        flush(target)
-
-    def _remove_object(self, name: str) -> None:
-        def remove() -> None:
-            try:
-                self._fs.rm_file(f"{self._root}/{name}")
-            except FileNotFoundError:
-                logger.debug("%s: %s was already removed", self.url, name)
-
-        self._attempt(f"{name} cannot be removed", remove)
-
-    def _each(self, names: Iterable[str], transfer: Callable[[str], Any]) -> None:
-        """Call `transfer` for every name concurrently; raises the first error when all have ended."""
-        with ThreadPoolExecutor(TRANSFERS) as pool:
-            for _ in pool.map(transfer, list(names)):
-                pass
-
-    def _attempt(self, problem: str, action: Callable[[], T]) -> T:
-        """The result of `action`, repeated while the store does not answer.
-
-        Raises:
-            ServiceError: it did not answer for the timeout.
-            CheckpointError: it refused, or the local disk is full or read-only.
-        """
-        pause, first_failure = FIRST_PAUSE, None
-        while True:
-            self._moved()
-            try:
-                return action()
-            except Exception as error:  # each store's library has its own exception classes
-                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                if getattr(error, "errno", None) in REFUSALS or type(error).__name__ in REFUSED:
-                    raise CheckpointError(f"{self.url}: {problem} ({reason})") from error
-                now = time.monotonic()
-                first_failure = now if first_failure is None else first_failure
-                left = first_failure + self._timeout - now
-                if left <= 0 or self.hurry.is_set():
-                    since = f"for {now - first_failure:.0f} s" if first_failure < now else "now"
-                    raise ServiceError(f"{self.url}: {problem} {since} ({reason})") from error
-                pause = min(pause, left)
-                logger.warning("%s: %s (%s); retrying in %.3g s", self.url, problem, reason, pause)
-                self.hurry.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _moved(self) -> None:
-        self.activity += 1
 
 
 def _folder(step: int) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError
-from megatron_coca.checkpoints.object_store import RemoteFolder, fetch, is_url, local_folder, read_folder, split_step
+from megatron_coca.checkpoints.object_store import RemoteFolder, fetch, local_folder, read_folder, split_step
 from megatron_coca.config import CheckpointConfig, Config
+from megatron_coca.remote_files import is_url
 from megatron_coca.training.collectives import attempt, from_main
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.resume import runs_of

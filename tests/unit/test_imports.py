@@ -16,7 +16,7 @@ ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 LAYERS = (
     {"regular_files"},
     {"atomic_write", "console", "methods", "program", "safe_yaml", "markdown_tables"},
-    {"config", "kernels"},
+    {"config", "kernels", "remote_files"},
     {"attention", "data"},
     {"model", "neox_plugin"},
     {"checkpoints"},

@@ -10,6 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from megatron_coca import remote_files
 from megatron_coca.checkpoints import CheckpointError, native, object_store
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.checkpoints.object_store import RemoteFolder, local_folder, save_folder
@@ -22,7 +23,7 @@ URL = "memory://bucket/run"
 
 @pytest.fixture(autouse=True)
 def empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
-    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote_files, "FIRST_PAUSE", 0.01)
     run_alone(monkeypatch)
     store = fsspec.filesystem("memory")
     store.store.clear()
