@@ -47,6 +47,7 @@ from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.training import TRAINERS
 from megatron_coca.program import part_of
+from megatron_coca.remote_files import is_url, local_folder
 
 _TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
 _FRACTIONS = ("valid_fraction", "test_fraction")
@@ -72,7 +73,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
-    parser.add_argument("--output", type=Path, help="output folder (with --builtin: its parent, default data)")
+    parser.add_argument(
+        "--output", help="output folder or its URL on a store (with --builtin: its parent, default data)"
+    )
     cores = _cores()
     parser.add_argument(
         "--workers",
@@ -93,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print what would be read and the expected time")
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--skip-damaged", action="store_true", help="keep the readable part of a damaged file")
-    parser.add_argument("--root", type=Path, help="with a recipe: replaces its root folder")
+    parser.add_argument("--root", help="with a recipe: replaces its root folder; may be a URL")
     plain = parser.add_argument_group("with --input; a recipe sets its own")
     plain.add_argument(
         "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
@@ -153,8 +156,8 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
     return Recipe(sources, rules, None, files if training is None else None, training, arguments.chat_template)
 
 
-def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
-    """The recipe that the command line names or describes, and the output folder."""
+def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, str | Path]:
+    """The recipe that the command line names or describes, and the output folder or its URL."""
     if arguments.input:
         recipe = _recipe_from_options(arguments)
     else:
@@ -172,8 +175,10 @@ def _run(arguments: argparse.Namespace) -> str:
     if arguments.builtin:
         others = (*_OF_INPUT, "root", "strict", "skip_damaged", "part", "address", "dry_run")
         _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
-        return _summary(prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE))
-    recipe, output = _recipe(arguments)
+        return _summary(prepare_builtin(Path(arguments.output or "data"), arguments.train_tokenizer or VOCAB_SIZE))
+    recipe, named = _recipe(arguments)
+    url = str(named).rstrip("/") if is_url(named) else None
+    output = Path(named) if url is None else local_folder(url, "prepared", DataError)
     on_ray = arguments.engine == "ray"
     if not on_ray:
         _refuse(arguments, ["address"], "goes with --engine ray")
@@ -204,7 +209,7 @@ def _run(arguments: argparse.Namespace) -> str:
             part, parts = arguments.part
             return make_part(blocks, part, parts, execution)
         make_on_ray(blocks, arguments.address, execution)
-    return _summary(prepare(recipe.sources, output, source, rules, execution, notes))
+    return _summary(prepare(recipe.sources, output, source, rules, execution, notes, url))
 
 
 def _summary(path: Path) -> str:

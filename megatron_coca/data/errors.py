@@ -1,10 +1,16 @@
 """Errors of the data package."""
 
-from megatron_coca.program import InputError
+from megatron_coca.program import UNAVAILABLE, InputError
 
 
 class DataError(InputError):
     """A corpus, tokenizer or shard cannot be used. The message names the file and the remedy."""
+
+
+class StoreUnavailable(DataError):
+    """An object store does not answer: the same command continues when it is back."""
+
+    status = UNAVAILABLE
 
 
 class OutOfMemory(DataError):

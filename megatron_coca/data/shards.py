@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.remote_shards import NOTE, RemoteTokens, remote_size
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
@@ -69,7 +70,8 @@ class ShardHeader(NamedTuple):
 def read_header(prefix: str | Path) -> ShardHeader:
     """Read the header of a shard. ``DataError`` for a file that is missing, of another format, truncated or empty."""
     bin_path, idx_path = shard_paths(prefix)
-    for path in (bin_path, idx_path):
+    remote = remote_size(bin_path)
+    for path in (idx_path,) if remote is not None else (bin_path, idx_path):
         if not path.is_file():
             if Path(prefix).suffix in SUFFIXES and Path(prefix).is_file():
                 raise DataError(
@@ -93,9 +95,14 @@ def read_header(prefix: str | Path) -> ShardHeader:
         raise DataError(
             f"{idx_path}: truncated or of another format, {actual} bytes where {header.size} are expected. {_REBUILD}"
         )
-    if not sequences or entries < 2 or not bin_path.stat().st_size:
+    if not sequences or entries < 2 or not _bin_size(bin_path):
         raise DataError(f"{prefix}: the shard contains no token. {_REBUILD}")
     return header
+
+
+def _bin_size(path: Path) -> int:
+    size = remote_size(path)
+    return path.stat().st_size if size is None else size
 
 
 def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
@@ -114,7 +121,7 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
         if length.min() < 0 or pointer[0] != end or not np.array_equal(pointer[1:], ends[:-1]):
             raise DataError(f"{idx_path}: the documents do not follow one another without gaps. {_REBUILD}")
         end = int(ends[-1])
-    if end != (actual := bin_path.stat().st_size):
+    if end != (actual := _bin_size(bin_path)):
         raise DataError(f"{bin_path}: {actual} bytes where its index records {end}. {_REBUILD}")
     # The document index must not decrease, and run from 0 to the number of sequences.
     first, last, one_sequence_each = 0, 0, header.entries == header.sequences + 1
@@ -167,8 +174,7 @@ class Shard:
         index = np.frombuffer(self._index_map, dtype=np.uint8)
         self._starts = index[header.pointers_at : header.boundaries_at].view("<i8")
         self._boundaries = index[header.boundaries_at :].view("<i8")
-        self._map = _mapped(bin_path)
-        self._tokens = np.frombuffer(self._map, dtype=self.dtype)
+        self._map, self._tokens = _token_map(bin_path, self.dtype)
         self.len_tokens = self._file_tokens = len(self._tokens)
         self.documents = self._file_documents = header.entries - 1
         self._first_document = self._first_token = 0
@@ -224,12 +230,14 @@ class Shard:
         if not count:
             return np.empty((len(starts), 0), dtype=self.dtype)
         self._check_size()
+        if isinstance(self._tokens, RemoteTokens):
+            return self._tokens.windows(starts, count)
         self._fetch(starts, count)
         return sliding_window_view(self._tokens, count)[starts]
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
         """Ask the kernel for the pages of several windows at once: page faults would wait for the disk one by one."""
-        if len(starts) < 2:
+        if len(starts) < 2 or self._map is None:
             return
         begins = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
         lengths = (starts + count) * self.dtype.itemsize - begins
@@ -255,10 +263,8 @@ class Shard:
         """Raise ``DataError`` where a file was truncated since it was opened: reading beyond its end from the memory
         map would kill the process with SIGBUS. Two system calls per batch.
         """
-        if self._map.size() >= len(self._map) and self._index_map.size() >= len(self._index_map):
-            return
         for path, mapped in zip(shard_paths(self.prefix), (self._map, self._index_map), strict=True):
-            if (size := mapped.size()) < len(mapped):
+            if mapped is not None and (size := mapped.size()) < len(mapped):
                 raise DataError(
                     f"{path}: has {size} bytes, and had {len(mapped)} when it was opened: it was truncated while it "
                     "was in use. Copy the shard again from where it was built, then resume."
@@ -297,6 +303,14 @@ class Shard:
             before = (self._document_starts(middle) < tokens) & (low < high)
             low, high = np.where(before, middle + 1, low), np.where(before, high, middle)
         return low
+
+
+def _token_map(path: Path, dtype: np.dtype) -> tuple[mmap.mmap | None, np.ndarray | RemoteTokens]:
+    """The map of a ``.bin`` file and the tokens in it; without a map those that a note of a store stands for."""
+    if remote_size(path) is not None:
+        return None, RemoteTokens(path.with_name(path.name + NOTE), dtype)
+    mapped = _mapped(path)
+    return mapped, np.frombuffer(mapped, dtype=dtype)
 
 
 def _mapped(path: Path) -> mmap.mmap:

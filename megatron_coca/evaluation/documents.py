@@ -15,10 +15,12 @@ from megatron_coca.config import Config
 from megatron_coca.console import Progress
 from megatron_coca.data import Shard, Tokenizer
 from megatron_coca.data.preparation.manifest import MANIFEST
+from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
 from megatron_coca.evaluation.results import EvaluationError, Record
 from megatron_coca.evaluation.subject import Evaluation
+from megatron_coca.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,9 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     sources = []
     for name in names:
         prefix = name.removesuffix(".bin").removesuffix(".idx")
-        if any(Path(prefix + suffix).is_file() for suffix in SUFFIXES):
+        if is_url(name):
+            prefix = local_prefix(prefix)
+        if is_url(name) or any(Path(prefix + suffix).is_file() for suffix in SUFFIXES):
             sources.append(DocumentSource(prefix, True))
             continue
         if not Path(name).exists():

@@ -28,6 +28,7 @@ from megatron_coca.data import (
 )
 from megatron_coca.data.inspection import shard_entry
 from megatron_coca.data.preparation.preparation_plan import SPLITS
+from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import read_header, sampled_digest
 from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
@@ -105,7 +106,7 @@ def open_corpus(config: Config) -> Corpus:
     config = _with_paths(config)
     train, valid = _open_shards(config, ("train", "valid"))
     for prefix in config.data.test_data_paths or ():
-        read_header(prefix)
+        read_header(_local(config, prefix))
     tokenizer, vocab_size = _common_tokenizer(config), config.model.vocab_size
     if tokenizer is not None and vocab_size is None:
         config = config.override({"vocab_size": tokenizer.vocab_size})
@@ -127,7 +128,9 @@ def open_corpus(config: Config) -> Corpus:
         _samples(config, "valid", valid) if valid else None,
         tokenizer,
         Packing(data.reset_attention_mask, data.reset_position_ids, masked),
-        tuple(prefix for prefix in _prefixes(config) if not (Path(prefix).parent / DESCRIPTION).is_file()),
+        tuple(
+            prefix for prefix in _prefixes(config) if not (Path(_local(config, prefix)).parent / DESCRIPTION).is_file()
+        ),
     )
 
 
@@ -202,14 +205,17 @@ def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
     data = config.data
     if data.train_data_paths:
         return [
-            [Shard(path, labels) for path, labels in zip_longest(getattr(data, f"{split}_data_paths") or (), given)]
+            [
+                Shard(_local(config, path), labels and _local(config, labels))
+                for path, labels in zip_longest(getattr(data, f"{split}_data_paths") or (), given)
+            ]
             for split in splits
             for given in [getattr(data, f"{split}_label_data_paths") or ()]
         ]
     assert data.data_path is not None
     shares = split_shares(data.split)
     assert shares is not None, "the configuration has checked it"
-    shards = dict(zip(SPLITS, split_shard(Shard(data.data_path), shares), strict=True))
+    shards = dict(zip(SPLITS, split_shard(Shard(_local(config, data.data_path)), shares), strict=True))
     if shards["train"] is None:
         raise DataError(
             f"{data.data_path}: split {data.split!r} leaves no document to train on; change split or add documents"
@@ -263,6 +269,10 @@ def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
     return config.override({"train_iters": iters, "train_epochs": None, "train_data_weights": weights})
 
 
+def _local(config: Config, prefix: str) -> str:
+    return local_prefix(prefix, config.data.data_root)
+
+
 def _prefixes(config: Config) -> list[str]:
     """All shards of the configuration, each once."""
     groups = [getattr(config.data, f"{split}_data_paths") for split in SPLITS]
@@ -276,7 +286,7 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
     A type that needs a file names a tokenizer only together with it: the default type does.
     """
     data = config.data
-    folders = dict.fromkeys(Path(prefix).parent for prefix in _prefixes(config))
+    folders = dict.fromkeys(Path(_local(config, prefix)).parent for prefix in _prefixes(config))
     tokenizers = {str(folder): load_saved_tokenizer(folder) for folder in folders if (folder / DESCRIPTION).is_file()}
     if data.vocab_file or not needs_files(data.tokenizer_type):
         named = load_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)

@@ -12,6 +12,7 @@ import torch
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, native, object_store
 from megatron_coca.checkpoints.object_store import RemoteFolder
+from megatron_coca.data.readers.remote import DataFiles
 from tests.conftest import Finished, clean_environment
 from tests.integration.hooks import Hook
 from tests.integration.killing import ForkServer, fork_server
@@ -104,6 +105,26 @@ def test_a_kill_inside_an_upload_costs_one_checkpoint(train: Train, uninterrupte
     shutil.rmtree(cache)
     assert "resuming at step 2" in train(keys).output
     assert RemoteFolder(url).steps() == [2, 4, 6] and digest(url, STEPS) == local_digest(uninterrupted, STEPS)
+
+
+def test_a_run_on_shards_of_a_store_has_the_weights_of_one_on_a_disk(
+    train: Train, corpus: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    files = DataFiles("s3://bucket/corpus")
+    for path in sorted(corpus.iterdir()):
+        if path.is_file():
+            files.put(path, path.name)
+    shards = {"train": "words_train", "valid": "words_test", "test": "words_test"}
+    keys = {f"{split}_data_paths": [f"s3://bucket/corpus/{name}"] for split, name in shards.items()}
+    keys |= {"save": str(tmp_path / "run"), "num_workers": 2}
+    train(keys | {"data_root": str(tmp_path / "first"), "exit_interval": 4})
+    resumed = train(keys | {"data_root": str(tmp_path / "second")})
+    assert "resuming at step 4" in resumed.output
+    assert local_digest(tmp_path / "run", STEPS) == local_digest(uninterrupted, STEPS)
+    assert not list(tmp_path.rglob("words_train.bin")), "tokens stay on the store"
+    assert list(tmp_path.rglob("words_train.idx"))
+    train(keys | {"save": str(tmp_path / "pair"), "data_root": str(tmp_path / "pair_data")}, ranks=2)
+    assert native.steps(tmp_path / "pair")[-1] == STEPS
 
 
 AWAY = Hook("transfer", "no answer", [])

@@ -16,6 +16,7 @@ from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.regular_files import read_regular
+from megatron_coca.remote_files import is_url
 
 FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
 MANIFEST = "manifest.json"
@@ -103,12 +104,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def write_run_config(
     folder: Path,
-    final: Path,
+    final: Path | str,
     sources: Sequence[CorpusSource],
     entries: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``.
+    """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``, a folder or a URL.
 
     A split without documents has no shards; no split replaces another.
     """
@@ -117,16 +118,18 @@ def write_run_config(
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
         if chosen or split != "train":  # without training data a run fails on the missing key
-            keys[f"{split}_data_paths"] = [str(final / entry[split]["prefix"]) for entry in chosen]
+            keys[f"{split}_data_paths"] = [f"{final}/{entry[split]['prefix']}" for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
         labels = [entry[split].get("labels") for entry in chosen]
         if any(labels):
-            keys[f"{split}_label_data_paths"] = [name and str(final / name) for name in labels]
+            keys[f"{split}_label_data_paths"] = [name and f"{final}/{name}" for name in labels]
     saved = json.loads((folder / DESCRIPTION).read_text())
-    files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
+    # Training finds the tokenizer beside shards on a store, and opens local files only.
+    named = () if is_url(final) else [name for name in ("vocab_file", "merge_file") if saved.get(name)]
+    files = {argument: f"{final}/{saved[argument]}" for argument in named}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
-    header = f"# Written with {final / MANIFEST}. Name it after the model: train.py MODEL.yml {final / RUN_CONFIG}\n"
+    header = f"# Written with {final}/{MANIFEST}. Name it after the model: train.py MODEL.yml {final}/{RUN_CONFIG}\n"
     header += "".join(f"# {line}\n" for line in empty_splits(entries))
     (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
 

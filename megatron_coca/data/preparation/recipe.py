@@ -21,9 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.preparation_plan import MAX_RECORD_MIB, NEAR_DUPLICATES, CorpusSource, Rules
+from megatron_coca.data.readers.remote import joined, matching
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
 from megatron_coca.data.tokenizers.training import TRAINERS
+from megatron_coca.remote_files import is_url
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -50,18 +52,21 @@ class _Source(_Strict):
     messages: Literal["answers", "last", "all"] | None = None
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
-    def resolve(self, name: str, root: Path) -> CorpusSource:
-        """The source with its paths below ``root``; patterns with ``*``, ``?`` or ``[`` become what they match."""
+    def resolve(self, name: str, root: Path | str) -> CorpusSource:
+        """The source with its paths below ``root``, a folder or a URL; patterns become what they match."""
         paths: list[Path | str] = []
         for text in self.paths:
-            path = str(root / text)
+            path = joined(root, text)
             if self.reader == "huggingface":  # a folder, else a name at the hub
-                paths.append(root / text if (root / text).exists() else text)
+                paths.append(path if Path(path).exists() else text)
                 continue
-            matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(text) else [path]
-            if not matches:
+            if not glob.has_magic(text):
+                paths.append(path)
+                continue
+            found = matching(str(path)) if is_url(path) else sorted(glob.glob(str(path), recursive=True))
+            if not found:
                 raise DataError(f"{path}: matches no file. Check the paths and the root of the recipe.")
-            paths += map(Path, matches)
+            paths += found if is_url(path) else map(Path, found)
         weights = self.sets if isinstance(self.sets, dict) else {}
         spec = SourceSpec(
             name=name,
@@ -72,7 +77,7 @@ class _Source(_Strict):
             sets=tuple(self.sets),
             divide=isinstance(self.sets, dict),
             filters=self.filters,
-            metadata=None if self.metadata is None else root / self.metadata,
+            metadata=None if self.metadata is None else Path(joined(root, self.metadata)),
             options=self.options,
             max_record_mib=self.max_record_mib,
             messages=self.messages,
@@ -113,20 +118,20 @@ class _Recipe(_Strict):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with its paths resolved.
+    """A recipe with its paths resolved; files of a tokenizer are local, where ``root`` is a URL too.
 
     ``tokenizer`` has the arguments of ``load_tokenizer``; it or ``training`` is None.
     """
 
     sources: list[CorpusSource]
     rules: Rules
-    output: Path | None
+    output: Path | str | None
     tokenizer: dict[str, Any] | None
     training: TokenizerTraining | None
     chat_template: Path | None = None
 
 
-def read_recipe(path: Path, root: Path | None = None) -> Recipe:
+def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
     """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every wrong key."""
     try:
         recipe = _Recipe.model_validate(read_yaml(Path(path)))
@@ -138,22 +143,23 @@ def read_recipe(path: Path, root: Path | None = None) -> Recipe:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     except ValidationError as error:
         raise DataError("\n".join(f"{path}: {_message(fault)}" for fault in error.errors())) from error
-    base = Path(root or recipe.root)
+    base = root or recipe.root
+    beside = Path("." if is_url(base) else base)
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
         raise DataError(f"{path}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
     check_tokenizer_files(str(path), recipe.tokenizer_type, recipe.vocab_file, recipe.merge_file)
     tokenizer: dict[str, Any] | None = None
     if recipe.tokenizer_type is not None:
         files = {"vocab_file": recipe.vocab_file, "merge_file": recipe.merge_file}
-        tokenizer = {name: None if file is None else str(base / file) for name, file in files.items()}
+        tokenizer = {name: None if file is None else str(beside / file) for name, file in files.items()}
         tokenizer["tokenizer_type"] = recipe.tokenizer_type
     return Recipe(
         sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
         rules=Rules(recipe.valid_fraction, recipe.test_fraction),
-        output=None if recipe.output is None else Path(recipe.output),
+        output=None if recipe.output is None else joined(".", recipe.output),
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,
-        chat_template=None if recipe.chat_template is None else base / recipe.chat_template,
+        chat_template=None if recipe.chat_template is None else beside / recipe.chat_template,
     )
 
 
@@ -191,12 +197,12 @@ def check_tokenizer_files(
             raise DataError(f"{place}: {name} has no effect with {tokenizer_type or 'a tokenizer that is trained'}.")
 
 
-def named_paths(items: Sequence[str]) -> dict[str, list[Path]]:
+def named_paths(items: Sequence[str]) -> dict[str, list[Path | str]]:
     """Paths by source from a command line's ``NAME=PATH``; a name may occur several times."""
-    paths: dict[str, list[Path]] = {}
+    paths: dict[str, list[Path | str]] = {}
     for item in items:
         name, separator, path = item.partition("=")
         if not (name and separator and path):
             raise DataError(f"{item}: give each input as NAME=PATH, for example books=books.jsonl.zst")
-        paths.setdefault(name, []).append(Path(path))
+        paths.setdefault(name, []).append(joined(".", path))
     return paths

@@ -34,7 +34,9 @@ from megatron_coca.data.preparation.preparation_plan import (
 )
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
 from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.remote import DataFiles
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
+from megatron_coca.data.remote_shards import publish
 from megatron_coca.data.shards import LABELS_SUFFIX, LENGTHS_SUFFIX, SUFFIXES, ShardWriter
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
@@ -47,6 +49,7 @@ def prepare(
     rules: Rules | None = None,
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
+    url: str | None = None,
 ) -> Path:
     """Tokenize ``sources`` into ``<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}``.
 
@@ -63,6 +66,7 @@ def prepare(
         rules: for all sources.
         execution: settings without effect on the result.
         notes: further settings that must be the same on resuming, such as those of the tokenizer's training.
+        url: of a folder on an object store, to which the result is uploaded; ``output`` keeps its small files.
 
     Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document, a
     file is damaged, ``output`` exists or cannot be written, another process is preparing it, or the partial folder was
@@ -75,28 +79,36 @@ def prepare(
     # The same preparation was killed after the rename, before its working files were removed.
     if (output / JOURNAL).is_file() and manifest.read_manifest(path)["settings"] == settings:
         with _exclusive(output):
-            _remove_working_files(output, Blocks(sources, output, rules, settings))
+            _finish(output, Blocks(sources, output, rules, settings), url)
         return path
     refuse_existing(output, DataError)
+    if url is not None and DataFiles(url).facts(manifest.MANIFEST) is not None:
+        raise DataError(f"{url}: exists. Choose another folder, or remove it.")
     inputs = find_inputs(sources)
     with _partial(output) as folder:
         with closing(Journal(folder, settings)) as journal:
             blocks = Blocks(sources, output, rules, settings)
             made = _make_tokenizer(blocks.tokenizer or tokenizer, journal, folder)
             blocks.cut(inputs, made)
-            _Preparation(sources, made, rules, settings, inputs, folder, journal, blocks).run(execution, output)
+            _Preparation(sources, made, rules, settings, inputs, folder, journal, blocks).run(execution, url or output)
         complete_folder(folder, output)
-        _remove_working_files(output, blocks)
+        _finish(output, blocks, url)
     return path
 
 
-def _remove_working_files(output: Path, blocks: Blocks) -> None:
-    """Remove the files that only the preparation needs.
+def _finish(output: Path, blocks: Blocks, url: str | None) -> None:
+    """Upload the result, if it goes to a store, and remove the files that only the preparation needs.
 
-    Done after the rename, so that a kill in between costs no work; the journal goes last, as the mark that files are
-    left to remove.
+    Done after the rename, so that a kill in between costs no work; the journal goes last, as the mark that this is not
+    done yet.
     """
     blocks.remove()
+    if url is not None:
+        last, working = output / manifest.MANIFEST, (LENGTHS_SUFFIX, JOURNAL)
+        files = [path for path in sorted(output.iterdir()) if not any(mark in path.name for mark in working)]
+        publish([path for path in files if path != last], last, url)
+        for path in [path for suffix in SUFFIXES for path in output.glob(f"*{suffix}")]:
+            path.unlink()
     for pattern in (f"*{LENGTHS_SUFFIX}", f"{JOURNAL}?*", JOURNAL):
         for path in output.glob(pattern):
             path.unlink(missing_ok=True)
@@ -274,7 +286,7 @@ class _Preparation:
         self._journal = journal
         self._saved = time.monotonic()
 
-    def run(self, execution: Execution, output: Path) -> None:
+    def run(self, execution: Execution, output: Path | str) -> None:
         limits = {source.spec.name: source.spec.max_record_mib for source in self._sources}
         self._state, self._unit_begin = self._journal.load(self._units, limits)
         strict, findings = self._rules.strict, self._state.findings

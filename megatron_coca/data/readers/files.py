@@ -23,8 +23,10 @@ from megatron_coca.data.readers.folders import (
     unread_files,
     unread_reason,
 )
+from megatron_coca.data.readers.remote import local_input, open_input, remote_unit
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
+from megatron_coca.remote_files import is_url
 
 _UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason
 _NAMED_FILES = 20  # damaged files of an archive in a message
@@ -55,7 +57,7 @@ class FileReader(Reader):
 
     def units(self) -> list[ReadUnit]:
         """List the files. ``DataError`` for a path that is missing, of unknown type, or listed twice."""
-        files = corpus_files([Path(path) for path in self.spec.paths])
+        files = corpus_files(self.spec.paths)
         for file, times in Counter(files).items():
             if times > 1:
                 raise DataError(
@@ -68,9 +70,9 @@ class FileReader(Reader):
 
         After a damaged file in a sound archive the other files are still read; the error at the end names it.
         """
-        kind, path, sent = kind_of(unit.path), Path(unit.path), 0
+        kind, path, sent = kind_of(unit.path), unit.path, 0
         if kind is None:
-            raise DataError(f"{path}: {unknown_type(path.name)}")
+            raise DataError(f"{path}: {unknown_type(Path(path).name)}")
         is_table = kind.form in TABLE_FORMATS
         for payload, position in self._table_payloads(path, kind.form) if is_table else self._payloads(path, kind):
             if payload or position > sent:  # the end of a file may hold no record
@@ -93,7 +95,7 @@ class FileReader(Reader):
 
     def unread(self) -> Counter[str]:
         """Count the skipped files in the folders of the source by reason; lists the folders again."""
-        return unread_files([Path(path) for path in self.spec.paths])
+        return unread_files(self.spec.paths)
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
         """Records of a file, of which the first is ``number`` (0: the file is one record), or one that is too long."""
@@ -103,29 +105,26 @@ class FileReader(Reader):
             form = _TOO_LONG
         return TypedChunk(form, Chunk(path, number, records, 0))
 
-    def _table_payloads(self, path: Path, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
+    def _table_payloads(self, path: str, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """(payload, bytes of the file read so far)."""
         number, size = 1, file_unit(path).size
-        choose = partial(self.fields.columns, place=str(path))
+        choose = partial(self.fields.columns, place=path)
         try:
-            for batch, position in TABLE_FORMATS[form](path, choose, self._block):
-                for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
-                    yield (self.typed_chunk(form, str(path), number, data),), min(position, size)
-                    number += rows
+            with local_input(path) as file:
+                for batch, position in TABLE_FORMATS[form](file, choose, self._block):
+                    for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
+                        yield (self.typed_chunk(form, path, number, data),), min(position, size)
+                        number += rows
         except MemoryError as error:
             raise OutOfMemory(f"{path}:{number}") from error
         yield (), size
 
-    def _payloads(self, path: Path, kind: FileKind) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
+    def _payloads(self, path: str, kind: FileKind) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """(payload, bytes of the file read so far), each of at least a block, the last one any."""
-        try:
-            raw = path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
-        with raw:
+        with open_input(path) as raw:
             payload, size = list[TypedChunk](), 0
             try:
-                for typed in self._typed_chunks(str(path), kind, raw_blocks(str(path), raw, self._block)):
+                for typed in self._typed_chunks(path, kind, raw_blocks(path, raw, self._block)):
                     payload.append(typed)
                     size += len(typed.chunk.payload) + len(typed.chunk.path)
                     if size >= self._block:
@@ -190,8 +189,10 @@ def place_of(chunk: Chunk) -> str:
     return f"{chunk.path}:{chunk.first}" if chunk.first else chunk.path
 
 
-def file_unit(file: Path) -> ReadUnit:
-    """The unit of a file in its present state. ``DataError`` if it is missing or not a regular file."""
+def file_unit(file: Path | str) -> ReadUnit:
+    """The unit of a file or object in its present state. ``DataError`` if it is missing or not a regular file."""
+    if is_url(file):
+        return remote_unit(str(file))
     try:
         status = os.stat(file)
     except OSError as error:
@@ -201,7 +202,7 @@ def file_unit(file: Path) -> ReadUnit:
     return ReadUnit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
-def read_documents(path: Path, problems: ReadingProblems | None = None) -> Iterator[Document]:
+def read_documents(path: Path | str, problems: ReadingProblems | None = None) -> Iterator[Document]:
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
     ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,

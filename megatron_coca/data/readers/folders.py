@@ -13,9 +13,11 @@ from typing import NoReturn
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import TABLE_FORMATS
 from megatron_coca.data.readers.compression import COMPRESSIONS
+from megatron_coca.data.readers.remote import opened, remote_names
 from megatron_coca.data.readers.source import printable
 from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
 from megatron_coca.regular_files import read_regular
+from megatron_coca.remote_files import is_url
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # A name with no suffix but the compression's ("wiki.zst") is taken for JSON lines, the usual content of such files.
@@ -103,19 +105,19 @@ def _ending(name: str) -> str:
     return shown.group() if suffix in COMPRESSIONS else suffix
 
 
-def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Resolve ``paths`` to files: a folder to its readable files in sorted order.
+def corpus_files(paths: Sequence[Path | str]) -> list[Path | str]:
+    """Resolve paths and URLs to files and objects: a folder to its readable files in sorted order.
 
     Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` resolves to the
     files in its ``state.json``. Raises ``DataError`` for a missing path, a file of an unknown type, and a folder that
     cannot be read, holds no readable file, or was saved with several splits.
     """
-    return [file for path in paths for file in _listing(Path(path))[0]]
+    return [file for path in paths for file in _listed(path)[0]]
 
 
-def unread_files(paths: Sequence[Path]) -> Counter[str]:
+def unread_files(paths: Sequence[Path | str]) -> Counter[str]:
     """Counts of the files in the folders among ``paths`` that ``corpus_files`` skips, by reason."""
-    return sum((_listing(Path(path))[1] for path in paths), Counter[str]())
+    return sum((_listed(path)[1] for path in paths), Counter[str]())
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -132,6 +134,26 @@ def saved_splits(folder: Path) -> list[str]:
         return list(json.loads(read_regular(listing))["splits"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{listing}: cannot be read ({error!r}). Save the data set again.") from error
+
+
+def _listed(path: Path | str) -> tuple[Sequence[Path | str], Counter[str]]:
+    """(files to read, counts of the others by reason)."""
+    return _remote_listing(str(path)) if is_url(path) else _listing(Path(path))
+
+
+def _remote_listing(url: str) -> tuple[list[str], Counter[str]]:
+    files, name = opened(url)
+    if not url.endswith("/") and files.facts(name) is not None:
+        if kind_of(name) is None:
+            raise DataError(f"{url}: {unknown_type(name)}")
+        return [url], Counter()
+    names, unread = remote_names(url)
+    reasons = {each: unread_reason(each) for each in names}
+    unread.update(reason for reason in reasons.values() if reason is not None)
+    found = [f"{url.rstrip('/')}/{each}" for each, reason in reasons.items() if reason is None]
+    if not found:
+        raise DataError(f"{url}: no such object, or a folder without a readable file ({READABLE}).")
+    return found, unread
 
 
 def _listing(path: Path) -> tuple[list[Path], Counter[str]]:

@@ -15,6 +15,7 @@ from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.console import Progress
 from megatron_coca.data import Blend, Shard, TaskSettings
+from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation.analysis.distance_sweep import in_band
 from megatron_coca.evaluation.analysis.length_analysis import observed
@@ -104,7 +105,12 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
     def make(length: int) -> list[Questions]:
         draws = Draws(np.arange(args.cases), args.seed, f"evaluation {length}")
         if settings.text:
-            text = Blend([Shard(path) for path in paths], data.test_data_weights or [1.0] * len(paths), length, 0)
+            text = Blend(
+                [Shard(local_prefix(path, data.data_root)) for path in paths],
+                data.test_data_weights or [1.0] * len(paths),
+                length,
+                0,
+            )
             filler = text.batch(np.arange(args.cases))[:, :length]
         else:
             filler = draws.integers(length, settings.filler_tokens)

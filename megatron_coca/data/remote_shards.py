@@ -1,0 +1,111 @@
+"""Shards on object stores: indices and tokenizer are copied, tokens are read in ranges as samples need them.
+
+The order of a run is a shuffle of the whole shard, so two samples that are read together lie anywhere in it. A cache of
+blocks would fetch megabytes for each sample's few kilobytes, and a copy of the shards for every host would need their
+size on its disk. So the loader's threads, which read steps ahead, request exactly the tokens of a step, all at once.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_coca.atomic_write import exclusive_lock, write_file
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.remote import DataFiles
+from megatron_coca.remote_files import is_url, local_folder
+
+SMALL_BYTES = 256 << 20
+"""Files beside the shards up to this size are copied: manifest and tokenizer."""
+NOTE = ".remote"
+"""Of the file that stands for tokens on a store: `<prefix>.bin.remote`, JSON."""
+
+
+def local_prefix(prefix: str, root: str | Path = "data") -> str:
+    """The prefix of a shard; for one on a store that of its copy below ``root``/remote, whose tokens stay there.
+
+    Processes of a host share the copy; its files are fetched again where those of the store have changed. Raises
+    ``DataError``.
+    """
+    if not is_url(prefix):
+        return prefix
+    url, _, name = prefix.rpartition("/")
+    folder = _copied_folder(url, Path(root, "remote"))
+    files = DataFiles(url)
+    with exclusive_lock(folder / ".lock", DataError, busy=None):
+        _copy(files, f"{name}.idx", folder)
+        if (facts := files.facts(f"{name}.bin")) is None:
+            raise _missing(f"{prefix}.bin")
+        note = {"url": url, "name": f"{name}.bin", "size": facts[0], "tag": facts[1]}
+        write_file(folder / f"{name}.bin{NOTE}", json.dumps(note))
+    return str(folder / name)
+
+
+@functools.cache
+def _copied_folder(url: str, cache: Path) -> Path:
+    """The local folder for a folder of shards, with copies of its small files; looked at once in a process."""
+    folder, files = local_folder(url, cache, DataError), DataFiles(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(folder / ".lock", DataError, busy=None):
+        for name in files.names():
+            facts = files.facts(name) if "/" not in name and not name.endswith((".bin", ".idx")) else None
+            if facts is not None and facts[0] <= SMALL_BYTES:
+                _copy(files, name, folder)
+    return folder
+
+
+def _copy(files: DataFiles, name: str, folder: Path) -> None:
+    """Copy a file unless the copy is of the object's present state, which a file beside it says."""
+    if (facts := files.facts(name)) is None:
+        raise _missing(f"{files.url}/{name}")
+    state, local, known = json.dumps(facts), folder / name, folder / f"{name}.state"
+    if local.is_file() and known.is_file() and known.read_text() == state:
+        return
+    known.unlink(missing_ok=True)
+    files.get(name, local)
+    if local.stat().st_size != facts[0]:
+        raise DataError(f"{files.url}/{name}: changed while it was copied. Run the same command again.")
+    write_file(known, state)
+
+
+def _missing(url: str) -> DataError:
+    return DataError(f"{url}: no such object. Prepare the corpus into this folder, or correct the path.")
+
+
+class RemoteTokens:
+    """The tokens of a shard on a store, by the note that stands for them."""
+
+    def __init__(self, note: Path, dtype: np.dtype) -> None:
+        facts = json.loads(note.read_text())
+        self._files, self._name, self._dtype = DataFiles(facts["url"]), facts["name"], dtype
+        self._size: int = facts["size"]
+
+    def __len__(self) -> int:
+        return self._size // self._dtype.itemsize
+
+    def windows(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """``count`` tokens from each of ``starts`` int64 [n] on: [n, count] in the shard's dtype.
+
+        Raises ``DataError`` where the object is shorter than it was.
+        """
+        begins = starts * self._dtype.itemsize
+        ends = begins + count * self._dtype.itemsize
+        read = self._files.read_ranges(self._name, begins.tolist(), ends.tolist())
+        if any(len(piece) != count * self._dtype.itemsize for piece in read):
+            raise DataError(f"{self._files.url}/{self._name}: became shorter while it was in use. Upload it again.")
+        return np.frombuffer(b"".join(read), dtype=self._dtype).reshape(len(read), count)
+
+
+def remote_size(bin_path: Path) -> int | None:
+    """Bytes of the tokens on a store that a note stands for; None without one."""
+    note = bin_path.with_name(bin_path.name + NOTE)
+    return json.loads(note.read_text())["size"] if note.is_file() else None
+
+
+def publish(paths: Sequence[Path], last: Path, url: str) -> None:
+    """Upload files, and after them the one without which the folder on the store is not complete."""
+    files, by_name = DataFiles(url), {path.name: path for path in paths}
+    files.each(by_name, lambda name: files.put(by_name[name], name))
+    files.put(last, last.name)
