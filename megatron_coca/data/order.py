@@ -316,7 +316,7 @@ class Blend:
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
         """Return the same blend with numbers from ``first`` on, each source behind the ``tokens`` read by prefix."""
         later = copy(self)
-        read = [-(-tokens.get(str(shard.prefix), 0) // self.seq_length) for shard in self.shards]
+        read = [-(-tokens.get(shard.name, 0) // self.seq_length) for shard in self.shards]
         later.first, later._read = first, np.asarray(read, dtype=np.int64)
         return later
 
@@ -370,7 +370,7 @@ class Blend:
 
     def origin(self, index: int) -> str:
         """Name the source of a sample."""
-        return str(self.shards[self.by_source([index])[0].source].prefix)
+        return self.shards[self.by_source([index])[0].source].name
 
     def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
         """Samples by global number: int64 [len(indices), seq_length + 1]."""
@@ -391,7 +391,7 @@ class Blend:
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         return [
             SourceShare(
-                source=str(source.shard.prefix),
+                source=source.shard.name,
                 weight=weight / math.fsum(self.weights),
                 samples=count,
                 fraction=count / max(1, n_samples),

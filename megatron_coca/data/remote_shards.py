@@ -82,6 +82,10 @@ class RemoteTokens:
         self._files, self._name, self._dtype = DataFiles(facts["url"]), facts["name"], dtype
         self._size: int = facts["size"]
 
+    @property
+    def prefix(self) -> str:
+        return f"{self._files.url}/{self._name.removesuffix('.bin')}"
+
     def __len__(self) -> int:
         return self._size // self._dtype.itemsize
 

@@ -182,6 +182,11 @@ class Shard:
         if self.labels is not None and not self._same_documents(self.labels):
             raise DataError(f"{labels}: its documents are not as long as those of {prefix}. Prepare both together.")
 
+    @property
+    def name(self) -> str:
+        """Where it is: its prefix, or its URL on a store."""
+        return self._tokens.prefix if isinstance(self._tokens, RemoteTokens) else str(self.prefix)
+
     def _same_documents(self, other: "Shard") -> bool:
         if (self.documents, self.len_tokens) != (other.documents, other.len_tokens):
             return False

@@ -284,6 +284,7 @@ def add_suite_options(parser: ArgumentParser) -> None:
     checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
+    add("--jobs", type=positive_int, default=1, metavar="N", help="processes that share each task's work; default: 1")
     add_device_options(parser)
 
 

@@ -34,7 +34,7 @@ from megatron_coca.safe_yaml import YamlFault, read_yaml
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
 
-SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype")
+SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs", "part")
 """Options of a checkpoint task that a suite's file must not give."""
 
 ANY = "any"
@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
     resolve_device(args.device)
     check_variants(suite.tasks, (entry.variants for entry in suite.checkpoints.values()))
     lengths, unusable = training_lengths(suite)
-    planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype)
+    planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype, args.jobs)
     problems = [f"{name}: {problem}" for name, problem in unusable.items()]
     problems += run_commands([command for command in planned if not args.only or command.task in args.only])
     measured = [file for command in planned for file in command.files if file.is_file()]
@@ -167,7 +167,7 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def plan_commands(
-    suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str
+    suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str, jobs: int = 1
 ) -> list[Command]:
     """Return the calls of a suite, task by task, for the checkpoints in `lengths`, with files in the folder `results`.
 
@@ -197,6 +197,7 @@ def plan_commands(
                 continue
             arguments = [task, "--checkpoint", str(entry.path), "--label", label]
             arguments += [*common, "--dtype", dtype, "--output", str(folder)]
+            arguments += ["--jobs", str(jobs)] if jobs > 1 else []
             arguments += ["--set", *changes_in_tokens(entry.set, length)] if entry.set else []
             for variant, changes in variants.items():
                 arguments += ["--variant", variant, *changes_in_tokens(changes or [], length)]

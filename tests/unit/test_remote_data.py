@@ -197,6 +197,7 @@ def test_tokens_of_a_store_are_read_as_from_a_disk(
     local = Shard(one / "corpus_train")
     far = Shard(local_prefix("memory://bucket/out/corpus_train", tmp_path / "root"))
     assert (far.documents, far.len_tokens, far.dtype) == (local.documents, local.len_tokens, local.dtype)
+    assert far.name == "memory://bucket/out/corpus_train" and local.name == str(one / "corpus_train")
     offsets = np.array([0, 17, 4000, local.len_tokens - 65])
     assert np.array_equal(far.windows(offsets, 65), local.windows(offsets, 65))
     assert np.array_equal(far.document(3), local.document(3)) and sampled_digest(far) == sampled_digest(local)

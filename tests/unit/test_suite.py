@@ -69,6 +69,14 @@ def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> Non
     assert args.output == tmp_path / "results"
 
 
+def test_the_processes_of_a_suite_are_those_of_each_task_of_a_checkpoint(tmp_path: Path) -> None:
+    text = f"{SUITE}  speed: {{config: [configs/350M/coca.yml], lengths: 64}}\n"
+    planned = plan_commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path / "results", "cpu", "bfloat16", 2)
+    assert [getattr(parser().parse_args(each.arguments), "jobs", None) for each in planned] == [2, None]
+    with pytest.raises(EvaluationError, match=r"tasks\.perplexity\.jobs: is set by the suite"):
+        commands(suite(tmp_path, SUITE.replace("stride: 1L", "stride: 1L, jobs: 2")), {"CoCA": 128}, tmp_path)
+
+
 def test_a_task_may_measure_some_variants(tmp_path: Path) -> None:
     only = suite(tmp_path, SUITE.replace("stride: 1L", 'stride: 1L, variants: ["+ NTK"]'))
     (command,) = commands(only, {"RoFormer": 64, "CoCA": 128}, tmp_path)
