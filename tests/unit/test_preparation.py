@@ -66,7 +66,7 @@ def corpus(tmp_path: Path) -> list[CorpusSource]:
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut files every 2,000 bytes instead of every megabyte."""
-    monkeypatch.setattr("megatron_coca.data.preparation.run.open_reader", lambda spec: FileReader(spec, block=2000))
+    monkeypatch.setattr("megatron_coca.data.preparation.blocks.open_reader", lambda spec: FileReader(spec, block=2000))
 
 
 RULES = Rules(valid_fraction=0.1, test_fraction=0.2)

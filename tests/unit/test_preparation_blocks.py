@@ -5,7 +5,10 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow
 import pytest
+import zstandard
+from pyarrow import parquet
 
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
@@ -15,6 +18,7 @@ from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.preparation.workers import ChunkTokenizer, Pool
+from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import SourceSpec
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
@@ -137,6 +141,67 @@ def test_damage_of_a_file_is_carried_by_its_block(tmp_path: Path, corpus: list[C
     assert read_manifest(got)["inputs"][0]["problems"]["damaged file"] == 1
 
 
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]:
+    """Large files of three formats with a fault in each 100 records, and small ones before, between and behind them."""
+    chosen, records = random.Random(1), []
+    for number in range(9000):
+        text = f"{number} " + "".join(chosen.choices("abcdefgh ", k=400))
+        records.append("{broken" if number % 100 == 50 else json.dumps({"text": text, "key": text[:3]}))
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl.zst", "d.parquet", "e.jsonl")]
+    paths[0].write_text("\n".join(records[:5]))
+    paths[1].write_text("\n".join(records))
+    paths[2].write_bytes(zstandard.compress("\n".join(reversed(records)).encode()))
+    rows = [json.loads(record) for record in records if record != "{broken"]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), paths[3], row_group_size=500)
+    paths[4].write_text("\n".join(records[-5:]))
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 500_000)
+    return [CorpusSource(SourceSpec("large", paths), duplicates="keep")]
+
+
+@pytest.mark.parametrize(("parts", "made"), [(1, [0]), (3, [1]), (2, [1, 0]), (5, [4, 0, 3])])
+def test_pieces_of_large_files(tmp_path: Path, large: list[CorpusSource], parts: int, made: list[int]) -> None:
+    whole = everything(prepare(large, tmp_path / "whole", CHARACTERS, RULES, QUIET).parent)
+    for part in made:
+        blocks = open_blocks(large, tmp_path / "out", CHARACTERS, RULES)
+        assert len(blocks) > 15
+        make_part(blocks, part, parts, QUIET)
+    assert sum(map(blocks.size, range(len(blocks)))) == sum(Path(path).stat().st_size for path in large[0].spec.paths)
+    assert everything(prepare(large, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
+    named = read_manifest(tmp_path / "out/manifest.json")["inputs"][0]["problems_named"]
+    assert f"{large[0].spec.paths[1]}:8951: invalid JSON" in " ".join(named), "lines count from the file's beginning"
+
+
+def test_a_file_is_read_once_for_all_its_pieces(
+    tmp_path: Path, large: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    chunks = FileReader.chunks
+    monkeypatch.setattr(FileReader, "chunks", lambda self, unit: (read.append(unit.path), chunks(self, unit))[1])
+    make_part(open_blocks(large, tmp_path / "out", CHARACTERS, RULES), 0, 2, QUIET)
+    assert {str(path) for path in large[0].spec.paths[1:4]} <= set(read) and len(read) == len(set(read))
+
+
+def test_damage_within_a_piece(tmp_path: Path, large: list[CorpusSource]) -> None:
+    """Pieces before it are whole; those behind it name it as well and hold nothing."""
+    path = Path(large[0].spec.paths[2])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    blocks = open_blocks(large, tmp_path / "strict", CHARACTERS, RULES)
+    with pytest.raises(DataError, match=path.name) as raised:
+        make_part(blocks, 0, 1, QUIET)
+    assert str(raised.value).count(path.name) == 1, "one reason, however many pieces have it"
+    missing = blocks.missing()
+    assert len(missing) == 2 and missing[-1] < len(blocks) - 3, "pieces before the damage and later files are made"
+    for part in (1, 0):
+        make_part(open_blocks(large, tmp_path / "out", CHARACTERS, TOLERANT), part, 2, QUIET)
+    got = prepare(large, tmp_path / "out", CHARACTERS, TOLERANT, QUIET)
+    expected = prepare(large, tmp_path / "expected", CHARACTERS, TOLERANT, QUIET)
+    assert everything(got.parent) == everything(expected.parent)
+    assert read_manifest(got)["inputs"][0]["problems"]["damaged file"] == 1
+
+
 def test_strict_is_strict_about_blocks(tmp_path: Path, corpus: list[CorpusSource]) -> None:
     make_part(open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), 0, 1, QUIET)
     strict = Rules(RULES.valid_fraction, RULES.test_fraction, strict=True)
@@ -163,7 +228,7 @@ def test_a_block_that_is_not_complete_is_not_there(
     blocks: Blocks = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES)
     monkeypatch.setattr(blocks_module, "flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
-        blocks.make(0, 0)
+        blocks.make([0], 0)
     assert len(blocks.missing()) == len(blocks) and not list(blocks.folder.glob("*block*"))
 
 

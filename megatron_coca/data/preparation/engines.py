@@ -31,11 +31,14 @@ def open_blocks(
 
 
 def make_part(blocks: Blocks, part: int, parts: int, execution: Execution) -> str:
-    """Make every block whose number leaves ``part`` when divided by ``parts``; return what to do next."""
+    """Make every block whose number leaves ``part`` when divided by ``parts``; return how many there are.
+
+    Raises DataError with the reason of every block that failed, after all others are made.
+    """
     own = [number for number in blocks.missing() if number % parts == part]
     with Progress("tokenizing blocks", sum(map(blocks.size, own)), "B", 0, execution.progress) as progress:
-        for number in own:
-            blocks.make(number, execution.workers, progress.advance)
+        if own:
+            blocks.make(own, execution.workers, progress.advance)
     return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are made"
 
 
@@ -59,7 +62,7 @@ def make_on_ray(blocks: Blocks, address: str | None, execution: Execution) -> No
     cores = max(1, execution.workers)
     task = ray.remote(num_cpus=cores, max_retries=-1)(Blocks.make)  # retries after a lost process, not after an error
     shared, missing, failed = ray.put(blocks), blocks.missing(), []
-    waiting = {task.remote(shared, number, execution.workers): number for number in missing}
+    waiting = {task.remote(shared, [number], execution.workers): number for number in missing}
     try:
         with Progress("tokenizing blocks", sum(map(blocks.size, missing)), "B", 0, execution.progress) as progress:
             while waiting:

@@ -6,7 +6,7 @@ import sqlite3
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,6 @@ from megatron_coca.data.preparation.preparation_plan import (
     shard_name,
 )
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
-from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.remote import DataFiles
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
 from megatron_coca.data.remote_shards import publish
@@ -338,13 +337,10 @@ class _Preparation:
     def _steps(self) -> Iterator[_Step]:
         """Yield the chunks of the units from the saved position on, and the end of each unit."""
         first, done = self._state.unit, self._state.chunks
-        readers = [open_reader(source.spec) for source in self._sources]
         for number in range(first, len(self._units)):
-            source, unit = self._units[number]
-            damage = None
+            source, damage = self._units[number][0], None
             try:
-                chunks: Iterable[Chunk | TokenizedChunk] = self._blocks.chunks(number) or readers[source].chunks(unit)
-                for index, chunk in enumerate(chunks):
+                for index, chunk in enumerate(self._blocks.chunks(number)):
                     skipped = number == first and index < done
                     yield _Step(number, source, chunk.read, None if skipped else chunk)
             except OutOfMemory:
