@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUIET = Execution(progress=False)
 RULES = Rules(valid_fraction=0.1, test_fraction=0.1)
 NODE_KILLS, WORKER_KILLS, DRIVER_KILLS = 4, 12, 3
-SMALL = "from megatron_coca.data.preparation import blocks; blocks.BLOCK_BYTES = 1 << 20"
+SMALL = "from megatron_coca.data.preparation import blocks; blocks.BLOCK_BYTES = 1 << 20, 1 << 20"
 """A block for each megabyte."""
 TASK = "ray::"
 """Names the processes of a cluster's tasks."""
@@ -83,7 +83,7 @@ def test_nodes_workers_and_drivers_that_are_killed(
     sources = [CorpusSource(SourceSpec("c", corpus))]
     characters = load_tokenizer("CharLevelTokenizer")
     whole = prepare(sources, tmp_path / "whole", characters, RULES, QUIET)
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (1 << 20, 1 << 20))
     blocks = open_blocks(sources, tmp_path / "out", characters, RULES)
     assert len(blocks) > len(corpus), "files are divided"
     job = f"{SMALL}; from tests.integration.test_prepare_cluster import drive; import sys; drive(*sys.argv[1:])"

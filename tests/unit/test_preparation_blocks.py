@@ -46,7 +46,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource
             path.write_text("\n".join([*lines, "{broken", ""]))
             paths.append(path)
         sources.append(CorpusSource(SourceSpec(name, paths), duplicates="keep" if name == "code" else "exact"))
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 60_000)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (60_000, 60_000))
     return sources
 
 
@@ -155,7 +155,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]
     rows = [json.loads(record) for record in records if record != "{broken"]
     parquet.write_table(pyarrow.Table.from_pylist(rows), paths[3], row_group_size=500)
     paths[4].write_text("\n".join(records[-5:]))
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 500_000)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", (500_000, 500_000))
     return [CorpusSource(SourceSpec("large", paths), duplicates="keep")]
 
 
@@ -237,3 +237,8 @@ def test_the_plan_measures_a_core(corpus: list[CorpusSource], monkeypatch: pytes
     size = sum(Path(path).stat().st_size for source in corpus for path in source.spec.paths)
     assert "books: 3 units" in text and f"the first {size / 1e6:.1f} MB" in text and "with 4 workers" in text
     assert "no rate" in plan(corpus, lambda folder: CHARACTERS, RULES, 4)
+
+
+@pytest.mark.parametrize(("size", "mebibytes"), [(0, 16), (10**9, 16), (9 << 30, 64), (10 << 30, 64), (10**12, 256)])
+def test_small_corpora_have_small_blocks(size: int, mebibytes: int) -> None:
+    assert blocks_module._block_bytes(size) == mebibytes << 20

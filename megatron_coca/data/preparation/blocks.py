@@ -37,8 +37,10 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""
-BLOCK_BYTES = 256 << 20
-"""Bytes on disk of the units of a block, about: minutes of work for one core, and few files for a large corpus."""
+BLOCKS = 256
+"""Blocks of a corpus, about, so that many processes share a small one."""
+BLOCK_BYTES = (16 << 20, 256 << 20)
+"""The least and most bytes on disk of a block: seconds to minutes of a core, and few files for a large corpus."""
 MOST_PIECES = 32
 """Blocks of one unit: to find the beginning of its piece, a process reads all of the unit before it. Reading a file is
 20 to 500 times as fast as tokenizing it.
@@ -63,6 +65,12 @@ def settings_of(
     if not callable(tokenizer) and any(source.spec.messages for source in sources):
         settings["chat"] = None if tokenizer.chat is None else asdict(tokenizer.chat)
     return json.loads(json.dumps(settings, default=str))
+
+
+def _block_bytes(size: int) -> int:
+    """Bytes of a block of a corpus of `size` bytes: a power of two, so that a little more text changes few blocks."""
+    least, most = BLOCK_BYTES
+    return min(max(least, 1 << (size // BLOCKS).bit_length()), most)
 
 
 def _digest(content: object) -> str:
@@ -150,9 +158,9 @@ class Blocks:
             )
         if chats:
             tokenizer.encode_rendered("")
-        self._inputs, first, size = inputs, 0, 0
+        self._inputs, first, size, aim = inputs, 0, 0, _block_bytes(sum(unit.size for _, unit in inputs.units))
         for number, (_, unit) in enumerate(inputs.units):
-            pieces = min(unit.size // BLOCK_BYTES, MOST_PIECES)
+            pieces = min(unit.size // aim, MOST_PIECES)
             size += unit.size
             if first < number and pieces > 1:
                 self._blocks.append(Block(range(first, number)))
@@ -160,7 +168,7 @@ class Blocks:
             if pieces > 1:
                 ends = [*(unit.size * piece // pieces for piece in range(1, pieces)), math.inf]
                 self._blocks += map(Block, [range(number, number + 1)] * pieces, [0, *map(int, ends[:-1])], ends)
-            elif size >= BLOCK_BYTES or number + 1 == len(inputs.units):
+            elif size >= aim or number + 1 == len(inputs.units):
                 self._blocks.append(Block(range(first, number + 1)))
             else:
                 continue
