@@ -31,6 +31,7 @@ from megatron_coca.checkpoints.families import FAMILIES
 from megatron_coca.checkpoints.family_keys import comparable, write_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
+    ADDED_KEYS,
     CONFIG,
     EMBEDDING,
     GENERATION,
@@ -52,7 +53,7 @@ from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH,
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
-from megatron_coca.config import Config
+from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.position import ORIGINAL, Selected
 from megatron_coca.config.source import given_values
 
@@ -74,10 +75,17 @@ def _stock_positions(config: Config) -> bool:
     return stock and getattr(scaling, "ramp", None) in (None, "dimension") and not getattr(scaling, "resonance", False)
 
 
+def _has_own_attention(model: ModelConfig) -> bool:
+    """Whether queries and keys have norms, heads another width, or their projections other biases."""
+    norms, width = model.use_qk_layernorm or model.qk_norm is not None, model.hidden_size // model.num_attention_heads
+    return norms or model.head_dim != width or model.use_bias_in_qkv != model.use_bias_in_attn_linear
+
+
 def _is_neox(config: Config) -> bool:
     model = config.model
     return (
         model.norm == "layernorm"
+        and not _has_own_attention(model)
         and model.activation in NEOX_ACTIVATIONS
         and model.use_bias_in_norms
         and model.use_bias_in_mlp
@@ -88,7 +96,8 @@ def _is_neox(config: Config) -> bool:
 
 def _is_llama(config: Config) -> bool:
     model = config.model
-    return model.norm == "rmsnorm" and model.activation == "swiglu" and not model.gpt_j_residual
+    plain = model.norm == "rmsnorm" and not model.zero_centered_norms
+    return plain and model.activation == "swiglu" and not model.gpt_j_residual
 
 
 def _neox_keys(config: Config) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def _dense_keys(config: Config) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
     }
 
 
@@ -167,11 +176,17 @@ EXPORTERS: dict[str, Exporter] = {
     ),
     **{kind: _family(kind) for kind in FAMILIES},
     "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _with(_neox_keys)),
-    "coca_llama": Exporter(_is_llama, lambda config: remote_rows("coca_llama"), _with(_llama_keys)),
+    "coca_llama": Exporter(
+        lambda config: _is_llama(config) and not _has_own_attention(config.model),
+        lambda config: remote_rows("coca_llama"),
+        _with(_llama_keys),
+    ),
     "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _with(_dense_keys)),
 }
 """By `model_type`; the first that expresses a model is used."""
 WRITTEN = SHAPE_KEYS | set(NETWORK_KEYS) | set(POSITION_KEYS)
+"""Keys that all of them write."""
+WRITTEN_LAST = WRITTEN.union(ADDED_KEYS, {"kv_channels"})
 """Keys that the last of them writes."""
 
 
@@ -369,7 +384,7 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     found = next((name for name in (*named, *stock) if EXPORTERS[name].fits(config)), None)
     if found is not None:
         return found
-    reasons = [*lost_keys(config, WRITTEN), *positions]
+    reasons = [*lost_keys(config, WRITTEN_LAST), *positions]
     if reasons:
         raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
     return next(name for name in REMOTE_TYPES if EXPORTERS[name].fits(config))
