@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import megatron_coca
 from megatron_coca import methods
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
@@ -40,7 +41,7 @@ A run is one or several YAML or JSON files, merged left to right, and then `key=
         rope_scaling.rope_type=dynamic rope_scaling.factor=4.0
 
 ```python
-from megatron_coca.config import load_config
+from megatron_coca import load_config
 
 config = load_config(["configs/350M/roformer.yml", "configs/extend/dynamic_ntk.yml"], ["optimizer.params.lr=3e-4"])
 config.model.head_dim                          # 64
@@ -339,10 +340,20 @@ def readme_table() -> str:
     return _table(("choice", "key", "values"), rows)
 
 
+def public_table() -> str:
+    """Every name of the package's top level, by what its docstring says first."""
+    rows = []
+    for name in sorted(megatron_coca.__all__, key=str.lower):
+        first = " ".join(str(getattr(megatron_coca, name).__doc__).partition("\n\n")[0].split())
+        rows.append((f"`{name}`", first.partition(". ")[0].removesuffix(".")))
+    return _table(("name", "what it is"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
 """Pages that are written whole."""
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
+    ("docs/python.md", "names"): public_table,
     ("docs/attention.md", "forms"): forms_table,
     ("docs/attention.md", "extensions"): lambda: choices_table(
         "rope_scaling", ("`rope_type`", "frequencies", "options", "source")

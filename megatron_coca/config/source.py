@@ -16,6 +16,7 @@ Overrides = Mapping[str, Any] | Sequence[str]
 """A mapping of dotted keys to values, or strings `key=value`."""
 COMMAND_LINE = "command line"
 OVERRIDES = "overrides"
+MAPPING = "mapping"
 MAX_PATHS = 1 << 24
 """Limit on the total length of the dotted paths of all keys, since aliases can repeat a few long names."""
 
@@ -225,6 +226,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def mapping_layer(values: Mapping[str, Any]) -> Layer:
+    """Return the layer of keys and values from Python."""
+    plain = _plain(values)
+    where = {path: MAPPING for key, value in plain.items() for path in _paths(value, key)}
+    return _expand(Layer(MAPPING, plain, where))
 
 
 def _override(label: str, path: str, value: Any) -> Layer:

@@ -241,3 +241,18 @@ def test_the_resolved_file_of_an_earlier_version_loads() -> None:
         "loss_chunk_size": 1024,
     }
     assert load_config([saved]).flat() == now | earlier, "the defaults of that time"
+
+
+def test_a_mapping_is_as_good_as_a_file(base: Path) -> None:
+    keys = {"num-layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, "pos_emb": "rotary"}
+    optimizer = {"type": "adam", "params": {"lr": 1e-4, "betas": (0.9, 0.95)}}
+    assert load_config(keys | {"optimizer": optimizer}) == load_config(base)
+    assert load_config([base, {"optimizer.params.lr": 3e-4}]).optimizer.lr == 3e-4
+    assert load_config([{"seed": 5}, base], ["seed=9"]).seed == 9
+    with pytest.raises(ConfigError) as caught:
+        load_config(keys | {"hidden_sise": 3, "optimizer": {"params": {"lr": "fast"}}})
+    first, second = sorted(str(caught.value).splitlines())
+    assert first.startswith("mapping: hidden_sise: unknown key; did you mean `hidden_size`?")
+    assert second.startswith("mapping: optimizer.params.lr: expected a number")
+    with pytest.raises(ConfigError, match="mapping: describes no model"):
+        load_config({})
