@@ -68,9 +68,14 @@ docs: .venv-docs/ready
 	.venv-docs/bin/python -m pip install --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
+# Without a GPU, PyTorch's CPU build instead of the package index's one with 5 GB of CUDA libraries. For a machine that has
+# none itself but shares .venv with some that have: make TORCH_INDEX=
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --disable-pip-version-check --retries 1 --timeout 10 --no-deps --index-url $(TORCH_INDEX) $(shell grep '^torch==' requirements.txt) || echo "$(TORCH_INDEX) has no answer: the package index decides on the build of PyTorch")
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --editable . # the command megatron-coca
 	touch $@

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import megatron_coca
 from megatron_coca import methods
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
@@ -40,7 +41,7 @@ A run is one or several YAML or JSON files, merged left to right, and then `key=
         rope_scaling.rope_type=dynamic rope_scaling.factor=4.0
 
 ```python
-from megatron_coca.config import load_config
+from megatron_coca import load_config
 
 config = load_config(["configs/350M/roformer.yml", "configs/extend/dynamic_ntk.yml"], ["optimizer.params.lr=3e-4"])
 config.model.head_dim                          # 64
@@ -50,6 +51,7 @@ config.to_yaml()                               # every resolved key, flat
 
 - Later values win. Mappings are merged key by key: `optimizer: {params: {lr: 1e-3}}` keeps the betas. Another choice in
   `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier one: they belong to it.
+- Paths are relative to the folder of the command; a data path in a file that begins with `./` is relative to the file.
 - `null` means "not set": the default applies, even if an earlier file set the key.
 - Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.
 - A duplicate key in one file, an unknown key, a wrong type, an invalid choice and an invalid combination are errors.
@@ -339,10 +341,20 @@ def readme_table() -> str:
     return _table(("choice", "key", "values"), rows)
 
 
+def public_table() -> str:
+    """Every name of the package's top level, by what its docstring says first."""
+    rows = []
+    for name in sorted(megatron_coca.__all__, key=str.lower):
+        first = " ".join(str(getattr(megatron_coca, name).__doc__).partition("\n\n")[0].split())
+        rows.append((f"`{name}`", first.partition(". ")[0].removesuffix(".")))
+    return _table(("name", "what it is"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
 """Pages that are written whole."""
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
+    ("docs/python.md", "names"): public_table,
     ("docs/attention.md", "forms"): forms_table,
     ("docs/attention.md", "extensions"): lambda: choices_table(
         "rope_scaling", ("`rope_type`", "frequencies", "options", "source")

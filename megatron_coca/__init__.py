@@ -6,28 +6,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_coca.checkpoints import load_model
+    from megatron_coca.attention.positions.bias import fixed_bias
+    from megatron_coca.checkpoints import load_checkpoint, load_model
     from megatron_coca.config import load_config
-    from megatron_coca.model import Sampling, build_model
+    from megatron_coca.data import load_tokenizer
+    from megatron_coca.evaluation import build_report, sliding_window_perplexity
+    from megatron_coca.evaluation.analysis.attention_maps import attention_maps
+    from megatron_coca.methods import DistanceMap, FrequencyExtension, LogitScaling, Option, PositionEmbedding, register
+    from megatron_coca.model import Attention, Sampling, build_model
+    from megatron_coca.model.generate import generate
+    from megatron_coca.program import InputError
     from megatron_coca.text_generation import load_generator
+    from megatron_coca.training.corpus import open_corpus, open_loader
 
-__all__ = ["Sampling", "build_model", "load_config", "load_generator", "load_model"]
 __version__ = "0.2.0"
 
-_MODULES = {
-    "Sampling": "megatron_coca.model",
-    "build_model": "megatron_coca.model",
-    "load_config": "megatron_coca.config",
-    "load_generator": "megatron_coca.text_generation",
-    "load_model": "megatron_coca.checkpoints",
+_NAMES = {
+    "attention.positions.bias": ("fixed_bias",),
+    "checkpoints": ("load_checkpoint", "load_model"),
+    "config": ("load_config",),
+    "data": ("load_tokenizer",),
+    "evaluation": ("build_report", "sliding_window_perplexity"),
+    "evaluation.analysis.attention_maps": ("attention_maps",),
+    "methods": ("DistanceMap", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding", "register"),
+    "model": ("Attention", "Sampling", "build_model", "generate"),
+    "program": ("InputError",),
+    "text_generation": ("load_generator",),
+    "training.corpus": ("open_corpus", "open_loader"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     # PEP 562: data and configuration need no PyTorch, whose import takes seconds.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

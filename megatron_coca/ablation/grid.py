@@ -187,30 +187,32 @@ def expand(
 
     `recorded` has the data of finished cells by what chose them, for a report where the data are no longer there.
     """
-    problems = []
-    if file.baseline is not None and file.baseline not in file.models:
-        problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
-    elif file.baseline is not None and "" not in file.models[file.baseline].variants:
-        problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
-    labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
-    for contrast in file.contrasts:
-        problems += [f"contrasts: {name}: unknown" for name in (contrast.label, contrast.other) if name not in labels]
-    try:
-        check_variants(file.tasks, (entry.variants for entry in file.models.values()))
-    except EvaluationError as error:
-        problems.append(str(error))
+    problems = _unknown_names(file)
+    base: Config | None = None
+    refused_base: Sequence[str] = ()
     try:
         base = load_config(*split_inputs(file.base))
     except ConfigError as error:
-        raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
+        refused_base = error.problems
+        problems += [f"base: {line}" for line in error.problems]
     cells: list[Cell] = []
     known = dict(recorded or {})
     for label, entry in file.models.items():
+        config = None
         try:
-            config = configured(base, entry)
-            plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
-            digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
-            problems += refused
+            if base is None:
+                _check_beside(file, refused_base, entry)
+            else:
+                config = configured(base, entry)
+        except ConfigError as error:
+            problems += [f"models.{label}: {line}" for line in error.problems]
+        length = next((each.model.seq_length for each in (config, base) if each is not None), 1)
+        plan = partial(_commands, label, entry, length, device, dtype)
+        digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
+        problems += refused
+        if config is None:
+            continue
+        try:
             data = _data_of(config, known)
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not refused:
@@ -228,9 +230,29 @@ def expand(
     return cells
 
 
+def _unknown_names(file: AblationFile) -> list[str]:
+    """Return a line for every model, label and variant that the file names and does not have."""
+    problems = []
+    if file.baseline is not None and file.baseline not in file.models:
+        problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
+    elif file.baseline is not None and "" not in file.models[file.baseline].variants:
+        problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
+    labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
+    for contrast in file.contrasts:
+        problems += [f"contrasts: {name}: unknown" for name in (contrast.label, contrast.other) if name not in labels]
+    try:
+        check_variants(file.tasks, (entry.variants for entry in file.models.values()))
+    except EvaluationError as error:
+        problems.append(str(error))
+    return problems
+
+
 def configured(base: Config, entry: ModelEntry) -> Config:
     """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
-    config = _changed(base, entry.set)
+    try:
+        config = _changed(base, entry.set)
+    except ConfigError as error:
+        raise ConfigError(*error.problems, *_refused_variants(base, entry)) from error
     problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
     problems += [f"{key}: is set for every cell; remove it" for key in ("seed", "save") if key in set_here]
@@ -238,6 +260,14 @@ def configured(base: Config, entry: ModelEntry) -> Config:
         problems.append("load: only initial weights may be loaded; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
+    problems += _refused_variants(config, entry)
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def _refused_variants(config: Config, entry: ModelEntry) -> list[str]:
+    problems = []
     for variant, changes in entry.variants.items():
         try:
             refuse_other_model(Path("the model"), config, _changed(config, changes))
@@ -245,9 +275,17 @@ def configured(base: Config, entry: ModelEntry) -> Config:
             problems += [f"variants.{variant}: {line}" for line in error.problems]
         except CheckpointError as error:
             problems.append(f"variants.{variant}: {error}")
-    if problems:
-        raise ConfigError(*problems)
-    return config
+    return problems
+
+
+def _check_beside(file: AblationFile, refused_base: Sequence[str], entry: ModelEntry) -> None:
+    """Raise ConfigError for what is wrong with a model besides the errors of `base`, without their places."""
+    known = {line.partition(": ")[2] for line in refused_base}
+    try:
+        load_config(*split_inputs([*file.base, *changes_in_tokens(entry.set, 1)]))
+    except ConfigError as error:
+        if own := [line for line in error.problems if line.partition(": ")[2] not in known]:
+            raise ConfigError(*own) from error
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
@@ -325,16 +363,17 @@ class _Parser(ArgumentParser):
 
 
 def _check_tasks(
-    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, check_data: bool
+    file: AblationFile, entry: ModelEntry, config: Config | None, dtype: str, plan: Plan, check_data: bool
 ) -> tuple[dict[Path, str], list[str]]:
     """Return the digest of every result file, in a folder `results`, and a line for each task that evaluate.py would
-    refuse.
+    refuse. `config` is None where it could not be read.
     """
-    problems, digests, trained = [], {}, config.flat()
-    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
-    changed = {
-        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
-    }
+    problems, digests, length = [], {}, 1
+    changed: dict[str, dict[str, Any]] = {name: {} for name in entry.variants}
+    if config is not None:
+        trained, length = config.flat(), config.model.seq_length
+        flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+        changed = {name: {key: now for key, now in keys.items() if now != trained[key]} for name, keys in flat.items()}
     for name, options in file.tasks.items():
         try:
             only, others = task_variants(options)
@@ -345,7 +384,7 @@ def _check_tasks(
             if command.checkpoint is None:
                 raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
             _check_arguments(command, check_data)
-            common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
+            common = [name, dtype, option_arguments(name, others, length)]
             for result, changes in zip(command.files, measured, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
                 digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]

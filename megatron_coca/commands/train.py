@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,7 @@ EPILOG = """for example:
 All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INPUTS = "merged in order, then the keys; a folder as the first gives the network and the initial weights"
 
 
@@ -77,6 +79,9 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not from_folder:
         model, rest = None, options.inputs
     files, keys = split_inputs(rest, options.conf_dir)
+    first = options.inputs[0]
+    if HUB_NAME.fullmatch(first) and files[:1] == [f"{first}.yml"] and not os.path.isdir(os.path.dirname(first)):
+        raise ConfigError(f"{first}: no such file or folder; a model of the Hugging Face hub is named hf://{first}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
     names = ("num_gpus", "hostfile", "max_restarts")

@@ -31,6 +31,7 @@ from megatron_coca.config.source import (
     Overrides,
     dump,
     given_values,
+    mapping_layer,
     merge,
     normalise,
     read_file,
@@ -390,11 +391,16 @@ class Config(Settings):
         return config
 
 
-def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides = ()) -> Config:
-    """Merge YAML or JSON files left to right, then overrides, and validate the result.
+Source = str | Path | Mapping[str, Any]
+"""A YAML or JSON file, or the keys and values themselves."""
+
+
+def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -> Config:
+    """Merge files and mappings left to right, then overrides, and validate the result.
 
     Args:
-        paths: one file or several; later files win, mappings are merged key by key, null means "not set".
+        sources: one file or mapping, or several; later ones win, mappings are merged key by key, null (None) means "not
+            set".
         overrides: a mapping of dotted keys to values, or strings `key=value` whose values are parsed as YAML.
 
     Returns:
@@ -404,9 +410,10 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides =
         ConfigError: all errors of all files and overrides.
     """
     problems: list[str] = []
-    files = [read_file(path, problems) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    layers = [layer for layer in files if layer is not None] + read_overrides(overrides, problems)
-    if None in files:  # a key that seems to be missing may be in the unreadable file
+    several = [sources] if isinstance(sources, str | Path | Mapping) else sources
+    read = [mapping_layer(each) if isinstance(each, Mapping) else read_file(each, problems) for each in several]
+    layers = [layer for layer in read if layer is not None] + read_overrides(overrides, problems)
+    if None in read:  # a key that seems to be missing may be in the unreadable file
         _, errors = validate(merge(layers))
         raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
     return Config._from_layers(layers, problems)

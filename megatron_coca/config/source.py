@@ -16,8 +16,11 @@ Overrides = Mapping[str, Any] | Sequence[str]
 """A mapping of dotted keys to values, or strings `key=value`."""
 COMMAND_LINE = "command line"
 OVERRIDES = "overrides"
+MAPPING = "mapping"
 MAX_PATHS = 1 << 24
 """Limit on the total length of the dotted paths of all keys, since aliases can repeat a few long names."""
+
+DATA_PATHS = re.compile("(vocab|merge)_file|data_path|(train|valid|test)_(label_)?data_paths")
 
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
@@ -173,11 +176,27 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     values = reader.read()
     problems += reader.problems
     if isinstance(values, dict):
-        return _expand(Layer(str(path), values, reader.where))
+        layer = _expand(Layer(str(path), values, reader.where))
+        _resolve_data_paths(layer.values, Path(path).parent)
+        return layer
     if not reader.failed:
         content = "empty" if values is None else f"a {type(values).__name__}"
         problems.append(f"{path}: the file is {content}; expected a mapping of keys to values")
     return None
+
+
+def _resolve_data_paths(values: dict[str, Any], folder: Path) -> None:
+    """Replace `./NAME` by NAME in the folder of the file, so that shards can be moved together with their data.yml."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(inner) for inner in value]
+        return str(folder / value[2:]) if isinstance(value, str) and value.startswith("./") else value
+
+    values |= {key: resolved(value) for key, value in values.items() if DATA_PATHS.fullmatch(key)}
+    for stage in values["stages"] if isinstance(values.get("stages"), list) else ():
+        if isinstance(stage, dict):
+            _resolve_data_paths(stage, folder)
 
 
 def _unreadable(path: Path, error: YamlFault | OSError | ValueError) -> str:
@@ -225,6 +244,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def mapping_layer(values: Mapping[str, Any]) -> Layer:
+    """Return the layer of keys and values from Python."""
+    plain = _plain(values)
+    where = {path: MAPPING for key, value in plain.items() for path in _paths(value, key)}
+    return _expand(Layer(MAPPING, plain, where))
 
 
 def _override(label: str, path: str, value: Any) -> Layer:

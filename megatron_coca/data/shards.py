@@ -77,8 +77,9 @@ def read_header(prefix: str | Path) -> ShardHeader:
                 raise DataError(
                     f"{prefix}: is one of the two files of a shard; give the path without {Path(prefix).suffix}."
                 )
+            place = "" if path.is_absolute() else f" in {Path.cwd()}, which data paths are relative to"
             raise DataError(
-                f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the suffix, "
+                f"{path}: no such file{place}. A shard is a .bin and an .idx file; give their path without the suffix, "
                 "and prepare the corpus first (megatron-coca prepare --help)."
             )
     with idx_path.open("rb") as stream:

@@ -1,6 +1,7 @@
 """The transformer language model of GPT-NeoX and LLaMA shape."""
 
 from megatron_coca.model.build import (
+    Attention,
     assemble_model,
     build_model,
     choose_backends,

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError, Needs
-from megatron_coca.attention.method import PositionMethod, check_kernel
-from megatron_coca.config import Config, ModelConfig
+from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
+from megatron_coca.config import Config, ConfigError, ModelConfig
 from megatron_coca.config.checks import COMPILE_REFUSALS
-from megatron_coca.model.gpt import GPT
-from megatron_coca.model.layers import LearnedPositions
+from megatron_coca.model.gpt import GPT, resolve_positions
+from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +247,46 @@ def empty_model(
     with torch.device("meta"):
         model = _compose(config, device, training)
     return _compiled(model.to(dtype).to_empty(device=memory or device), config, device, training)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with the positions of a configuration, for a network of one's own.
+
+    Only the configuration's keys of attention matter. Initial weights follow from these and PyTorch's random state.
+
+    Raises:
+        ConfigError: `pos_emb` adds positions to the embedding and not in attention.
+        BackendError: as `build_model`.
+    """
+
+    def __init__(self, config: Config, layer: int = 0, device: str = "cpu", training: bool = True) -> None:
+        """`layer` counts from 0 and matters where layers differ; `training` as for `build_model`."""
+        super().__init__()
+        name = config.model.layer_names[layer]
+        method, position = build_methods(config)[name], config.layer_types[name]
+        if method.name in ABSOLUTE:
+            raise ConfigError(f"pos_emb: {method.name} is added to the embedding; an attention layer has no part in it")
+        check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
+        needs = backend_needs(config, method, torch.device(device).type, training)
+        _, backend = select_backend(position.attention_backend, needs)
+        self.encoding, self.attention = PositionEncoding(method), build_attention(config.model, method, backend)
+        initialize(self, config.model, int(torch.randint(2**62, ())))
+        self.to(device)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        length: int | None = None,
+    ) -> Tensor:
+        """Hidden states [batch, length, hidden_size] -> the same; the other arguments are those of
+        `GPT.hidden_states`.
+        """
+        positions, reached, packed = resolve_positions(hidden[..., 0], positions, documents)
+        batch, length = len(hidden), length or reached
+        context = self.encoding(positions, length, hidden.dtype, documents=packed, reached=reached, batch=batch)
+        return self.attention(hidden, context)
 
 
 def _compose(config: Config, device: str, training: bool) -> GPT:

@@ -188,6 +188,21 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
     return {}
 
 
+def build_attention(model: ModelConfig, method: PositionMethod, backend: Backend) -> SelfAttention:
+    """A new attention layer of the configured shape, with PyTorch's initial weights."""
+    return SelfAttention(
+        model.hidden_size,
+        model.num_attention_heads,
+        model.num_kv_heads,
+        method,
+        backend,
+        model.use_bias_in_attn_linear,
+        model.attention_dropout,
+        qkv_bias=model.use_bias_in_qkv,
+        norms=qk_norms(model),
+    )
+
+
 Activation = Callable[[Tensor], Tensor]
 
 PLAIN: dict[str, Activation] = {
@@ -259,17 +274,7 @@ class Block(nn.Module):
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
         before, after = model.norm_position != "post", model.norm_position != "pre"
         self.input_layernorm = build_norm(model) if before else nn.Identity()
-        self.attention = SelfAttention(
-            model.hidden_size,
-            model.num_attention_heads,
-            model.num_kv_heads,
-            method,
-            backend,
-            model.use_bias_in_attn_linear,
-            model.attention_dropout,
-            qkv_bias=model.use_bias_in_qkv,
-            norms=qk_norms(model),
-        )
+        self.attention = build_attention(model, method, backend)
         self.attention_output_layernorm = build_norm(model) if after else nn.Identity()
         if not (self.parallel and self.tied_norm):
             self.post_attention_layernorm = build_norm(model) if before else nn.Identity()

@@ -171,13 +171,20 @@ def open_split(config: Config, split: str) -> Blend | None:
     return _blend(config, split, shards) if shards else None
 
 
-def open_loader(corpus: Corpus, blend: Samples, layout: Layout, length: int | None = None) -> Loader:
-    """Open a loader of samples of the corpus; of the last `length` inputs of each if given.
+def open_loader(
+    corpus: Corpus, blend: Samples | None = None, layout: Layout | None = None, length: int | None = None
+) -> Loader:
+    """Open a loader of samples of the corpus, by default the training samples for one process; of the last `length`
+    inputs of each if given.
 
     Training samples get the configured `training_positions`. The loader refuses ids in the embedding's padding too: no
     tokenizer of the configured vocabulary produces them.
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
+    blend = corpus.train if blend is None else blend
+    if layout is None:
+        sizes = corpus.config.batch.resolve(1)
+        layout = sizes.total, sizes.micro, 0, 1
     given, drawn = corpus.config.general.training_positions, None
     start = corpus.start if blend is corpus.train else (0, 0)
     if given is not None and blend is corpus.train:

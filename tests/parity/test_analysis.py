@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import length_analysis
-from megatron_coca.evaluation.analysis.length_analysis import analyse, draw_pairs, observed
+from megatron_coca.evaluation.analysis.attention_maps import observed
+from megatron_coca.evaluation.analysis.length_analysis import analyse, draw_pairs
 from megatron_coca.evaluation.analysis.records import AnalysisProtocol, LengthAnalysis
 from megatron_coca.model import GPT, build_model
 from tests.reference import dense

@@ -182,6 +182,23 @@ def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
         assert sum(line.startswith(part) for line in lines) == 1, f"{part}\n{refused.value}"
 
 
+def test_faults_of_the_base_hide_no_others(write: Write, tmp_path: Path) -> None:
+    base = yaml.safe_load(write().read_text())["base"]
+    models = {
+        "Good": ["seq_length=2L"],
+        "Typo": ["pos_embb=rotary"],
+        "Two": {"set": ["precision=no"], "variants": {"": None, "x": ["rope_scaling.rope_type=no"]}},
+    }
+    tasks = {"knitting": {}, "perplexity": {"windows": ["1L"], "strid": 3}}
+    expected = ["models.Typo: ", "models.Two: command line: precision", "tasks.knitting: ", "tasks.perplexity.strid: "]
+    for given, more in ((base, ["models.Two: variants.x: "]), ([*base, "seedd=3"], ["base: command line: seedd: "])):
+        with pytest.raises(EvaluationError) as refused:
+            cells_of(write(base=given, baseline=None, models=models, tasks=tasks))
+        lines = [line for line in str(refused.value).splitlines() if not line.endswith("ablation.yml:")]
+        assert all(any(line.startswith(part) for line in lines) for part in (*expected, *more)), refused.value
+        assert len(lines) == len(expected) + len(more), refused.value
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

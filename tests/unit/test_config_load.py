@@ -241,3 +241,40 @@ def test_the_resolved_file_of_an_earlier_version_loads() -> None:
         "loss_chunk_size": 1024,
     }
     assert load_config([saved]).flat() == now | earlier, "the defaults of that time"
+
+
+def test_a_mapping_is_as_good_as_a_file(base: Path) -> None:
+    keys = {"num-layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, "pos_emb": "rotary"}
+    optimizer = {"type": "adam", "params": {"lr": 1e-4, "betas": (0.9, 0.95)}}
+    assert load_config(keys | {"optimizer": optimizer}) == load_config(base)
+    assert load_config([base, {"optimizer.params.lr": 3e-4}]).optimizer.lr == 3e-4
+    assert load_config([{"seed": 5}, base], ["seed=9"]).seed == 9
+    with pytest.raises(ConfigError) as caught:
+        load_config(keys | {"hidden_sise": 3, "optimizer": {"params": {"lr": "fast"}}})
+    first, second = sorted(str(caught.value).splitlines())
+    assert first.startswith("mapping: hidden_sise: unknown key; did you mean `hidden_size`?")
+    assert second.startswith("mapping: optimizer.params.lr: expected a number")
+    with pytest.raises(ConfigError, match="mapping: describes no model"):
+        load_config({})
+
+
+def test_data_paths_may_be_relative_to_their_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus").mkdir()
+    text = "train-data-paths: [./a, b, ../c, /d]\nvalid_data_paths: [./a]\ntest_data_paths: []\nvocab_file: ./v.json\n"
+    text += "train_label_data_paths: [./l, null, null, null]\nsave: ./runs\n"
+    data = write(tmp_path / "corpus", text, "data.yml")
+    monkeypatch.chdir(tmp_path)
+    config = load_config([base, data.relative_to(tmp_path)], ["test_data_paths=[./e]"])
+    assert list(config.data.train_data_paths or ()) == ["corpus/a", "b", "../c", "/d"]
+    assert list(config.data.train_label_data_paths or ()) == ["corpus/l", None, None, None]
+    assert config.data.vocab_file == "corpus/v.json" and config.checkpoint.save == "./runs"
+    assert list(config.data.test_data_paths or ()) == ["./e"]
+    monkeypatch.chdir(tmp_path / "corpus")
+    assert list(load_config([base, "data.yml"]).data.valid_data_paths or ()) == ["a"]
+    write(
+        tmp_path / "corpus",
+        "stages: [{until: 5, train_data_paths: [./s], valid_data_paths: [], test_data_paths: []}, {}]",
+        "stages.yml",
+    )
+    stages = load_config([base, tmp_path / "corpus/stages.yml"], ["train_iters=9"]).run_stages()
+    assert list(stages[0].config.data.train_data_paths or ()) == [str(tmp_path / "corpus/s")]

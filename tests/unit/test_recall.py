@@ -12,11 +12,10 @@ import torch
 from megatron_coca.config import load_config
 from megatron_coca.data import TaskSettings
 from megatron_coca.data.synthetic import Draws, recall_question
-from megatron_coca.evaluation.analysis.length_analysis import observed
+from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.intervals import holm, p_value
-from megatron_coca.evaluation.retrieval import recall
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
@@ -83,7 +82,7 @@ def test_the_last_row_is_that_of_the_softmax(changes: dict[str, Any]) -> None:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def visit(q: torch.Tensor, k: torch.Tensor, inputs: Any) -> None:
-        weights = recall.last_row(inputs).double().softmax(dim=-1)
+        weights = row_scores(inputs, torch.tensor([39]))[:, :, 0].double().softmax(dim=-1)
         own = torch.einsum("bhn,bhnd->bhd", weights, inputs.value.double())
         layer = model.blocks[0].attention
         seen.append((own, layer.backend.attend(inputs)[:, :, -1]))

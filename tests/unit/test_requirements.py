@@ -1,6 +1,8 @@
 """requirements.txt, requirements-dev.txt, pyproject.toml and the imports of the package say the same."""
 
 import ast
+import os
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions, version
@@ -90,3 +92,14 @@ def test_every_import_of_the_package_is_declared() -> None:
     for module in imported("megatron_coca"):
         names = {canonicalize_name(name) for name in providers.get(module, [module])}
         assert names & allowed, f"import {module}: declare one of {sorted(names)} in pyproject.toml, requirements.txt"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_make_takes_the_cpu_build_where_no_gpu_is(tmp_path: Path, gpu: bool) -> None:
+    for name in ("python3", "sh", "grep", *["nvidia-smi"] * gpu):
+        (tmp_path / name).symlink_to("/bin/true" if name == "nvidia-smi" else f"/usr/bin/{name}")
+    make, environment = ["/usr/bin/make", "-n", "-B", ".venv/ready"], {**os.environ, "PATH": str(tmp_path)}
+    said = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    cpu = [line for line in said.splitlines() if "https://download.pytorch.org/whl/cpu torch==" in line]
+    assert len(cpu) == (not gpu) and said.count("install") == 3 - gpu
+    assert not cpu or str(RUNTIME["torch"]) in cpu[0]

@@ -112,7 +112,8 @@ class _Assembly:
             origin = _origin(node, name)
             source, _, original = origin.rpartition(".")
             if _is_ours(origin) and original == name and origin not in sys.modules:
-                self.add(_module(source), name)
+                lazy = source == PACKAGE  # which imports its names when they are used
+                self.add(_module(getattr(sys.modules[source], name).__module__ if lazy else source), name)
                 continue
             if origin and origin.partition(".")[0] not in AVAILABLE:
                 raise NotCarriedError(

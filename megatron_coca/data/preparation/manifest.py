@@ -109,25 +109,26 @@ def write_run_config(
     entries: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``, a folder or a URL.
+    """Write ``data.yml`` into ``folder``, with paths relative to it, or as they will be under the URL ``final``.
 
     A split without documents has no shards; no split replaces another.
     """
     keys: dict[str, Any] = {}
+    where = final if is_url(final) else "."
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
         if chosen or split != "train":  # without training data a run fails on the missing key
-            keys[f"{split}_data_paths"] = [f"{final}/{entry[split]['prefix']}" for entry in chosen]
+            keys[f"{split}_data_paths"] = [f"{where}/{entry[split]['prefix']}" for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
         labels = [entry[split].get("labels") for entry in chosen]
         if any(labels):
-            keys[f"{split}_label_data_paths"] = [name and f"{final}/{name}" for name in labels]
+            keys[f"{split}_label_data_paths"] = [name and f"{where}/{name}" for name in labels]
     saved = json.loads((folder / DESCRIPTION).read_text())
     # Training finds the tokenizer beside shards on a store, and opens local files only.
     named = () if is_url(final) else [name for name in ("vocab_file", "merge_file") if saved.get(name)]
-    files = {argument: f"{final}/{saved[argument]}" for argument in named}
+    files = {argument: f"{where}/{saved[argument]}" for argument in named}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
     header = f"# Written with {final}/{MANIFEST}. Name it after the model: train.py MODEL.yml {final}/{RUN_CONFIG}\n"
     header += "".join(f"# {line}\n" for line in empty_splits(entries))

@@ -16,7 +16,9 @@ from megatron_coca import methods
 from megatron_coca.attention.context import mapped
 from megatron_coca.attention.inputs import Band, DistanceBias
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
+from megatron_coca.evaluation.analysis.attention_maps import in_band
 from megatron_coca.evaluation.analysis.records import Angles, Border, Borders, Quantiles, Share
+from megatron_coca.model.layers import soft_capped
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 COLLINEAR = 1e-9
@@ -132,13 +134,6 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
     return inverse.detach().cpu()
 
 
-def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
-    """Return a mask of the `keys`, by their positions, that a band contains for queries at these distances."""
-    inside = distance >= max(band.low, 0)
-    inside = inside if band.high is None else inside & (distance < band.high)
-    return inside if band.first_keys is None else inside & (keys < band.first_keys)
-
-
 def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Tensor:
     """The distances [keys] float64 by which a query at position `last` [1] and `keys` are rotated, after the map."""
     relative = torch.zeros_like(keys)
@@ -184,6 +179,7 @@ class DistanceSweep:
         for segment in inputs.segments:
             served = in_band(segment.band, self.last - self.keys, self.keys)
             product = (segment.query[..., :width] * segment.key[..., :width]).sum(-1).double() * inputs.scale
+            product = soft_capped(product, inputs.softcap)
             scores, visible = torch.where(served, product, scores), visible | served
         if inputs.bias is not None:
             scores = scores + inputs.bias.at((self.last - self.keys).double())

@@ -2,23 +2,18 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
-from megatron_coca.attention.layer import SelfAttention
-from megatron_coca.attention.method import PositionMethod
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep, records
+from megatron_coca.evaluation.analysis.attention_maps import in_band, observed, row_scores
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.analysis.records import (
     AnalysisProtocol,
@@ -35,6 +30,7 @@ from megatron_coca.evaluation.results import Cost, EvaluationError, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import GPT
+from megatron_coca.model.layers import soft_capped
 
 NEAR = 16
 """Every distance up to this one is sampled."""
@@ -46,38 +42,6 @@ SCORES_AT_ONCE = 1 << 24
 """Scores that exist at a time for entropies, so that memory does not grow with the square of the length."""
 ROUNDING = 1e-9
 """The relative excess of a score over its bound that is rounding: both are float64 sums of some ten terms."""
-
-Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
-"""Receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim] before rotation
-(for CoCA k is the T projection), and the inputs of its backend."""
-
-
-@contextmanager
-def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
-    """A context in which a forward pass without a cache calls `visit` for one attention layer after the other; with
-    `of` only for the layers that have this method.
-
-    Only one layer's tensors are alive at a time, unless `visit` keeps them.
-    """
-    found = (module for module in model.modules() if isinstance(module, SelfAttention))
-    layers = [layer for layer in found if of is None or layer.method is of]
-    methods = [layer.method for layer in layers]
-
-    def observing(method: PositionMethod) -> Any:
-        def prepare(q: Tensor, k: Tensor, *rest: Any) -> AttentionInputs:
-            inputs = method.prepare(q, k, *rest)
-            visit(q, k, inputs)
-            return inputs
-
-        return SimpleNamespace(prepare=prepare)
-
-    try:
-        for layer, method in zip(layers, methods, strict=True):
-            layer.method = observing(method)
-        yield
-    finally:
-        for layer, method in zip(layers, methods, strict=True):
-            layer.method = method
 
 
 def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -112,31 +76,17 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
     """
     queries = queries.to(inputs.value.device)
     keys = queries - distance
+    first = torch.zeros_like(queries) if inputs.documents is None else inputs.documents.starts[0, queries]
     for segment in inputs.segments:
-        kept = distance_sweep.in_band(segment.band, queries - keys, keys) & (keys >= 0)
+        kept = in_band(segment.band, queries - keys, keys - first) & (keys >= first)
         if not kept.any():
             continue
         query, key = segment.query[0][:, queries[kept]], segment.key[0][:, keys[kept]]
         wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-        scores = (query.to(wide) * key.to(wide)).sum(-1) * inputs.scale
+        scores = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
         return scores if inputs.bias is None else scores + inputs.bias.at(keys.new_full((1,), distance).to(wide))
     return inputs.value.new_empty(inputs.query.shape[1], 0)
-
-
-def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
-    """Scores of the queries at token indices `queries` [n] with all keys, [heads, n, length], -inf for hidden ones."""
-    queries = queries.to(inputs.value.device)
-    key = torch.arange(inputs.value.shape[2], device=queries.device)
-    distance = queries[:, None] - key
-    wide = torch.promote_types(inputs.value.dtype, torch.float32)
-    scores = torch.full((inputs.query.shape[1], *distance.shape), -math.inf, dtype=wide, device=queries.device)
-    for segment in inputs.segments:
-        visible = distance_sweep.in_band(segment.band, distance, key)
-        grouped = segment.query[0][:, queries].to(wide).unflatten(0, (segment.key.shape[1], -1))
-        product = torch.einsum("ghmd,gnd->ghmn", grouped, segment.key[0].to(wide)).flatten(0, 1) * inputs.scale
-        scores = torch.where(visible, product, scores)
-    return scores if inputs.bias is None else scores + inputs.bias.at(distance.clamp(min=0).to(wide))
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
@@ -146,7 +96,7 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
     scores_per_query = inputs.query.shape[1] * inputs.value.shape[2]
     entropies = []
     for chunk in queries.split(max(1, SCORES_AT_ONCE // scores_per_query)):
-        weights = with_sinks(row_scores(inputs, chunk), inputs.sinks).softmax(dim=-1)
+        weights = with_sinks(row_scores(inputs, chunk)[:1], inputs.sinks)[0].softmax(dim=-1)
         entropies.append(torch.special.entr(weights).sum(dim=-1))
     return torch.cat(entropies, dim=1)
 

@@ -17,8 +17,7 @@ from megatron_coca.console import Progress
 from megatron_coca.data import Blend, Shard, TaskSettings
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.synthetic import Draws, recall_question
-from megatron_coca.evaluation.analysis.distance_sweep import in_band
-from megatron_coca.evaluation.analysis.length_analysis import observed
+from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.retrieval import tasks
@@ -218,9 +217,9 @@ def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_p
     left, visited = count, list[Tensor]()
 
     def visit(fact: Tensor, q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
-        row = last_row(inputs).double()
+        row = row_scores(inputs, torch.tensor([inputs.value.shape[2] - 1])).double()
         fact = fact if inputs.sinks is None else F.pad(fact, (0, 1))  # the sink is one of the other keys
-        row = with_sinks(row[:, :, None], inputs.sinks)[:, :, 0]
+        row = with_sinks(row, inputs.sinks)[:, :, 0]
         sides = [row.masked_fill(~side[:, None], -math.inf).logsumexp(dim=-1) for side in (fact, ~fact)]
         visited.append(torch.stack([*sides, sides[0].sub(sides[1]).sigmoid()]).cpu())  # [3, batch, heads]
 
@@ -240,21 +239,6 @@ def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_p
             score = own if math.isfinite(own) else None
             found.append(HeadScores(layer=layer, head=head, fact=score, rest=rest, weight=weight))
     return found
-
-
-def last_row(inputs: AttentionInputs) -> Tensor:
-    """Scores of the last query with all keys, [batch, heads, length], scaled and with the bias; -inf if hidden."""
-    length = inputs.value.shape[2]
-    key = torch.arange(length, device=inputs.value.device)
-    distance = length - 1 - key
-    wide = torch.promote_types(inputs.value.dtype, torch.float32)
-    batch, heads = inputs.query.shape[:2]
-    scores = torch.full((batch, heads, length), -math.inf, dtype=wide, device=key.device)
-    for segment in inputs.segments:
-        grouped = segment.query[:, :, -1].to(wide).unflatten(1, (segment.key.shape[1], -1))
-        product = torch.einsum("bghd,bgnd->bghn", grouped, segment.key.to(wide)).flatten(1, 2) * inputs.scale
-        scores = torch.where(in_band(segment.band, distance, key), product, scores)
-    return scores if inputs.bias is None else scores + inputs.bias.at(distance.to(wide))
 
 
 def retrieving_head(cells: Sequence[RecallCell]) -> tuple[int, int] | None:

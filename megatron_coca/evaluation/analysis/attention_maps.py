@@ -1,0 +1,103 @@
+"""Watch the attention of a model: the inputs of its backends, and the scores and weights of every layer and head."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from megatron_coca.attention.backends.reference import with_sinks
+from megatron_coca.attention.inputs import AttentionInputs, Band
+from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.attention.method import PositionMethod
+from megatron_coca.model.layers import soft_capped
+
+Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
+"""Receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim] before rotation
+(for CoCA k is the T projection), and the inputs of its backend."""
+
+
+@contextmanager
+def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
+    """A context in which a forward pass without a cache calls `visit` for one attention layer after the other; with
+    `of` only for the layers that have this method.
+
+    Only one layer's tensors are alive at a time, unless `visit` keeps them.
+    """
+    found = (module for module in model.modules() if isinstance(module, SelfAttention))
+    layers = [layer for layer in found if of is None or layer.method is of]
+    methods = [layer.method for layer in layers]
+
+    def observing(method: PositionMethod) -> Any:
+        def prepare(q: Tensor, k: Tensor, *rest: Any, **of_layer: Any) -> AttentionInputs:
+            inputs = method.prepare(q, k, *rest, **of_layer)
+            visit(q, k, inputs)
+            return inputs
+
+        return SimpleNamespace(prepare=prepare)
+
+    try:
+        for layer, method in zip(layers, methods, strict=True):
+            layer.method = observing(method)
+        yield
+    finally:
+        for layer, method in zip(layers, methods, strict=True):
+            layer.method = method
+
+
+class AttentionMap(NamedTuple):
+    """Scores of one layer, -inf for hidden keys, and their softmax: [batch, heads, length, length] each.
+
+    Scores are those that softmax takes: scaled, capped, with the bias. A row of weights sums to 1 less the weight of a
+    sink.
+    """
+
+    scores: Tensor
+    weights: Tensor
+
+
+def attention_maps(model: nn.Module, *inputs: Any, **options: Any) -> list[AttentionMap]:
+    """The maps of every attention layer of a model, or of any module with an `Attention`, in the order in which
+    `model(*inputs, **options)` calls them: a forward pass without gradients. Memory grows with the square of the
+    length.
+    """
+    found: list[AttentionMap] = []
+
+    def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+        length = inputs.value.shape[2]
+        scores = row_scores(inputs, torch.arange(length))
+        weights = with_sinks(scores, inputs.sinks).softmax(dim=-1)
+        found.append(AttentionMap(scores, weights[..., :length]))
+
+    with torch.no_grad(), observed(model, visit):
+        model(*inputs, **options)
+    return found
+
+
+def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
+    """Return a mask of the `keys`, by their positions, that a band contains for queries at these distances."""
+    inside = distance >= max(band.low, 0)
+    inside = inside if band.high is None else inside & (distance < band.high)
+    return inside if band.first_keys is None else inside & (keys < band.first_keys)
+
+
+def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
+    """Scores of the queries at token indices `queries` [n] with all keys, [batch, heads, n, length] in float32 or
+    better, as in `AttentionMap`.
+    """
+    queries = queries.to(inputs.value.device)
+    key = torch.arange(inputs.value.shape[2], device=queries.device)
+    first = key.new_zeros(1) if inputs.documents is None else inputs.documents.starts[:, None, queries, None]
+    distance = queries[:, None] - key
+    wide = torch.promote_types(inputs.value.dtype, torch.float32)
+    scores = torch.tensor(-math.inf, dtype=wide, device=queries.device)
+    for segment in inputs.segments:
+        visible = in_band(segment.band, distance, key - first) & (key >= first)
+        grouped = segment.query[:, :, queries].to(wide).unflatten(1, (segment.key.shape[1], -1))
+        product = torch.einsum("bghmd,bgnd->bghmn", grouped, segment.key.to(wide)).flatten(1, 2) * inputs.scale
+        scores = torch.where(visible, soft_capped(product, inputs.softcap), scores)
+    return scores if inputs.bias is None else scores + inputs.bias.at(distance.clamp(min=0).to(wide))

@@ -1,0 +1,35 @@
+"""The notebook runs as it is, in one process, and its figures are what its text says."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+
+from tests.documents import ROOT
+
+NOTEBOOK = json.loads((ROOT / "docs/notebook.ipynb").read_text())
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def test_no_outputs_are_stored() -> None:
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in NOTEBOOK["cells"])
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    mpl.use("Agg")
+    names: dict[str, Any] = {}
+    for number, code in enumerate(CODE):
+        exec(compile(code, f"cell {number}", "exec"), names)
+    for losses in (names["losses"], names["own_losses"]):
+        assert losses[-1] < losses[0] - 0.8
+    assert len(names["maps"]) == len(names["own_maps"]) == 2
+    assert names["maps"][0].weights.sum(-1).sub(1).abs().max() < 1e-5
+    found, curves = names["found"], names["curves"]
+    assert len(set(found.values())) == 4 and found["plain"] < names["losses"][0] - 1
+    assert curves["plain"] != curves["YaRN"] and all(math.isfinite(score) for score in curves["ReRoPE"])
