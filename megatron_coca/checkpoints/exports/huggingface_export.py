@@ -16,7 +16,7 @@ from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.exports.model_card import CARD, model_card
+from megatron_coca.checkpoints.exports.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.exports.modelling_file import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.exports.tokenizer import (
@@ -312,6 +312,26 @@ class Exported:
         return self.model_type in REMOTE_TYPES
 
 
+def push(folder: Path, name: str) -> str:
+    """Upload an exported folder to the Hugging Face hub; a repository that is missing is made, a private one.
+
+    Returns its URL. Raises CheckpointError if that fails; the folder stays.
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise CheckpointError("--push needs huggingface_hub (pip install huggingface_hub)") from error
+    try:
+        api = HfApi()
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from megatron_coca")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        kept = f"{folder} is complete: log in with `hf auth login`, and upload it with `hf upload {name} {folder}`"
+        raise CheckpointError(f"--push {name}: {error}\n{kept}") from error
+    return str(made)
+
+
 def export(
     checkpoint: str | Path,
     folder: str | Path,
@@ -320,6 +340,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str | Path | None = None,
     without_padding: bool = False,
+    notes: CardNotes | None = None,
 ) -> Exported:
     """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
@@ -333,6 +354,7 @@ def export(
             ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
         without_padding: omit the padding rows of the vocabulary, so that no program counts them
             in a softmax. By default they are kept, and log-likelihoods are those that the checkpoint has here.
+        notes: for the model card.
 
     Raises:
         CheckpointError: the checkpoint is not valid, the format cannot express the model, `tokenizer` is another one,
@@ -359,7 +381,7 @@ def export(
     unused = contents[GENERATION].get("suppress_tokens", [])
     if GENERATION in written and unused:
         written[GENERATION] = suppress_tokens(written[GENERATION], unused)
-    written[CARD] = model_card(opened, config, kind, weights, folder.name).encode()
+    written[CARD] = model_card(opened, config, kind, weights, folder.name, notes or CardNotes()).encode()
     if modelling is not None:
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
