@@ -31,6 +31,7 @@ class ShardEntry:
         prefix: path of its files without their suffix.
         bytes: of the UTF-8 text.
         sha256: of the .bin file, hexadecimal.
+        labels, labels_sha256: prefix of its label shard, if it has one, and the same of it.
     """
 
     source: str
@@ -40,6 +41,8 @@ class ShardEntry:
     documents: int | None = None
     tokens: int | None = None
     sha256: str | None = None
+    labels: Path | None = None
+    labels_sha256: str | None = None
 
     @property
     def label(self) -> str:
@@ -88,7 +91,8 @@ def manifest_entries(folder: Path) -> list[ShardEntry]:
         for split, facts in source.items():
             if isinstance(facts, dict) and facts.get("prefix"):
                 values = (facts.get(name) for name in ("bytes", "documents", "tokens", "sha256"))
-                entries.append(ShardEntry(source["name"], split, folder / facts["prefix"], *values))
+                labels = folder / facts["labels"] if facts.get("labels") else None, facts.get("labels_sha256")
+                entries.append(ShardEntry(source["name"], split, folder / facts["prefix"], *values, *labels))
     return entries
 
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_coca.commands import generate, prepare
+from megatron_coca.commands import generate, inspect, prepare
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
@@ -234,3 +234,27 @@ def test_a_model_without_a_template_does_not_chat(checkpoint: Path) -> None:
     generator.tokenizer.chat = None
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         next(generator.answer(CHAT))
+
+
+@pytest.fixture
+def labelled(folder: Path, tmp_path: Path) -> Path:
+    """A prepared folder of chats with labels."""
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:3]))
+    given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
+    given += ["--tokenizer-type", "HFTokenizer", "--vocab-file", str(folder / "tokenizer.json"), "--test-fraction", "0"]
+    prepare.main([*given, "--workers", "0"])
+    return tmp_path / "out"
+
+
+def test_label_shards_are_verified(labelled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main(["verify", str(labelled)]) == 0
+    assert "no fault was found" in capsys.readouterr().out
+    path = labelled / "chats_train_label.bin"
+    labels = np.fromfile(path, dtype=np.int32)
+    for changed, faults in ((-100, 1), (7, 2)):
+        (labels_now := labels.copy())[np.flatnonzero(labels >= 0)[0]] = changed
+        labels_now.tofile(path)
+        assert inspect.main(["verify", str(labelled)]) == 1
+        shown = capsys.readouterr().out
+        assert shown.count("FAULT") == faults and "content has changed" in shown
+        assert ("1 labels are neither negative nor the token" in shown) == (faults == 2)
