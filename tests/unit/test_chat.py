@@ -258,3 +258,21 @@ def test_label_shards_are_verified(labelled: Path, capsys: pytest.CaptureFixture
         shown = capsys.readouterr().out
         assert shown.count("FAULT") == faults and "content has changed" in shown
         assert ("1 labels are neither negative nor the token" in shown) == (faults == 2)
+
+
+def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = ["num_layers=1", "hidden_size=32", "num_attention_heads=2", "seq_length=200", "pos_emb=none"]
+    given = ["sample", str(labelled / "data.yml"), *shape, "pack_impl=unpacked", "--json", str(tmp_path / "facts.json")]
+    chats = set()
+    for number in range(3):
+        assert inspect.main([*given, "--number", str(number)]) == 0
+        shown = capsys.readouterr().out
+        facts = json.loads((tmp_path / "facts.json").read_text())
+        assert f"the {facts['tokens_in_loss']} tokens in the loss" in shown and "⟦Be brief" not in shown
+        answers = [answer for answer in ("A small model, naïve 😀.", "Still.") if answer in shown]
+        assert all(f"⟦{answer}\n" in shown for answer in answers)
+        assert facts["tokens_in_loss"] >= sum(map(len, answers)) // 3
+        chats.add(len(answers))
+    assert chats == {1, 2}
+    assert inspect.main([*given, "--number", "0", "--tokens"]) == 0
+    assert capsys.readouterr().out.count("⟦") >= 2
