@@ -92,6 +92,7 @@ NOT_RUN = {
     "source ": "changes the shell",
     "mkdir ": "of docker/README.md",
     "docker ": PROGRAM,
+    "megatron-coca export huggingface runs/coca": "uploads; test_export_push.py runs it",
     "vllm ": PROGRAM,
     "sbatch ": PROGRAM,
     "bash jobs/study/submit.sh": PROGRAM,

@@ -5,7 +5,6 @@ from typing import Any
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.family_keys import (
-    TEMPERATURE,
     Family,
     all_layers,
     every,
@@ -13,7 +12,7 @@ from megatron_coca.checkpoints.family_keys import (
     smollm3_layers,
     smollm3_rope,
 )
-from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, rope_parameters
+from megatron_coca.checkpoints.huggingface_rope import MAXIMUM
 from megatron_coca.checkpoints.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.position import ORIGINAL
@@ -78,11 +77,6 @@ def _both_dropouts(config: Config) -> dict[str, Any]:
 def _to_phi3(config: Config) -> dict[str, Any]:
     # Its class reads L here alone, with a default of its own.
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
-
-
-def _to_ministral3(config: Config) -> dict[str, Any]:
-    # Its class needs the option of its temperature, which is off.
-    return {"rope_parameters": rope_parameters(config.position, config.model.seq_length) | {TEMPERATURE: 0.0}}
 
 
 def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
@@ -151,7 +145,7 @@ FAMILIES: dict[str, Family] = {
         {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)},
         head_dim=128,
         layers=all_layers,
-        write=_to_ministral3,
+        temperature=True,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",

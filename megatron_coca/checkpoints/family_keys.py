@@ -16,6 +16,7 @@ from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, rope_keys, rope_
 from megatron_coca.checkpoints.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
+from megatron_coca.config.position import ORIGINAL, Selected
 
 Json = Mapping[str, Any]
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -23,7 +24,7 @@ GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} 
 PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
 """Their activations and ours; of several names of a function the family's own is written, or the first."""
 TEMPERATURE = "llama_4_scaling_beta"
-"""An option of rope_parameters: a factor on queries by position, which is supported as 0 only."""
+"""An option of rope_parameters: the strength of our logit scaling `temperature`, which has the extension's length."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -47,6 +48,7 @@ class Family:
         rope_layers: the same for rotation; None if all layers rotate.
         by_type: rope_parameters has a section for each type of layers.
         partial: some features of a head need not be rotated.
+        temperature: rope_parameters has TEMPERATURE.
         read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
         harmless: keys of published folders that change nothing in its class.
     """
@@ -66,6 +68,7 @@ class Family:
     rope_layers: Callable[[Json, list[bool]], list[bool]] | None = None
     by_type: bool = False
     partial: bool = False
+    temperature: bool = False
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
@@ -163,8 +166,13 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
 
 def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
     section = {name: value for name, value in section.items() if name != MAXIMUM}
-    if not section.get(TEMPERATURE):
-        section.pop(TEMPERATURE, None)
+    strength = section.pop(TEMPERATURE, None) or 0.0
+    if strength and not family.temperature:
+        raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
+    period = config.get(ORIGINAL) or section.get(ORIGINAL)
+    if strength and period is None:
+        raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
+    scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
     share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if share != 1 and not family.partial:
         raise CheckpointError(
@@ -177,7 +185,7 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
         section.setdefault("attention_factor", scales[0] / scales[1])
     values = {**config, "rope_parameters": section, "rope_scaling": None}
     values.setdefault("rope_theta", family.rope)
-    return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {})
+    return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {}) | scaling
 
 
 # Reading and writing --------------------------------------------------------------------------------------------------
@@ -247,6 +255,11 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
     if full.rotary_pct != 1 and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
+    if family.temperature:  # its class needs both
+        chosen = full.logit_scaling
+        options = chosen.settings(length) if isinstance(chosen, Selected) and chosen.type == "temperature" else {}
+        own = {TEMPERATURE: options.get("strength", 0.0), ORIGINAL: options.get("period", length)}
+        settings["rope_parameters"] = own | settings["rope_parameters"]
     if family.layers is not None:
         # Classes with a list of types make a mask of the window even where no layer has one.
         unused = None if family.layers in (all_layers, from_layer, smollm3_layers) else length
@@ -276,6 +289,8 @@ def comparable(config: Config) -> dict[str, Any]:
         if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
             measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
             own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if isinstance(kind.logit_scaling, Selected):
+            own["logit_scaling"] = {"name": kind.logit_scaling.type} | kind.logit_scaling.settings(model.seq_length)
         if not kind.embedding.rotary:
             own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
         positions.append(own)

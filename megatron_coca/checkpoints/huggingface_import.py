@@ -43,6 +43,10 @@ NETWORK_KEYS = (
     *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
 )
+ADDED_KEYS = ("qk_norm", "use_qk_layernorm", "use_bias_in_qkv", "zero_centered_norms")
+"""The same, which folders of older exports do not have."""
+QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
+"""Parameters of a norm of queries or keys, by `qk_norm`."""
 
 THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -418,26 +422,35 @@ def _exported_position(config: Json, source: Path, names: Collection[str]) -> di
 
 
 def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
-    network = {name: _section(config, NETWORK)[name] for name in NETWORK_KEYS}
+    section = _section(config, NETWORK)
+    network = {name: section[name] for name in NETWORK_KEYS}
+    network |= {name: section[name] for name in ADDED_KEYS if name in section}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(f"{source}: network.{name} {network[name]!r} is not one of {', '.join(known)}")
-    if "kv_channels" in _head_dim(config):
-        raise CheckpointError(f"{source}: head_dim other than hidden_size / num_attention_heads is not supported")
     for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's own, which `network` replaces
         config.get(name)
-    return network | {
-        # GPT-NeoX counts both halves of a gated layer, times 3/2.
-        "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
-        "use_bias_in_attn_linear": config["attention_bias"],
-        "use_bias_in_mlp": config["mlp_bias"],
-    }
+    return (
+        network
+        | _head_dim(config)
+        | {
+            # GPT-NeoX counts both halves of a gated layer, times 3/2.
+            "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
+            "use_bias_in_attn_linear": config["attention_bias"],
+            "use_bias_in_mlp": config["mlp_bias"],
+        }
+    )
 
 
 def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     """Return the names of the weights in a `coca_dense` folder; `network` has NETWORK_KEYS."""
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
-    return (*weight_map.dense(network["norm"], gated, one_norm), *weight_map.learned_positions("llama"))
+    names: list[str] = []
+    if (kind := network.get("qk_norm")) is not None:
+        names = [f"{module}_layernorm{QK_NORMS[kind]}" for module in ("query", "key")]
+    elif network.get("use_qk_layernorm"):
+        names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
+    return (*weight_map.dense(network["norm"], gated, one_norm, names), *weight_map.learned_positions("llama"))
 
 
 def remote_rows(kind: str) -> tuple[weight_map.Row, ...]:

@@ -3,7 +3,7 @@
 `{i}` is the block; a row with several names on their side packs them into one weight of ours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -212,13 +212,17 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
 """Parameters of each norm, here and in `dense`; a layernorm may have no bias."""
 
 
-def dense(norm: str, gated: bool, one_norm: bool) -> tuple[Row, ...]:
-    """LLaMA's names for networks of other shapes: any norm, an MLP without a gate, one norm for attention and MLP."""
+def dense(norm: str, gated: bool, one_norm: bool, qk_norms: Iterable[str]) -> tuple[Row, ...]:
+    """LLaMA's names for networks of other shapes: any norm, an MLP without a gate, one norm for attention and MLP, and
+    parameters of norms of queries and keys.
+    """
     norms = {"input_layernorm", "post_attention_layernorm", "norm"}
     rows = [row for row in llama("k_proj") if row.ours.split(".")[-2] not in norms]
     if not gated:
         rows = [Row(row.ours, row.theirs[:1]) if ".mlp.linear1." in row.ours else row for row in rows]
     places = ["input_layernorm"] + ([] if one_norm else ["post_attention_layernorm"])
+    for name in qk_norms:
+        rows.append(Row(f"blocks.{{i}}.attention.{name}", (f"model.layers.{{i}}.self_attn.{name}",)))
     for kind in DENSE_NORMS[norm]:
         rows += [Row(f"blocks.{{i}}.{place}.{kind}", (f"model.layers.{{i}}.{place}.{kind}",)) for place in places]
         rows.append(Row(f"norm.{kind}", (f"model.norm.{kind}",)))

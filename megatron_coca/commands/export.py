@@ -7,6 +7,7 @@ megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-par
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
@@ -37,6 +38,14 @@ def parser() -> ArgumentParser:
     huggingface.add_argument("--tokenizer", metavar="FOLDER", help=original)
     huggingface.add_argument("--without-padding", action="store_true", help="omit the padding rows of the vocabulary")
 
+    card = huggingface.add_argument_group("the model card")
+    card.add_argument("--licence", metavar="NAME", help="by its name on the hub, e.g. apache-2.0")
+    card.add_argument("--base-model", metavar="NAME", help="the model on the hub that this one was trained from")
+    results = "Markdown with results, such as report.md of a report"
+    card.add_argument("--results", type=Path, metavar="FILE", help=results)
+    upload = "then upload the folder to the Hugging Face hub; a repository that is missing is made, a private one"
+    huggingface.add_argument("--push", metavar="OWNER/NAME", help=upload)
+
     neox = layout("neox", "a save folder that GPT-NeoX loads", "--model-parallel-size 2")
     neox.set_defaults(write=write_neox)
     ranks = "number of tensor-parallel ranks; default: 1"
@@ -56,14 +65,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_huggingface(args: Namespace) -> list[str]:
     """Write a Hugging Face folder and return notes about it."""
-    from megatron_coca.checkpoints.exports.huggingface_export import export
+    from megatron_coca.checkpoints.exports.huggingface_export import export, push
+    from megatron_coca.checkpoints.exports.model_card import CardNotes
+    from megatron_coca.checkpoints.files import CheckpointError
 
     changes = args.overrides, args.dtype
+    try:
+        results = args.results.read_text(encoding="utf-8") if args.results is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"--results {args.results}: cannot be read ({error})") from error
     done = export(
-        args.checkpoint, args.folder, *changes, tokenizer=args.tokenizer, without_padding=args.without_padding
+        args.checkpoint,
+        args.folder,
+        *changes,
+        tokenizer=args.tokenizer,
+        without_padding=args.without_padding,
+        notes=CardNotes(args.licence, args.base_model, results),
     )
     trust = ", loaded with trust_remote_code=True" if done.remote else ""
     print("\n  set ".join([f"{done.folder}: a {done.model_type} model for transformers{trust}", *done.changes]))
+    if args.push is not None:
+        print(f"uploaded to {push(done.folder, args.push)}")
     return [done.tokenizer_note] if done.tokenizer_note is not None else []
 
 

@@ -76,6 +76,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral3",
         {"head_dim": 10, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 10, "sliding_window": 9, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    ),
+    "ministral3 without an extension": (
+        "Ministral3",
+        {"rope_parameters": BASE | {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 11}},
+    ),
     "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
     "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "olmo3": (
@@ -288,6 +296,15 @@ def test_what_becomes_of_an_extension_is_said_with_its_length(
     said = f"{tmp_path}: the model's own rope_scaling llama3 (from a length of 16) {message}"
     heard = [each.getMessage() for each in caplog.records if each.name == "megatron_coca.checkpoints.load"]
     assert heard == ([said] if message is not None else [])
+
+
+def test_a_temperature_that_the_class_would_not_read(tmp_path: Path) -> None:
+    build("qwen3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"]["llama_4_scaling_beta"] = 0.1
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta 0.1 is not read by Qwen3ForCausalLM"):
+        load_model(tmp_path)
 
 
 UNREAD = {

@@ -52,6 +52,9 @@ def parse() -> argparse.Namespace:
     layers = commands.add_parser("layer", help="launches and bytes of a layer, forward and backward, by operation")
     layers.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     layers.set_defaults(function=show_layer)
+    kernels = commands.add_parser("kernels", help="bytes of every kernel of a compiled block, forward and backward")
+    kernels.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
+    kernels.set_defaults(function=show_kernels)
     script = commands.add_parser("run", help="run a script of this project, for example train.py")
     script.add_argument("script", metavar="SCRIPT.py")
     script.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -138,6 +141,15 @@ def show_layer(options: argparse.Namespace) -> int:
 
     for name, value in measure.layers(options.inputs).items():
         print(f"{name}: {value:g}")
+    return 0
+
+
+def show_kernels(options: argparse.Namespace) -> int:
+    """Print what the kernels of a compiled block read and write."""
+    from tests.pretend import measure
+
+    for size, operations in measure.compiled_kernels(options.inputs):
+        print(f"{size:.3f} GB  {operations}")
     return 0
 
 

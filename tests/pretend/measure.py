@@ -40,6 +40,8 @@ REPORTED = 10
 RATE = 1e-4
 GB = 1e9
 BYTES = "bytes of "
+VIEWS = frozenset({"permute", "reshape", "split", "convert_element_type"})
+"""Operations of a compiled kernel that say nothing about its work."""
 
 
 def prepare(ranks: int = 1) -> None:
@@ -50,7 +52,8 @@ def prepare(ranks: int = 1) -> None:
     """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     state.in_known_order = lambda optimizer: True
-    if ranks > 1:  # no other process answers: nothing to join, no barrier over the store
+    if ranks > 1:  # no other process answers: nothing to join, no barrier over the store, nothing said to the others
+        group.anyone = lambda flags, *_: tuple(flags)
         group.join = lambda *arguments: torch.distributed.HashStore()  # type: ignore[assignment]
         torch.distributed.distributed_c10d._store_based_barrier = lambda *arguments, **options: None
     launch.complete_environment(os.environ)
@@ -212,6 +215,31 @@ def _model_counts(inputs: Sequence[str], count: int) -> Counters:
         print(f"bytes are not counted: {error}")
         traffic = {}
     return {"launches": record.total("launch"), "milliseconds": milliseconds} | traffic
+
+
+def compiled_kernels(inputs: Sequence[str]) -> list[tuple[float, str]]:
+    """Gigabytes of each kernel of a compiled block, and the operations in it: forward, then backward.
+
+    They are those of the scheduler of PyTorch's compiler: every buffer of a kernel is read or written once.
+    """
+    from torch._inductor import config as inductor
+    from torch._inductor.scheduler import Scheduler
+
+    prepare()
+    kernels: list[tuple[float, str]] = []
+    generate = Scheduler.codegen
+
+    def noted(scheduler: Any) -> Any:
+        for node in scheduler.nodes:
+            sources = [part.node for part in node.get_nodes() if part.node is not None]
+            names = {str(origin.target).split(".")[-2] for source in sources for origin in source.get_origins()}
+            kernels.append((node.get_read_write_buffers_sizes() / GB, " ".join(sorted(names - VIEWS))))
+        return generate(scheduler)
+
+    Scheduler.codegen = noted  # type: ignore[method-assign]
+    inductor.force_disable_caches = True
+    model_pass(load(inputs, "num_layers=1", "torch_compile=true"))()
+    return [kernel for kernel in kernels if round(kernel[0], 2)]
 
 
 def loss_head(inputs: Sequence[str]) -> Counters:

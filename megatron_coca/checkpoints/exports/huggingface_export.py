@@ -16,7 +16,7 @@ from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.exports.model_card import CARD, model_card
+from megatron_coca.checkpoints.exports.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.exports.modelling_file import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.exports.tokenizer import (
@@ -31,6 +31,7 @@ from megatron_coca.checkpoints.families import FAMILIES
 from megatron_coca.checkpoints.family_keys import comparable, write_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
+    ADDED_KEYS,
     CONFIG,
     EMBEDDING,
     GENERATION,
@@ -52,7 +53,7 @@ from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH,
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
-from megatron_coca.config import Config
+from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.position import ORIGINAL, Selected
 from megatron_coca.config.source import given_values
 
@@ -74,10 +75,17 @@ def _stock_positions(config: Config) -> bool:
     return stock and getattr(scaling, "ramp", None) in (None, "dimension") and not getattr(scaling, "resonance", False)
 
 
+def _has_own_attention(model: ModelConfig) -> bool:
+    """Whether queries and keys have norms, heads another width, or their projections other biases."""
+    norms, width = model.use_qk_layernorm or model.qk_norm is not None, model.hidden_size // model.num_attention_heads
+    return norms or model.head_dim != width or model.use_bias_in_qkv != model.use_bias_in_attn_linear
+
+
 def _is_neox(config: Config) -> bool:
     model = config.model
     return (
         model.norm == "layernorm"
+        and not _has_own_attention(model)
         and model.activation in NEOX_ACTIVATIONS
         and model.use_bias_in_norms
         and model.use_bias_in_mlp
@@ -88,7 +96,8 @@ def _is_neox(config: Config) -> bool:
 
 def _is_llama(config: Config) -> bool:
     model = config.model
-    return model.norm == "rmsnorm" and model.activation == "swiglu" and not model.gpt_j_residual
+    plain = model.norm == "rmsnorm" and not model.zero_centered_norms
+    return plain and model.activation == "swiglu" and not model.gpt_j_residual
 
 
 def _neox_keys(config: Config) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def _dense_keys(config: Config) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
     }
 
 
@@ -167,11 +176,17 @@ EXPORTERS: dict[str, Exporter] = {
     ),
     **{kind: _family(kind) for kind in FAMILIES},
     "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _with(_neox_keys)),
-    "coca_llama": Exporter(_is_llama, lambda config: remote_rows("coca_llama"), _with(_llama_keys)),
+    "coca_llama": Exporter(
+        lambda config: _is_llama(config) and not _has_own_attention(config.model),
+        lambda config: remote_rows("coca_llama"),
+        _with(_llama_keys),
+    ),
     "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _with(_dense_keys)),
 }
 """By `model_type`; the first that expresses a model is used."""
 WRITTEN = SHAPE_KEYS | set(NETWORK_KEYS) | set(POSITION_KEYS)
+"""Keys that all of them write."""
+WRITTEN_LAST = WRITTEN.union(ADDED_KEYS, {"kv_channels"})
 """Keys that the last of them writes."""
 
 
@@ -297,6 +312,26 @@ class Exported:
         return self.model_type in REMOTE_TYPES
 
 
+def push(folder: Path, name: str) -> str:
+    """Upload an exported folder to the Hugging Face hub; a repository that is missing is made, a private one.
+
+    Returns its URL. Raises CheckpointError if that fails; the folder stays.
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise CheckpointError("--push needs huggingface_hub (pip install huggingface_hub)") from error
+    try:
+        api = HfApi()
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from megatron_coca")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        kept = f"{folder} is complete: log in with `hf auth login`, and upload it with `hf upload {name} {folder}`"
+        raise CheckpointError(f"--push {name}: {error}\n{kept}") from error
+    return str(made)
+
+
 def export(
     checkpoint: str | Path,
     folder: str | Path,
@@ -305,6 +340,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str | Path | None = None,
     without_padding: bool = False,
+    notes: CardNotes | None = None,
 ) -> Exported:
     """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
@@ -318,6 +354,7 @@ def export(
             ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
         without_padding: omit the padding rows of the vocabulary, so that no program counts them
             in a softmax. By default they are kept, and log-likelihoods are those that the checkpoint has here.
+        notes: for the model card.
 
     Raises:
         CheckpointError: the checkpoint is not valid, the format cannot express the model, `tokenizer` is another one,
@@ -344,7 +381,7 @@ def export(
     unused = contents[GENERATION].get("suppress_tokens", [])
     if GENERATION in written and unused:
         written[GENERATION] = suppress_tokens(written[GENERATION], unused)
-    written[CARD] = model_card(opened, config, kind, weights, folder.name).encode()
+    written[CARD] = model_card(opened, config, kind, weights, folder.name, notes or CardNotes()).encode()
     if modelling is not None:
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
@@ -369,7 +406,7 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     found = next((name for name in (*named, *stock) if EXPORTERS[name].fits(config)), None)
     if found is not None:
         return found
-    reasons = [*lost_keys(config, WRITTEN), *positions]
+    reasons = [*lost_keys(config, WRITTEN_LAST), *positions]
     if reasons:
         raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
     return next(name for name in REMOTE_TYPES if EXPORTERS[name].fits(config))

@@ -4,6 +4,7 @@ It says what the configuration and the checkpoint contain, and no path of the ma
 is in model_card.md.j2.
 """
 
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,24 @@ CARD = "README.md"
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 
 
-def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights, name: str) -> str:
+@dataclass(frozen=True)
+class CardNotes:
+    """What a card says that no checkpoint knows.
+
+    Attributes:
+        licence: by its name on the hub.
+        base_model: the model on the hub that this one was trained from.
+        results: Markdown.
+    """
+
+    licence: str | None = None
+    base_model: str | None = None
+    results: str | None = None
+
+
+def model_card(
+    opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights, name: str, notes: CardNotes
+) -> str:
     """Return the card of an export of `opened` as `model_type` `kind` into the folder `name`.
 
     `config` has the overrides of the export; `weights` are those that are written.
@@ -39,6 +57,7 @@ def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Wei
     return environment.get_template("model_card.md.j2").render(
         tags=list(dict.fromkeys(tags)),
         name=name,
+        notes=notes,
         facts=facts,
         trust=", trust_remote_code=True" if remote else "",
         by_the_longest=not remote and position.extension.stock.by_longest,
@@ -67,6 +86,9 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
         "extension": position.rope_scaling.rope_type if position.rope_scaling is not None else None,
         "relative positions": position.relative_positions.type if position.relative_positions is not None else None,
         "logit scaling": position.scaling.name if position.scaling.name != "none" else None,
+        "methods of": "; ".join(
+            choice.source for choice, _ in position.choices() if choice.name not in ("none", "default")
+        ),
         "training length": f"{model.seq_length:,} tokens",
         "parameters": f"{sum(prod(entry.shape) for entry in weights.entries.values()):,}",
         "shape": f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads{grouped}",

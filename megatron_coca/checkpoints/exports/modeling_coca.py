@@ -38,7 +38,14 @@ from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAP
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
 from megatron_coca.checkpoints.exports.modelling_file import CHOICES
-from megatron_coca.model.layers import LearnedPositions, ScaleNorm, SinusoidalPositions
+from megatron_coca.model.layers import (
+    AllHeadsNorm,
+    HeadRMSNorm,
+    LearnedPositions,
+    ScaleNorm,
+    SinusoidalPositions,
+    ZeroCenteredRMSNorm,
+)
 
 
 class CocaLlamaConfig(LlamaConfig):
@@ -149,7 +156,8 @@ class Positions:
         if theirs.get("rope_type", "default") != "default":
             raise ValueError("an extension is set as config.position['rope_scaling'], not as rope_scaling")
         self.method, self.trained = given["pos_emb"], config.max_position_embeddings
-        heads, head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         embedding, options = read_choice("pos_emb", {"type": self.method, **(given.get("pos_emb_options") or {})})
         self.form = SCORE_FORMS[self.method] if embedding.rotary else PLAIN
         self.biased, make_bias = embedding.biased, BIASES.get(self.method)
@@ -331,8 +339,8 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
     ) -> tuple[Tensor, Any]:
         """As LLaMA's, with the positions that `CocaModel` passes on."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         q, k, v, mask = self.prepare(q, k, v, attention_mask, shared, past_key_values, kwargs.get("cache_position"))
         function: Any = self.own_function(shared, mask, q.dtype)
@@ -341,6 +349,10 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [batch, length, heads, head_dim] after their norms, of which LLaMA has none."""
+        return q, k
 
 
 class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
@@ -373,10 +385,17 @@ class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
 
 NORMS: dict[str, Callable[[int, dict], nn.Module]] = {
     "layernorm": lambda size, n: nn.LayerNorm(size, n["layernorm_epsilon"], bias=n["use_bias_in_norms"]),
-    "rmsnorm": lambda size, n: LlamaRMSNorm(size, n["rms_norm_epsilon"]),
+    "rmsnorm": lambda size, n: rms_norm(size, n),
     "scalenorm": lambda size, n: ScaleNorm(size, n["scalenorm_epsilon"]),
     "non_parametric_layernorm": lambda size, n: nn.LayerNorm(size, n["layernorm_epsilon"], elementwise_affine=False),
 }
+HEAD_NORMS: dict[str, Callable[[tuple[int, int], dict], nn.Module]] = {
+    "layernorm": lambda heads, n: nn.LayerNorm(heads, n["layernorm_epsilon"], bias=n["use_bias_in_norms"]),
+    "rmsnorm": lambda heads, n: HeadRMSNorm(*heads, n["rms_norm_epsilon"]),
+    "scalenorm": lambda heads, n: ScaleNorm(heads[1], n["scalenorm_epsilon"]),
+    "non_parametric_layernorm": lambda heads, n: nn.LayerNorm(heads, n["layernorm_epsilon"], elementwise_affine=False),
+}
+"""Of `use_qk_layernorm`, one for queries and keys [..., heads, head_dim]."""
 PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "relu": nn.ReLU,
@@ -393,6 +412,41 @@ GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "glu": nn.Sigmoid,
     "bilinear": nn.Identity,
 }
+
+
+def rms_norm(width: int, network: dict) -> nn.Module:
+    """A norm of the features of queries or keys."""
+    kind = ZeroCenteredRMSNorm if network.get("zero_centered_norms") else LlamaRMSNorm
+    return kind(width, network["rms_norm_epsilon"])
+
+
+class CocaDenseAttention(CocaLlamaAttention):
+    """The same with norms of queries and keys, and biases of q, k and v apart from the output projection's."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        network, width = config.network, self.head_dim
+        counts = {"query": config.num_attention_heads, "key": config.num_key_value_heads}
+        bias = network.get("use_bias_in_qkv", config.attention_bias)
+        for name, count in {"q": counts["query"], "k": counts["key"], "v": counts["key"]}.items():
+            setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * width, bias=bias))
+        norms: dict[str, nn.Module] = {}
+        if network.get("use_qk_layernorm"):
+            norms = {"qk_layernorm": HEAD_NORMS[network["norm"]]((counts["query"], width), network)}
+        elif network.get("qk_norm") == "head":
+            norms = {f"{name}_layernorm": rms_norm(width, network) for name in counts}
+        elif network.get("qk_norm") == "projection":
+            norms = {f"{name}_layernorm": AllHeadsNorm(rms_norm(n * width, network)) for name, n in counts.items()}
+        self.names = (*norms, *norms)[:2]  # of the query's norm and the key's
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """As LLaMA's."""
+        if not self.names:
+            return q, k
+        of_query, of_key = (getattr(self, name) for name in self.names)
+        return of_query(q), of_key(k)
 
 
 class GatedMLP(LlamaMLP):
@@ -429,7 +483,7 @@ class CocaDenseLayer(LlamaDecoderLayer):
         network = config.network
         self.parallel, self.dropout = network["gpt_j_residual"], network["hidden_dropout"]
         self.one_norm = self.parallel and network["gpt_j_tied"]
-        self.self_attn = CocaLlamaAttention(config, layer_idx)
+        self.self_attn = CocaDenseAttention(config, layer_idx)
         self.mlp = (GatedMLP if network["activation"] in GATED_ACTIVATIONS else PlainMLP)(config)
         self.input_layernorm = choose(NORMS, network["norm"], "norm", "network")(config.hidden_size, network)
         if self.one_norm:
@@ -470,6 +524,10 @@ class InitWeights:
             module.reset_parameters()
         if isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
+        if isinstance(module, HeadRMSNorm):
+            nn.init.ones_(module.weight)
+        if isinstance(module, ZeroCenteredRMSNorm):
+            module.reset_parameters()
 
 
 class CocaModel(InitWeights):
@@ -553,7 +611,7 @@ class CocaLlamaModel(CocaModel, LlamaModel):
 class CocaDenseModel(CocaModel, LlamaModel):
     """A network of another shape without its head."""
 
-    config_class, attention_name, attention = CocaDenseConfig, "self_attn", CocaLlamaAttention
+    config_class, attention_name, attention = CocaDenseConfig, "self_attn", CocaDenseAttention
     _no_split_modules = ["CocaDenseLayer"]
 
     def __init__(self, config: CocaDenseConfig) -> None:
