@@ -50,7 +50,8 @@ config.to_yaml()                               # every resolved key, flat
 ```
 
 - Later values win. Mappings are merged key by key: `optimizer: {params: {lr: 1e-3}}` keeps the betas. Another choice in
-  `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier one: they belong to it.
+  `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier one,
+  which belong to it; the run's log names them.
 - Paths are relative to the folder of the command; a data path in a file that begins with `./` is relative to the file.
 - `null` means "not set": the default applies, even if an earlier file set the key.
 - Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.commands import command_parser, count
-from megatron_coca.config import ConfigError, load_config, split_inputs
+from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
@@ -34,6 +34,8 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.verify import CHECKS, verify_shards
 from megatron_coca.markdown_tables import excerpt, format_table, percent
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
+from megatron_coca.training.run_stages import OpenedStage, open_stages
+from megatron_coca.training.topology import Topology
 
 
 class Result(NamedTuple):
@@ -44,8 +46,18 @@ class Result(NamedTuple):
     faulty: bool = False
 
 
-def _open_blend(options: argparse.Namespace) -> tuple[Corpus, Blend]:
-    corpus = open_corpus(load_config(*split_inputs(options.inputs)))
+def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
+    """The stages of a run with their data; none in one without stages, and for held-out data."""
+    if options.split != "train" or not config.schedule.stages:
+        return []
+    return open_stages(config, Topology(pipe=1, data=options.ranks, tensor=1, sequence=1))
+
+
+def _open_blend(
+    config: Config, options: argparse.Namespace, stages: Sequence[OpenedStage] = ()
+) -> tuple[Corpus, Blend]:
+    """The data of the configuration, or of the last of `stages`."""
+    corpus = stages[-1].corpus if stages else open_corpus(config)
     opened = {"train": corpus.train, "valid": corpus.valid}
     blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)
     if not isinstance(blend, Blend | None):
@@ -62,14 +74,29 @@ def _named_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
 
 
 def _sample(options: argparse.Namespace) -> Result:
-    corpus, blend = _open_blend(options)
+    config = load_config(*split_inputs(options.inputs))
+    begun = [opened for opened in _stages(config, options) if opened.corpus.start[1] <= max(0, options.number)]
+    corpus, blend = _open_blend(config, options, begun)
     view = inspection.view_sample(blend, options.number)
-    tokenizer = inspection.require_tokenizer(corpus.tokenizer)
-    return Result(inspection.sample_text(view, tokenizer, options.tokens), view.facts())
+    text = inspection.sample_text(view, inspection.require_tokenizer(corpus.tokenizer), options.tokens)
+    stage = {"stage": len(begun) - 1} if begun else {}
+    return Result(f"stages[{stage['stage']}], {text}" if stage else text, view.facts() | stage)
 
 
 def _mixture(options: argparse.Namespace) -> Result:
-    corpus, blend = _open_blend(options)
+    config, sources = load_config(*split_inputs(options.inputs)), list[dict[str, Any]]()
+    if stages := _stages(config, options):
+        if options.samples is not None:
+            raise DataError("--samples: the run has stages, which say how many samples it reads; leave it out")
+        tables, facts = [], []
+        for number, (stage, corpus, sizes, _) in enumerate(stages):
+            on_disk = {shard.name: shard.len_tokens for opened in stages for shard in opened.corpus.train.shards}
+            shares = corpus.mixture(stage.last, sizes.total)
+            sources = [{"tokens_on_disk": on_disk[share.source], **asdict(share)} for share in shares]
+            tables.append(f"up to the end of stages[{number}], step {stage.last:,}:\n\n{_mixture_table(sources)}")
+            facts.append({"last": stage.last, "sources": sources})
+        return Result("\n\n".join(tables), {"stages": facts})
+    corpus, blend = _open_blend(config, options)
     samples = options.samples
     if samples is None:
         steps = corpus.config.schedule.train_iters
@@ -77,11 +104,15 @@ def _mixture(options: argparse.Namespace) -> Result:
             raise DataError("The configuration has no train_iters. Set it, or give --samples.")
         samples = steps * corpus.config.batch.resolve(options.ranks).total
     sources = inspection.mixture(blend, samples)
+    return Result(_mixture_table(sources), {"samples": samples, "sources": sources})
+
+
+def _mixture_table(sources: Sequence[dict[str, Any]]) -> str:
     header = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
     names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens")
     total = {"source": "all", "epochs": None} | {name: sum(source[name] for source in sources) for name in names}
     rows = _rows([*sources, total], ("source", *names, "epochs"), shares=("weight", "fraction"))
-    return Result(format_table(header, rows), {"samples": samples, "sources": sources})
+    return format_table(header, rows)
 
 
 def _rows(facts: Sequence[dict[str, Any]], names: Sequence[str], shares: Sequence[str]) -> list[list[Any]]:
@@ -229,13 +260,13 @@ def parser() -> argparse.ArgumentParser:
         )
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
+        added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
     method.add_argument("--length", type=count, help="tokens of the input that is drawn; default: 4 times L")
     changed = "a label, then YAML overlays and KEY=VALUE that every configuration is evaluated with; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
     method.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page; figures beside it")
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
-    mixture.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
     document.add_argument("prefix", type=Path)
     document.add_argument("number", type=int, help="from 0")
     for added in (sample, document):

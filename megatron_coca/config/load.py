@@ -30,7 +30,7 @@ from megatron_coca.config.source import (
     Layer,
     Overrides,
     dump,
-    given_values,
+    given_layer,
     mapping_layer,
     merge,
     normalise,
@@ -420,8 +420,9 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
 
 
 def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) -> list[str]:
-    """Return the keys of GPT-NeoX that these files and overrides set and that have no effect here."""
-    return sorted(given_values(overrides, paths).keys() & INERT.keys())
+    """Return what has no effect: keys of GPT-NeoX, and options of a position choice that a later file replaces."""
+    given = given_layer(overrides, paths)
+    return [*sorted(given.values.keys() & INERT.keys()), *given.dropped]
 
 
 def split_inputs(inputs: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:

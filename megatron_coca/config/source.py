@@ -158,11 +158,14 @@ def _name(node: yaml.Node) -> str:
 
 
 class Layer(NamedTuple):
-    """One file or override: nested mappings, and the `file:line` of every key by dotted path."""
+    """Files and overrides: nested mappings, the `file:line` of every key by dotted path, and the options that another
+    choice dropped.
+    """
 
     label: str
     values: dict[str, Any]
     where: dict[str, str]
+    dropped: tuple[str, ...] = ()
 
 
 def read_file(path: str | Path, problems: list[str]) -> Layer | None:
@@ -231,10 +234,15 @@ def read_overrides(overrides: Overrides, problems: list[str]) -> list[Layer]:
     return layers
 
 
-def given_values(overrides: Overrides, files: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """Return the top-level keys that files and overrides set, unvalidated; what cannot be read is skipped."""
+def given_layer(overrides: Overrides, files: Sequence[str | Path] = ()) -> Layer:
+    """Return what files and overrides set, unvalidated; what cannot be read is skipped."""
     layers = [layer for path in files if (layer := read_file(path, [])) is not None]
-    return merge(layers + read_overrides(overrides, [])).values
+    return merge(layers + read_overrides(overrides, []))
+
+
+def given_values(overrides: Overrides, files: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """Return the top-level keys of `given_layer`."""
+    return given_layer(overrides, files).values
 
 
 def _plain(value: Any) -> Any:
@@ -291,6 +299,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
     """Merge layers into one: later values win, mappings are merged key by key."""
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
+    dropped: list[str] = []
     for layer in layers:
         for key, name in {**SELECTORS, "training_positions": "type"}.items():
             old, new = values.get(key), layer.values.get(key)
@@ -298,10 +307,13 @@ def merge(layers: Sequence[Layer]) -> Layer:
                 continue
             if new.get(name, old[name]) != old[name]:
                 del values[key]  # another choice has other options, and measures from its own length
+                chosen = f"{key}.{name} is {new[name]} in {layer.where.get(f'{key}.{name}', layer.label)}"
+                options = [f"{key}.{option}" for option in old if option not in (name, *new)]
+                dropped += [f"{option} of {where.get(option, 'before')} ({chosen})" for option in options]
         _merge_into(values, layer.values)
         where |= layer.where
     files = list(dict.fromkeys(layer.label for layer in layers if layer.label not in (COMMAND_LINE, OVERRIDES)))
-    return Layer(" + ".join(files) or COMMAND_LINE, values, where)
+    return Layer(" + ".join(files) or COMMAND_LINE, values, where, tuple(dropped))
 
 
 def _merge_into(values: dict[str, Any], later: Mapping[str, Any]) -> None:

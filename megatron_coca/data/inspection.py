@@ -31,6 +31,7 @@ class ShardEntry:
         prefix: path of its files without their suffix.
         bytes: of the UTF-8 text.
         sha256: of the .bin file, hexadecimal.
+        labels, labels_sha256: prefix of its label shard, if it has one, and the same of it.
     """
 
     source: str
@@ -40,6 +41,8 @@ class ShardEntry:
     documents: int | None = None
     tokens: int | None = None
     sha256: str | None = None
+    labels: Path | None = None
+    labels_sha256: str | None = None
 
     @property
     def label(self) -> str:
@@ -87,8 +90,11 @@ def manifest_entries(folder: Path) -> list[ShardEntry]:
     for source in read_manifest(folder / MANIFEST)["sources"]:
         for split, facts in source.items():
             if isinstance(facts, dict) and facts.get("prefix"):
-                values = (facts.get(name) for name in ("bytes", "documents", "tokens", "sha256"))
-                entries.append(ShardEntry(source["name"], split, folder / facts["prefix"], *values))
+                names = ("bytes", "documents", "tokens", "sha256", "labels_sha256")
+                values = {name: facts.get(name) for name in names}
+                labels = folder / facts["labels"] if facts.get("labels") else None
+                prefix = folder / facts["prefix"]
+                entries.append(ShardEntry(source["name"], split, prefix, labels=labels, **values))
     return entries
 
 
@@ -139,6 +145,7 @@ def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[
 
 
 MAX_SAMPLES = 1 << 62  # sample numbers are int64
+ANSWER = ("⟦", "⟧")
 SAMPLE_BOUNDARY = "──────── document ends ────────"
 
 
@@ -167,6 +174,7 @@ class SampleView:
         first_token: offset in the shard.
         parts: tokens of each document in it, int64 [any].
         starts_document: the sample begins with the first token of a document.
+        counted: for data with labels, which tokens count in the loss, bool like ``parts``.
     """
 
     number: int
@@ -175,12 +183,14 @@ class SampleView:
     first_token: int
     parts: list[np.ndarray]
     starts_document: bool
+    counted: list[np.ndarray] | None = None
 
     def facts(self) -> dict[str, Any]:
         """All attributes except the tokens, for JSON."""
         lengths = [len(part) for part in self.parts]
-        values = {name: value for name, value in vars(self).items() if name != "parts"}
-        return values | {"tokens": sum(lengths), "tokens_by_document": lengths}
+        values = {name: value for name, value in vars(self).items() if name not in ("parts", "counted")}
+        labelled = {} if self.counted is None else {"tokens_in_loss": int(np.concatenate(self.counted).sum())}
+        return values | {"tokens": sum(lengths), "tokens_by_document": lengths} | labelled
 
 
 def view_sample(blend: Blend, number: int) -> SampleView:
@@ -192,9 +202,11 @@ def view_sample(blend: Blend, number: int) -> SampleView:
         begins = shard.document_begins(located.starts, count)[0]
     else:
         begins = blend.document_begins([located])[0]
-    parts = np.split(blend.tokens([located])[0], np.flatnonzero(begins[1:]) + 1)
-    epoch = math.ceil(blend.mixture(number + 1)[located.source].epochs)
-    return SampleView(number, str(shard.prefix), epoch, start, parts, bool(begins[0]))
+    edges, tokens = np.flatnonzero(begins[1:]) + 1, blend.tokens([located])
+    parts, mask = np.split(tokens[0], edges), blend.loss_mask([located], tokens)
+    counted = None if mask is None else np.split(np.concatenate(([False], mask[0])), edges)
+    epoch = int(blend.locate(np.array([number]))[1][0]) // blend.epoch_samples[located.source] + 1
+    return SampleView(number, str(shard.prefix), epoch, start, parts, bool(begins[0]), counted)
 
 
 def sample_text(view: SampleView, tokenizer: Tokenizer, pieces: bool = False) -> str:
@@ -205,8 +217,21 @@ def sample_text(view: SampleView, tokenizer: Tokenizer, pieces: bool = False) ->
         f"{view.first_token + tokens:,} ({tokens:,}), of {len(view.parts)} document(s), starting "
         f"{'at the beginning of' if view.starts_document else 'within'} the first"
     )
-    texts = [_decoded(part, tokenizer, pieces) for part in view.parts]
+    if view.counted is None:
+        texts = [_decoded(part, tokenizer, pieces) for part in view.parts]
+    else:
+        heading += f"; {ANSWER[0]}{ANSWER[1]} around the {view.facts()['tokens_in_loss']:,} tokens in the loss"
+        texts = [_with_answers(*part, tokenizer, pieces) for part in zip(view.parts, view.counted, strict=True)]
     return f"{heading}\n\n" + f"\n{SAMPLE_BOUNDARY}\n".join(texts)
+
+
+def _with_answers(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
+    """The text of a document with marks around the tokens that count in the loss."""
+    edges = np.flatnonzero(np.diff(counted)) + 1
+    runs = [_decoded(run, tokenizer, pieces) for run in np.split(tokens, edges)]
+    first = bool(counted[0]) if len(counted) else False
+    marked = (f"{ANSWER[0]}{run}{ANSWER[1]}" if (number % 2 == 0) == first else run for number, run in enumerate(runs))
+    return (" " if pieces else "").join(marked)
 
 
 def document_text(shard: Shard, number: int, tokenizer: Tokenizer, pieces: bool = False) -> str:

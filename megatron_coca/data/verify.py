@@ -14,7 +14,7 @@ from megatron_coca.data.shards import Shard, shard_paths
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
-CHECKS = ("index", "content", "ids")
+CHECKS = ("index", "content", "ids", "labels")
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Verified:
         place: the prefix of the shard, or the folder.
         tokens: of the shard, where it could be opened.
         checked: the ``CHECKS`` that were made: the index and the sizes; the .bin file against its recorded SHA-256;
-            the ids. The last two need a manifest, or a tokenizer for the ids.
+            the ids; the label shard. The last three need a manifest, or a tokenizer for the ids.
         faults: one sentence each.
     """
 
@@ -64,7 +64,8 @@ def _verify_folder(folder: Path, named: Tokenizer | None) -> tuple[Verified, int
     recorded = read_manifest(folder / MANIFEST).get("tokenizer") if (folder / MANIFEST).is_file() else None
     if not recorded:
         return result, tokenizer.vocab_size if tokenizer else None, None
-    in_manifest = {entry.prefix.name for entry in manifest_entries(folder)}
+    listed = manifest_entries(folder)
+    in_manifest = {prefix.name for entry in listed for prefix in (entry.prefix, entry.labels) if prefix is not None}
     result.faults += [
         f"{path.with_suffix('')}: not listed in the {MANIFEST} of its folder."
         for path in sorted(folder.glob("*.idx"))
@@ -98,11 +99,10 @@ def _verify_shard(entry: ShardEntry, vocab_size: int | None, eod: int | None, re
     path = shard_paths(entry.prefix)[0]
     if entry.sha256 is not None:
         result.checked.append("content")
-        if entry.sha256 != digest.hexdigest():
-            result.faults.append(
-                f"{path}: its content has changed since it was written: SHA-256 {digest.hexdigest()[:12]}, where "
-                f"{MANIFEST} has {entry.sha256[:12]}. Restore the file, or prepare the corpus again."
-            )
+        _compare_content(path, digest.hexdigest(), entry.sha256, result)
+    if entry.labels is not None:
+        result.checked.append("labels")
+        _verify_labels(Shard(entry.prefix, entry.labels), entry, result, show)
     if vocab_size is not None:
         result.checked.append("ids")
     if outside:
@@ -114,4 +114,28 @@ def _verify_shard(entry: ShardEntry, vocab_size: int | None, eod: int | None, re
         result.faults.append(
             f"{path}: {unended:,} documents of the index do not end with the separator, {eod}. "
             "The .bin or the .idx file has changed: restore both, or prepare the corpus again."
+        )
+
+
+def _compare_content(path: Path, digest: str, recorded: str, result: Verified) -> None:
+    if digest != recorded:
+        result.faults.append(
+            f"{path}: its content has changed since it was written: SHA-256 {digest[:12]}, where {MANIFEST} has "
+            f"{recorded[:12]}. Restore the file, or prepare the corpus again."
+        )
+
+
+def _verify_labels(shard: Shard, entry: ShardEntry, result: Verified, show: bool) -> None:
+    """Check that every label is negative or the token at its place, and the file's SHA-256 where it is recorded."""
+    assert shard.labels is not None
+    digest, wrong, path = hashlib.sha256(), 0, shard_paths(shard.labels.prefix)[0]
+    blocks = zip(token_blocks(shard.labels, f"{entry.label} labels", show), token_blocks(shard), strict=True)
+    for (labels, _), (tokens, _) in blocks:
+        digest.update(labels.view(np.uint8).data)
+        wrong += int(((labels >= 0) & (labels != tokens)).sum())
+    if entry.labels_sha256 is not None:
+        _compare_content(path, digest.hexdigest(), entry.labels_sha256, result)
+    if wrong:
+        result.faults.append(
+            f"{path}: {wrong:,} labels are neither negative nor the token at their place. Prepare both shards again."
         )

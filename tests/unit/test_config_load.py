@@ -225,6 +225,15 @@ def test_another_choice_drops_the_options_of_the_first(tmp_path: Path) -> None:
     assert (scaling.rope_type, scaling.beta_fast) == ("dynamic_yarn", 32.0) and "factor" not in scaling.given
     assert scaling.original_max_position_embeddings is None, "another extension is of the training length"
     assert (relative.type, relative.given) == ("rerope", {"window": None})
+    assert keys_without_effect([first, second], ["rope_scaling.factor=2", "rope_scaling.rope_type=linear"]) == [
+        *(
+            f"rope_scaling.{option} of {first}:1 (rope_scaling.rope_type is dynamic_yarn in {second}:1)"
+            for option in ("factor", "beta_fast", "original_max_position_embeddings")
+        ),
+        f"relative_positions.leak of {first}:2 (relative_positions.type is rerope in {second}:2)",
+        "rope_scaling.factor of command line (rope_scaling.rope_type is linear in command line)",
+    ]
+    assert not keys_without_effect([first], ["rope_scaling.factor=2"])
     kept = load_config([first], shape).override(["rope_scaling.rope_type=yarn", "rope_scaling.factor=8"])
     assert (kept.position.rope_scaling.factor, kept.position.rope_scaling.beta_fast) == (8.0, 8.0)
 

@@ -23,6 +23,7 @@ from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execut
 from megatron_coca.data.preparation.run import Outputs, prepare
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shards import ShardWriter
+from megatron_coca.data.tokenizers.chat import ChatTemplate
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
@@ -104,11 +105,30 @@ class Killed(BaseException):
     """Stands for a kill: nothing of ours catches it."""
 
 
+def chats(tmp_path: Path) -> CorpusSource:
+    """Chats with labels of their answers, some of them twice."""
+    chosen = random.Random(3)
+    records = []
+    for _ in range(150):
+        question, answer = (f"{word} {chosen.randrange(90)} " * chosen.randrange(1, 20) for word in ("why", "because"))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        records.append(json.dumps({"messages": messages * chosen.randrange(1, 4)}) + "\n")
+    (tmp_path / "chats.jsonl").write_text("".join(records))
+    return CorpusSource(SourceSpec("chats", [tmp_path / "chats.jsonl"], messages="answers"))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_anywhere_it_ends_with_the_same_bytes(
     tmp_path: Path, corpus: list[CorpusSource], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+    """With labels from seed 2 on."""
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    if seed > 1:
+        turns = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"
+        tokenizer.chat = ChatTemplate(turns + "{% if add_generation_prompt %}assistant:{% endif %}", {})
+        corpus = [*corpus, chats(tmp_path)]
+    prepare(corpus, tmp_path / "whole", tokenizer, RULES, QUIET)
+    assert (tmp_path / "whole" / "chats_train_label.bin").exists() == (seed > 1)
     chosen = random.Random(seed)
     small_chunks(monkeypatch)
     execution = Execution(save_seconds=0.0 if seed % 2 else 0.003, progress=False)
@@ -123,12 +143,12 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
         patched.setattr(Outputs, "write", sometimes)
         while kills < 25:
             try:
-                prepare(corpus, tmp_path / "out", CHARACTERS, RULES, execution)
+                prepare(corpus, tmp_path / "out", tokenizer, RULES, execution)
                 break
             except Killed:
                 kills += 1
     if kills == 25:
-        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+        prepare(corpus, tmp_path / "out", tokenizer, RULES, QUIET)
     assert kills > 0
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 

@@ -305,3 +305,39 @@ def test_csv_holds_the_ends_of_intervals() -> None:
     cells = (TableCell("1.23†", 1.23456, "1.00–1.50", 1.0, 1.5, 3), TableCell("OOM", note="x"))
     text = csv_table(Table("t", "c", ("label", "a", "b"), (TableRow("x, y", cells),)))
     assert text == 'label,source,a,a low,a high,a seeds,b\n"x, y",,1.23456,1,1.5,3,OOM\n'
+
+
+def test_variants_are_compared_with_the_same_weights_seed_by_seed(tmp_path: Path) -> None:
+    def weights(results: dict[str, Result]) -> dict[str, Result]:
+        named = zip(results.items(), SEEDS, strict=True)
+        return {name: of_seed(result, seed, identity=f"w{seed}") for (name, result), seed in named}
+
+    losses, less = [4.0, 6.0, 5.0], [0.10, 0.12, 0.11]
+    plain = weights(seeds("RoFormer", {512: [3.0] * 3, 1024: losses}))
+    better = {512: [3.0] * 3, 1024: [one - change for one, change in zip(losses, less, strict=True)]}
+    variant = weights(seeds("RoFormer + NTK", better, overrides=NTK))
+    other = seeds("CoCA", {512: [3.0] * 3}) | seeds("CoCA + NTK", {512: [2.0] * 3}, overrides=NTK)  # other weights
+    (block,) = blocks(tmp_path, "perplexity", plain | variant | other)
+    (table,) = (table for table in block.tables if table.name.endswith("-paired"))
+    (row,) = table.rows
+    assert row.name == "RoFormer + NTK against RoFormer" and table.header == ("at length", "512*", "1024")
+    same, cell = row.cells
+    low, high = (math.exp(end) for end in stats.t.interval(0.95, 2, loc=-0.11, scale=stats.sem(less)))
+    assert (cell.value, cell.low, cell.high) == pytest.approx((math.exp(-0.11), low, high), rel=1e-9)
+    assert same.text == "1.000" and same.low is None and cell.detail == f"{low:.3f}–{high:.3f}"
+    one_seed = {name: result for name, result in (plain | variant).items() if name.endswith("1234")}
+    (block,) = blocks(tmp_path / "one", "perplexity", one_seed)
+    assert not any(table.name.endswith("-paired") for table in block.tables)
+
+
+def test_accuracies_of_variants_are_compared_by_their_differences(tmp_path: Path) -> None:
+    results = {}
+    for seed, low, high in zip(SEEDS, (0.1, 0.5, 0.3), (0.3, 0.9, 0.5), strict=True):
+        for label, accuracy in (("RoFormer", low), ("RoFormer + dynamic NTK", high)):
+            results[f"{label}-{seed}"] = of_seed(passkey(label, {1024: accuracy}), seed, identity=f"w{seed}")
+    (block,) = blocks(tmp_path, "passkey", results)
+    (table,) = (table for table in block.tables if table.name.endswith("-paired"))
+    ((cell,),) = (row.cells for row in table.rows)
+    reach = stats.t.ppf(0.975, 2) * stats.sem([0.2, 0.4, 0.2])
+    assert cell.value == pytest.approx(0.8 / 3) and cell.text == "+0.27"
+    assert cell.high == pytest.approx(0.8 / 3 + reach)

@@ -1,12 +1,15 @@
 """The data of stages: a function of seed, step and list, that reads no sample twice while the length stays."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from megatron_coca.commands import inspect
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
@@ -122,3 +125,29 @@ def test_finished_stages_are_compared() -> None:
     assert differing_stages([one, two], [one, one]) == []
     assert differing_stages([one, two], [two, two]) == ["stages[0], which is finished: last (saved 5, now 9)"]
     assert "saved in stage 2, now it is in 1" in differing_stages([one, two], [])[0]
+
+
+def test_stages_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample is that of the stage that reads it, and the mixture is told at every border."""
+    for name in "ab":
+        writer = ShardWriter(tmp_path / name, 512)
+        writer.add(np.full(1000, ord(name)))
+        writer.finish()
+    stages = [{"until": 6}, {"until": 9, "train_data_weights": [0.1, 0.9]}, {"seq_length": 8}]
+    changes: dict[str, Any] = {"vocab_size": 512, "tokenizer_type": "CharLevelTokenizer"}
+    sources = {"train_data_paths": [str(tmp_path / "a"), str(tmp_path / "b")], "stages": stages}
+    file, found = tmp_path / "run.yml", tmp_path / "facts.json"
+    file.write_text(yaml.safe_dump(KEYS | sources | changes))
+    reference = list(samples(open_stages(load_config([file]), ALONE)))
+    for number, stage in ((0, 0), (23, 0), (24, 1), (35, 1), (36, 2), (47, 2)):
+        assert inspect.main(["sample", str(file), "--number", str(number), "--json", str(found)]) == 0
+        facts, shown = json.loads(found.read_text()), capsys.readouterr().out
+        assert facts["stage"] == stage and shown.startswith(f"stages[{stage}], sample {number}: {tmp_path}/")
+        assert shown.rstrip().endswith("\n" + bytes(reference[number]).decode())
+        assert facts["tokens"] == (9 if stage == 2 else 5)
+    assert inspect.main(["mixture", str(file), "--json", str(found)]) == 0
+    facts, shown = json.loads(found.read_text())["stages"], capsys.readouterr().out
+    assert [each["last"] for each in facts] == [6, 9, 12] and shown.count("up to the end of stages[") == 3
+    assert [sum(source["tokens"] for source in each["sources"]) for each in facts] == [96, 144, 240]
+    with pytest.raises(DataError, match="--samples: the run has stages"):
+        inspect.main(["mixture", str(file), "--samples", "3"])

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState, State
-from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Inputs, has_labels, shard_name
+from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Inputs, shard_name
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.regular_files import read_regular
@@ -42,8 +42,6 @@ def build_manifest(
         entry = entries.setdefault((shard.source, shard.part), new | {split: dict(_EMPTY) for split in SPLITS})
         name = shard_name(spec.name, shard.part, shard.split)
         entry[shard.split] = _shard_facts(folder, name, shard)
-        if has_labels(sources[shard.source]):
-            entry[shard.split]["labels"] = f"{name}{LABELS_SUFFIX}"
     read = []
     for number, source in enumerate(sources):
         own = inputs.of(number)
@@ -80,14 +78,18 @@ def build_manifest(
 
 
 def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
-    labels = folder / f"{name}{LABELS_SUFFIX}"
-    shard = Shard(folder / name, labels if shard_paths(labels)[1].exists() else None)  # checks the files
+    labelled = shard_paths(labels := folder / f"{name}{LABELS_SUFFIX}")[1].exists()
+    shard = Shard(folder / name, labels if labelled else None)  # checks the files
     if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
         raise DataError(f"{folder / name}: contains {shard}, but {state} was written. Remove {folder} and start over.")
-    with (folder / f"{name}.bin").open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    sizes = {"documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
-    return {"prefix": name, **sizes, "sha256": digest}
+    facts = {"prefix": name, "documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
+    facts["sha256"] = _sha256(shard_paths(folder / name)[0])
+    return facts | ({"labels": labels.name, "labels_sha256": _sha256(shard_paths(labels)[0])} if labelled else {})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -141,6 +141,32 @@ class SentencePieceTokenizer(Tokenizer):
                     model = self._inner
         return ids
 
+    @cached_property
+    def _controls(self) -> dict[str, int]:
+        """Control symbols by name, which only a rendered chat may name."""
+        size = self._model.get_piece_size()
+        return {self._model.id_to_piece(i): i for i in range(size) if self._model.is_control(i)}
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As of the base class; only the beginning of the text gets a dummy prefix, unless it is a symbol."""
+        marks = self._space_mark_ids or ()
+        special = [*self._controls, *([self._SPACE_MARK] if marks else ())]
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        place = 0
+        for part in re.split(f"({'|'.join(map(re.escape, special))})", text):
+            end = place + len(part)
+            if part in special:
+                new = [self._controls[part]] if part in self._controls else [*marks]
+                ids, spans = ids + new, spans + [(place, end)] * len(new)
+            elif part:
+                found = (self._inner if place else self._model).encode(part, out_type="offset_mapping")
+                ids += found["ids"]
+                # All but the last of the bytes of a character are said to be empty.
+                spans += [(place + first, place + max(last, first + 1)) for first, last in found["offsets"]]
+            place = end
+        return ids, spans
+
     def _around_separator(self, text: str) -> Iterator[str]:
         """Split the text after the first two characters of each occurrence of the separator."""
         assert self._eod_text is not None

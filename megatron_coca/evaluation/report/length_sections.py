@@ -152,7 +152,14 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         file = "report" if name.endswith("-1") else name.replace("perplexity-", "report_")
         figures.append(shared.length_figure(file, "Perplexity by window", drawn, [*lines, *theirs], panel, caption))
     text = (f"Protocol: {protocol.text}; stride {protocol.stride}.",)
-    return ReportBlock(text, tuple(figures), (main, *others))
+    caption = "Perplexity of variants as a multiple of that of the plain model"
+    paired = shared.paired_tables(name, caption, group, complete_nll, "{:.3f}".format, log=True)
+    return ReportBlock(text, tuple(figures), (main, *paired, *others))
+
+
+def complete_nll(replicate: Replicate, window: int) -> float | None:
+    cell = replicate.cells.get((window,))
+    return None if cell is None or cell.documents < replicate.header.documents.count else cell.nll
 
 
 REPEATED = (

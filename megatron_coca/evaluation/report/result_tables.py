@@ -147,6 +147,44 @@ def value_cell(
     return replace(mean_cell(known, show, log), note=note)
 
 
+PAIRED_NOTE = (
+    "A variant and the plain model of the same weights, seed by seed: the mean of these {} and its 95% t interval over "
+    "seeds. What the seeds have in common cancels."
+)
+
+
+def paired_tables(
+    name: str,
+    caption: str,
+    group: ResultGroup,
+    number: Callable[[Replicate, int], float | None],
+    show: Show,
+    log: bool = False,
+) -> list[Table]:
+    """What every variant changes by length, paired by the weights that it shares with a plain model; none without two
+    seeds.
+
+    `number` is that of a replicate at a length. With `log` it is a logarithm, and ratios are shown.
+    """
+    by_weights = [{each.header.checkpoint.identity: each for each in series.replicates} for series in group.series]
+    lengths, rows = group.lengths(), []
+    for series, own in zip(group.series, by_weights, strict=True):
+        for plain, others in zip(group.series, by_weights, strict=True):
+            common = [identity for identity in own if identity in others]
+            if plain.header.overrides or not series.header.overrides or len(common) < 2:
+                continue
+            cells = []
+            for length in lengths:
+                pairs = [(number(own[identity], length), number(others[identity], length)) for identity in common]
+                changes = [one - other for one, other in pairs if one is not None and other is not None]
+                finite = [change for change in changes if math.isfinite(change)]
+                cells.append(mean_cell(finite, show, log) if len(finite) > 1 else EMPTY)
+            rows.append(TableRow(f"{series.label} against {plain.label}", tuple(cells)))
+    header = ("at length", *length_header(lengths, group.training_lengths()))
+    notes = (PAIRED_NOTE.format("ratios" if log else "differences"),)
+    return [Table(f"{name}-paired", caption, header, tuple(rows), notes)] if rows else []
+
+
 SEEDS_NOTE = (
     "Of several seeds: the mean, and half of its 95% t interval over seeds (±); of perplexities and their ratios the "
     "exponential of the mean logarithm, and the ends of its interval. n: seeds, where fewer than in other cells."

@@ -95,7 +95,11 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
         rows += shared.mark_best(ours, lowest=False)
     caption = "Passkey accuracy with the key inside and beyond the training length from the end"
     header = ("accuracy at length", *shared.length_header(lengths, group.training_lengths()))
-    tables.insert(1, Table(f"{name}-split", caption, header, tuple(rows)))
+    split = Table(f"{name}-split", caption, header, tuple(rows))
+    caption = "Passkey accuracy of variants less that of the plain model"
+    accuracy = lambda replicate, length: accuracy_at((length,), replicate)  # noqa: E731
+    paired = shared.paired_tables(name, caption, group, accuracy, "{:+.2f}".format)
+    tables[1:1] = [*paired, split]
     drawn, lines = shared.length_lines(group, passkey_cell)
     if not any(y > 0 for line in lines for y in line.y):
         text.insert(0, "All zero: no label finds a key at any length, so there is no plot.")
