@@ -26,7 +26,7 @@ LEARNED_MODULES = (LearnedBias, HeadWeights, Clex)
 
 def build_methods(config: Config) -> dict[str, PositionMethod]:
     """The method of every type of layers, in the order of their first layers."""
-    return {name: build_method(position, config.model) for name, position in config.layer_types.items()}
+    return {name: build_method(position, config.model.of_type(name)) for name, position in config.layer_types.items()}
 
 
 def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:

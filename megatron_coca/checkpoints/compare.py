@@ -30,7 +30,7 @@ FIXED_BY_WEIGHTS = frozenset(
 ) | {
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("final_logit_scale", "opt_pos_emb_offset"),
+    *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
 }
 """Keys that finetuning must share with the run that trained the weights; the position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}

@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, rope_keys, rope_parameters, rope_section
 from megatron_coca.checkpoints.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
+from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
 from megatron_coca.config.position import ORIGINAL, Selected
 
 Json = Mapping[str, Any]
@@ -166,6 +166,8 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
 
 def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
     section = {name: value for name, value in section.items() if name != MAXIMUM}
+    if family.temperature and not section:
+        raise CheckpointError(f"{source}: no rope_parameters; its class would take an extension and {TEMPERATURE} 0.1")
     strength = section.pop(TEMPERATURE, None) or 0.0
     if strength and not family.temperature:
         raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
@@ -308,4 +310,4 @@ def comparable(config: Config) -> dict[str, Any]:
     shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
     shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
     shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
-    return shown | {"positions": positions}
+    return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from megatron_coca import methods
 from megatron_coca.config.base import shown
-from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.model import GAU, GLOBAL
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.schema import SELECTORS, Settings
-from megatron_coca.config.training import POLICIES, split_shares, window_tokens
+from megatron_coca.config.training import POLICIES, QUERY_KEY_VALUE, split_shares, window_tokens
 
 
 class Check(NamedTuple):
@@ -96,10 +96,37 @@ def _attention_types(settings: Settings) -> str | None:
         named = settings.model.layer_names
     except ValueError as error:
         return str(error)
-    absent = sorted(set(named) - {GLOBAL, *settings.position.layer_types})
+    absent = sorted(set(named) - {GLOBAL, GAU, *settings.position.layer_types})
     if absent:
-        return f"attention type {absent[0]:.80} is not supported yet (global | flash) and not named by layer_types"
+        return (
+            f"attention type {absent[0]:.80} is not supported yet (global | flash | gau) and not named by layer_types"
+        )
     return None
+
+
+def _gau(settings: Settings) -> str | None:
+    """Why gated attention units, where there are any, cannot be had with other keys."""
+    model, parallel, position = settings.model, settings.parallel, _types(settings).get(GAU)
+    if position is None:
+        return None
+    if model.gau_features % model.gau_key_width:
+        return f"the {model.gau_features} features of its values are not a multiple of gau_key_width"
+    trained = [part for part in QUERY_KEY_VALUE if settings.optimizer.trains(part)]
+    one_head = "they have one head, whose values are attended to in pieces"
+    refusals = (
+        ("sink_logits", position.sink_logits, one_head),
+        (f"pos_emb {position.pos_emb}", position.embedding.biased, "its bias is by head, and they have one"),
+        (f"logit_scaling {position.scaling.name}", position.scaling.learned, one_head),
+        ("use_qk_layernorm", model.use_qk_layernorm, "a scale and an offset of each feature take its place"),
+        ("qk_norm", model.qk_norm, "a scale and an offset of each feature take its place"),
+        ("attention_dropout", model.attention_dropout, one_head),
+        ("model_parallel_size", parallel.model_parallel_size > 1, one_head),
+        ("sequence_parallel_size", parallel.sequence_parallel_size > 1, one_head),
+        ("pipe_parallel_size", parallel.pipe_parallel_size > 1, "stages are divided as if all blocks were alike"),
+        ("trainable", len(trained) not in (0, len(QUERY_KEY_VALUE)), f"one projection makes {QUERY_KEY_VALUE}"),
+    )
+    found = next((f"{name}: {reason}" for name, given, reason in refusals if given), None)
+    return None if found is None else f"layers of type gau do not support {found}"
 
 
 def _layer_types(settings: Settings) -> str | None:
@@ -131,11 +158,12 @@ def _types(settings: Settings) -> dict[str, PositionConfig]:
 
 
 def _rotary_dims(settings: Settings) -> str | None:
-    for position in _types(settings).values():
-        dims = int(settings.model.head_dim * position.rotary_pct)
+    for name, position in _types(settings).items():
+        head_dim = settings.model.of_type(name).head_dim
+        dims = int(head_dim * position.rotary_pct)
         if position.embedding.rotary and (dims < 2 or dims % 2):
             return (
-                f"{position.rotary_pct} of {settings.model.head_dim} features per head (hidden_size /"
+                f"{position.rotary_pct} of {head_dim} features per head (hidden_size /"
                 f" num_attention_heads) is {dims}; the number of rotated features must be even and at least 2"
             )
     return None
@@ -144,7 +172,7 @@ def _rotary_dims(settings: Settings) -> str | None:
 def _choice(key: str, settings: Settings) -> str | None:
     """The requirements that the declaration of the choice states, in every type of layers."""
     for name, position in _types(settings).items():
-        reason = position.refusal(key, settings.model.seq_length, settings.model.head_dim)
+        reason = position.refusal(key, settings.model.seq_length, settings.model.of_type(name).head_dim)
         if reason is not None:
             return reason if name == GLOBAL else f"layers of type {name}: {reason}"
     return None
@@ -606,6 +634,14 @@ CHECKS: tuple[Check, ...] = (
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
     Check(("attention_config", "num_layers", "layer_types"), _attention_types),
     Check(("layer_types", "attention_config", "num_layers", "pos_emb"), _layer_types),
+    Check(
+        (
+            *("gau_key_width", "gau_width", "hidden_size", *_LAYERS, "pos_emb", "sink_logits", "logit_scaling"),
+            *("use_qk_layernorm", "qk_norm", "attention_dropout", "trainable"),
+            *("model_parallel_size", "sequence_parallel_size", "pipe_parallel_size"),
+        ),
+        _gau,
+    ),
     Check(("sliding_window_width", "attention_chunk_size", "relative_positions", *_LAYERS), _window),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),

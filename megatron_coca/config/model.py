@@ -47,6 +47,8 @@ GATED_ACTIVATIONS = frozenset({"geglu", "geglu_tanh", "reglu", "swiglu", "biline
 
 GLOBAL = "global"
 """The type of layers with the model's own position keys."""
+GAU = "gau"
+"""The type of layers that are gated attention units."""
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
 """`loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. With fewer chunks the weight and its
@@ -92,8 +94,11 @@ class ModelConfig(ConfigGroup):
     attention_config: list[Any] | None = key(
         None,
         "Type of every layer, as in GPT-NeoX: `[[[sliding, sliding, global], 4]]`. `global` and `flash` have the"
-        " model's position keys; others are names of `layer_types`.",
+        " model's position keys, and so has `gau`, a gated attention unit in place of attention and MLP; others are"
+        " names of `layer_types`.",
     )
+    gau_width: Size | None = key(None, "Features of gate and values of a gated attention unit; null: 2 hidden_size.")
+    gau_key_width: Size = key(128, "Features of its queries and keys, which divide those of its values.")
     activation: Activation = key("gelu", "Activation of the MLP.")
     bias_gelu_fusion: bool = key(
         False, "With activation gelu, use the tanh approximation, as GPT-NeoX's fused kernel does."
@@ -174,6 +179,16 @@ class ModelConfig(ConfigGroup):
     def layer_names(self) -> tuple[str, ...]:
         """The type of every layer, `global` where `attention_config` says nothing else."""
         return layer_names(self.attention_config, self.num_layers)
+
+    @property
+    def gau_features(self) -> int:
+        """Features of gate and values of a gated attention unit."""
+        return self.gau_width or 2 * self.hidden_size
+
+    def of_type(self, name: str) -> "ModelConfig":
+        """Return the shape of one type of layers: a gated attention unit has one head of gau_key_width features."""
+        one = {"num_attention_heads": 1, "num_kv_heads": 1, "kv_channels": self.gau_key_width}
+        return self.model_copy(update=one) if name == GAU else self
 
     @property
     def head_dim(self) -> int:

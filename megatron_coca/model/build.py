@@ -166,7 +166,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
                 continue
             if parameter.dim() >= 2 and ".qk_layernorm." not in name:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
-            elif name.endswith(("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias")):
+            elif name.endswith(("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias")):
                 parameter.zero_()
         for part in learned:
             part.reset_parameters()

@@ -8,7 +8,7 @@ import torch
 
 from megatron_coca.attention.build import build_method
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
+from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
@@ -69,9 +69,10 @@ def parameter_count(config: Config) -> ParameterCount:
     table = model.padded_vocab_size * model.hidden_size
     return ParameterCount(
         embedding=table,
-        attention=model.num_layers * _attention(model),
-        mlp=model.num_layers * _mlp(model),
-        norms=(model.num_layers * norms_per_block(model) + 1 + model.use_embedding_norm) * norm_parameters(model)
+        attention=sum(sum(_projections(model, name).values()) for name in model.layer_names),
+        mlp=(model.num_layers - model.layer_names.count(GAU)) * _mlp(model),
+        norms=(sum(norms_per_block(model, name) for name in model.layer_names) + 1 + model.use_embedding_norm)
+        * norm_parameters(model)
         + model.num_layers * _qk_norm_parameters(model),
         position=_position(config),
         head=table if model.no_weight_tying else 0,
@@ -85,10 +86,10 @@ def trained_count(config: Config) -> ParameterCount:
         ConfigError: `vocab_size` is not known.
     """
     count, trains, model = parameter_count(config), config.optimizer.trains, config.model
-    projections = sum(size for part, size in _projections(model).items() if trains(part))
+    numbers = [item for name in model.layer_names for item in _projections(model, name).items()]
     return ParameterCount(
         embedding=count.embedding * trains("embedding"),
-        attention=model.num_layers * projections,
+        attention=sum(size for part, size in numbers if trains(part)),
         mlp=count.mlp * trains("mlp"),
         norms=count.norms * trains("norms"),
         position=count.position * trains("positions"),
@@ -107,10 +108,13 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     """
     model = config.model
     length = length or model.seq_length
-    blocks = model.num_layers * _weights_per_block(model)
+    names, positions = model.layer_names, config.layer_types
+    blocks = sum(_weights_per_block(model, name) for name in names)
     head = model.padded_vocab_size * model.hidden_size
-    square = 4.0 * model.num_layers * model.attention_width * length  # q k^T and its product with v
-    causal = 4.0 * model.num_layers * model.attention_width * _mean_over_layers(config, lambda p: p.mean_keys(length))
+    gau = (model.gau_key_width + model.gau_features) / 2, model.gau_features  # scores once, and as they are computed
+    widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
+    square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
+    causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
     return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
@@ -131,12 +135,19 @@ def _not_repeated(model: ModelConfig) -> int:
     """PyTorch ends a second forward pass with the last tensor that a gradient needs: the group's last matrix product
     is not one of them, unless dropout follows.
     """
-    groups = -(-model.num_layers // getattr(model, "checkpoint_num_layers", 1))
-    return 0 if model.hidden_dropout else groups * model.hidden_size * model.ffn_hidden_size
+    size, last = getattr(model, "checkpoint_num_layers", 1), model.num_layers - 1
+    ends = [model.layer_names[min(first + size - 1, last)] for first in range(0, model.num_layers, size)]
+    widths = (model.gau_features if name == GAU else model.ffn_hidden_size for name in ends)
+    return 0 if model.hidden_dropout else model.hidden_size * sum(widths)
 
 
-def norms_per_block(model: ModelConfig) -> int:
-    """Norms of the inputs of attention and MLP, one if they share theirs, and of their outputs."""
+def norms_per_block(model: ModelConfig, name: str = GLOBAL) -> int:
+    """Norms of the inputs of attention and MLP, one if they share theirs, and of their outputs, in one type of layers.
+
+    Gated attention units have no MLP.
+    """
+    if name == GAU:
+        return (model.norm_position != "post") + (model.norm_position != "pre")
     inputs = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
     return inputs * (model.norm_position != "post") + 2 * (model.norm_position != "pre")
 
@@ -151,20 +162,25 @@ def packed_attention_width(model: ModelConfig) -> int:
     return (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
 
 
-def _weights_per_block(model: ModelConfig) -> int:
+def _weights_per_block(model: ModelConfig, name: str) -> int:
     """Numbers in the matrices of one block: what a token is multiplied with."""
     h = model.hidden_size
+    if name == GAU:
+        return h * (3 * model.gau_features + model.gau_key_width)
     return h * (packed_attention_width(model) + model.attention_width) + h * (
         packed_mlp_width(model) + model.ffn_hidden_size
     )
 
 
-def _attention(model: ModelConfig) -> int:
-    return sum(_projections(model).values())
+def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
+    """Numbers of one layer's attention by part; each of its matrices has hidden_size numbers for every row.
 
-
-def _projections(model: ModelConfig) -> dict[TrainablePart, int]:
-    """Numbers of one layer's attention by part; each of its matrices has hidden_size numbers for every row."""
+    Queries, keys and values of a gated attention unit are trained together and counted as queries, with its gate.
+    """
+    if name == GAU:
+        width, key, bias = model.gau_features, model.gau_key_width, int(model.use_bias_in_attn_linear)
+        packed = (2 * width + key) * (model.hidden_size + bias) + 2 * key * (1 + bias)
+        return {"query": packed, "attention_output": model.hidden_size * (width + bias)}
     keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_qkv)
     rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": keys}
     numbers = {part: count * (h + bias) for part, count in rows.items()}
@@ -198,7 +214,7 @@ def _position(config: Config) -> int:
     if config.position.embedding.weights == "table":
         total += model.max_position_embeddings * model.hidden_size
     for name, position in config.layer_types.items():
-        method = build_method(position, model)
+        method = build_method(position, model.of_type(name))
         makers = method.learned() * model.layer_names.count(name) + [method.bias.shared, method.clex]
         # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -305,13 +321,22 @@ def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -
 
 def _kept_by_block(config: Config, size: int, tensor: int) -> float:
     """Bytes per token saved by the norms, projections, attention and MLP of one block."""
-    model, norms = config.model, norms_per_block(config.model)
+    names = config.model.layer_names
+    return sum(_kept_by_type(config, size, tensor, name) for name in names) / len(names)
+
+
+def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
+    model, norms = config.model, norms_per_block(config.model, name)
     hidden = model.hidden_size
     # The input of every norm and its output; in parallel blocks both norms see one input.
     streams = norms + (norms - 1 if model.gpt_j_residual and norms > 1 else norms)
-    inner = packed_attention_width(model) + model.attention_width + _mlp_numbers(model)
-    dropout = 2 * hidden * size if model.hidden_dropout else 0
+    dropout = (1 if name == GAU else 2) * hidden * size if model.hidden_dropout else 0
     saved = hidden * streams * size + norms * hidden * _norm_extra(model, size) + dropout
+    if name == GAU:
+        # The projection before and after SiLU, attention's output and its product with the gate; queries and keys as
+        # scaled, and rotated copies for every piece of the values.
+        return saved + (8 * model.gau_features + 4 * model.gau_key_width) * size
+    inner = packed_attention_width(model) + model.attention_width + _mlp_numbers(model)
     return saved + (inner * size + _operand_bytes(config, size)) / tensor
 
 
@@ -342,7 +367,9 @@ def _operand_bytes(config: Config, size: int) -> float:
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Bytes per token that selective checkpointing keeps: results of matrix products and attention."""
     shared = packed_attention_width(model) + model.attention_width + packed_mlp_width(model)
-    return (shared / tensor + 2 * model.hidden_size) * size
+    units = model.layer_names.count(GAU) / model.num_layers
+    unit = 3 * model.gau_features + model.gau_key_width + model.hidden_size
+    return ((1 - units) * (shared / tensor + 2 * model.hidden_size) + units * unit) * size
 
 
 class PassCounts(NamedTuple):

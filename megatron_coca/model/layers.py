@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_coca.attention.context import PositionContext
+from megatron_coca.attention.gated_unit import GatedAttentionUnit
 from megatron_coca.attention.inputs import Backend
 from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
-from megatron_coca.config.model import LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
+from megatron_coca.config.model import GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.kernels import missing_compiler
 
 
@@ -188,21 +189,6 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
     return {}
 
 
-def build_attention(model: ModelConfig, method: PositionMethod, backend: Backend) -> SelfAttention:
-    """A new attention layer of the configured shape, with PyTorch's initial weights."""
-    return SelfAttention(
-        model.hidden_size,
-        model.num_attention_heads,
-        model.num_kv_heads,
-        method,
-        backend,
-        model.use_bias_in_attn_linear,
-        model.attention_dropout,
-        qkv_bias=model.use_bias_in_qkv,
-        norms=qk_norms(model),
-    )
-
-
 Activation = Callable[[Tensor], Tensor]
 
 PLAIN: dict[str, Activation] = {
@@ -260,12 +246,33 @@ def _activation(model: ModelConfig) -> Activation:
     return GATED.get(model.activation) or PLAIN[model.activation]
 
 
+def build_attention(
+    model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str = GLOBAL
+) -> SelfAttention:
+    """A new attention layer of one type of layers, with PyTorch's initial weights."""
+    bias = model.use_bias_in_attn_linear
+    if layer_type == GAU:
+        return GatedAttentionUnit(model.hidden_size, model.gau_features, method, backend, bias)
+    return SelfAttention(
+        model.hidden_size,
+        model.num_attention_heads,
+        model.num_kv_heads,
+        method,
+        backend,
+        bias,
+        model.attention_dropout,
+        qkv_bias=model.use_bias_in_qkv,
+        norms=qk_norms(model),
+    )
+
+
 class Block(nn.Module):
     """Hidden states [batch, length, hidden_size] -> the same.
 
     Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
     mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` has norms of the outputs of attention
-    and MLP instead, and `sandwich` both.
+    and MLP instead, and `sandwich` both. Layers of type `gau` have a gated attention unit and no MLP: x += attention(
+    norm1 x).
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
@@ -274,8 +281,11 @@ class Block(nn.Module):
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
         before, after = model.norm_position != "post", model.norm_position != "pre"
         self.input_layernorm = build_norm(model) if before else nn.Identity()
-        self.attention = build_attention(model, method, backend)
+        self.attention = build_attention(model, method, backend, layer_type)
         self.attention_output_layernorm = build_norm(model) if after else nn.Identity()
+        if layer_type == GAU:
+            self.mlp: MLP | None = None
+            return
         if not (self.parallel and self.tied_norm):
             self.post_attention_layernorm = build_norm(model) if before else nn.Identity()
         self.mlp = MLP(model)
@@ -289,12 +299,15 @@ class Block(nn.Module):
         attended = self._drop(self.attention_output_layernorm(self.attention(normed, context, cache)))
         if last is not None:
             x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
+        if self.mlp is None:
+            return x + attended
         if self.parallel:
             return x + attended + self._feed(normed if self.tied_norm else self.post_attention_layernorm(x))
         x = x + attended
         return x + self._feed(self.post_attention_layernorm(x))
 
     def _feed(self, x: Tensor) -> Tensor:
+        assert self.mlp is not None
         return self._drop(self.mlp_output_layernorm(self.mlp(x)))
 
     def _drop(self, x: Tensor) -> Tensor:

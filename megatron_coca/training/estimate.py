@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
+from megatron_coca.config.model import GAU
 from megatron_coca.model.cost import (
     BYTES,
     Flops,
@@ -136,6 +137,8 @@ def _stage_numbers(
 ) -> list[int]:
     """Divide `count` over stages and tensor ranks; each block has `replicated` parameters on all tensor ranks."""
     model = config.model
+    if GAU in model.layer_names:  # one stage and one tensor rank, which need not divide blocks that differ
+        return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated
     block = divided // topology.tensor + replicated + norms_per_block(model) * norm

@@ -42,6 +42,8 @@ OTHER: dict[str, Any] = {
     "make_vocab_size_divisible_by": 7,
     "no_weight_tying": True,
     "attention_config": ["flash", "global"],
+    "gau_width": 16,
+    "gau_key_width": 8,
     "activation": "relu",
     "bias_gelu_fusion": True,
     "use_bias_in_norms": False,
@@ -83,6 +85,8 @@ OTHER: dict[str, Any] = {
 }
 """A value other than the default for every key that can change what the model computes."""
 WITH: dict[str, dict[str, Any]] = {
+    "gau_width": {"attention_config": [[["gau", "global"], 1]], "gau_key_width": 8},
+    "gau_key_width": {"attention_config": [[["gau", "global"], 1]]},
     "gpt_j_tied": {"gpt_j_residual": True},
     "rms_norm_epsilon": {"norm": "rmsnorm"},
     "zero_centered_norms": {"norm": "rmsnorm"},

@@ -307,6 +307,15 @@ def test_a_temperature_that_the_class_would_not_read(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_rotation_that_only_the_class_knows(tmp_path: Path) -> None:
+    build("ministral3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="no rope_parameters; its class would take an extension"):
+        load_model(tmp_path)
+
+
 UNREAD = {
     "a key that is not known": ({"mystery": 3}, "mystery: not understood here"),
     "a value of another model": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supp"),

@@ -19,8 +19,10 @@ from megatron_coca.safe_yaml import read_yaml
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "ablations").glob("*.yml"))
 SCALES = ("tiny", "small", "350M")
+UNITS = {f"rerope_{name}.yml" for name in ("ntk", "windows", "leaky", "inv_leaky")}  # scale 100M too
 STUDY = ROOT / "configs" / "study" / "methods.yml"
 GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
+GRID += [pytest.param(file, "100M", id=f"{file.stem}-100M") for file in FILES if file.name in UNITS]
 GRID += [pytest.param(STUDY, scale, id=f"study-{scale}") for scale in ("1M", "250k")]
 
 
@@ -56,7 +58,7 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
     ablation = read_ablation(file, scale)
     cells = expand(ablation)
     assert len(cells) == len(ablation.models) * len(ablation.seeds)
-    assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale == "350M" else 2)
+    assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale in ("100M", "350M") else 2)
     files = {file.name for cell in cells for command in cell.commands for file in command.files}
     only = {task.partition(" ")[0]: task_variants(options)[0] for task, options in ablation.tasks.items()}
     labels = [
@@ -77,7 +79,7 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
 def test_every_variant_is_a_model(file: Path, scale: str | None) -> None:
-    device = "cuda" if scale in ("small", "350M") else "cpu"
+    device = "cuda" if scale in ("small", "100M", "350M") else "cpu"
     for name, (trained, variants) in models(file, scale).items():
         seen: list[Config] = []
         for label, config in variants.items():
@@ -94,7 +96,7 @@ def test_every_variant_is_a_model(file: Path, scale: str | None) -> None:
 def test_the_first_scale_is_the_default() -> None:
     for file in FILES:
         content = read_yaml(file)
-        assert isinstance(content, dict) and tuple(content["scales"]) == SCALES
+        assert isinstance(content, dict) and tuple(content["scales"]) == SCALES + ("100M",) * (file.name in UNITS)
         assert read_ablation(file) == read_ablation(file, "tiny")
 
 

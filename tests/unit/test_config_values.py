@@ -18,7 +18,7 @@ SHIPPED = sorted(
     if path.parent.name not in OF_OTHER_COMMANDS and path.name not in {"grid.yml", "text.yml"}
 )
 OVERLAYS = {"coca"}  # of finetune: the network is that of a folder
-COMPLETE = {"350M", "quickstart", "finetune", "small", "bases", "recall"}
+COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}
 METHODS = {
     "roformer": "rotary",
     "roformer_coca": "coca",
@@ -29,6 +29,7 @@ METHODS = {
 OURS = {
     "vocab_size",
     "layer_types",
+    *("gau_width", "gau_key_width"),
     *("alibi_slope_scale", "attn_logit_softcapping", "embedding_scale", "final_logit_scale", "final_logit_softcapping"),
     *("kv_channels", "norm_position", "qk_norm", "softmax_scale", "use_bias_in_qkv", "use_embedding_norm"),
     "zero_centered_norms",

@@ -16,6 +16,7 @@ from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import DistanceBias
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import Config, PositionConfig
+from megatron_coca.config.model import GAU
 from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.options import plot_text
@@ -103,6 +104,8 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
         BackendError, ValueError: a method cannot be built.
     """
     types = evaluated.layer_types
+    if GAU in types:
+        raise ValueError("attention_config: gated attention units (gau) are not drawn; leave them out")
     return [
         ShownMethod(
             model if len(types) == 1 else f"{model}: {name}",

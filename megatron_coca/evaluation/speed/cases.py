@@ -13,6 +13,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions.forms import RotaryTables, coefficients, rotate
 from megatron_coca.config import Config, ConfigError
+from megatron_coca.config.model import GAU
 from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing
 from megatron_coca.evaluation.speed import CONTRACTION
@@ -123,6 +124,8 @@ def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) ->
 
 def build(case: Case, device: str, dtype: torch.dtype) -> Built:
     """The model of a case, with weights drawn from its configuration's seed. Raises BackendError, ConfigError."""
+    if GAU in case.config.layer_types:
+        raise BackendError("attention_config: the speed of gated attention units (gau) is not measured; leave them out")
     model = build_model(case.config, device).to(dtype)
     if not case.contracted:
         return Built(case, model, backend_name(model))

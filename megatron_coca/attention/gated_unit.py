@@ -1,0 +1,58 @@
+"""The gated attention unit: one attention head with gated values, in place of attention and MLP."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_coca.attention.context import PositionContext
+from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.layer import LayerCache, SelfAttention
+from megatron_coca.attention.method import PositionMethod
+
+
+class GatedAttentionUnit(SelfAttention):
+    """O = (U * A V) W_o of hidden states [batch, length, hidden_size] (Hua et al. 2022, arXiv:2202.10447, section 3).
+
+    [U | V | Z] = silu(X W), U and V of `width` features, Z of the method's head_dim; Q and K are Z times a scale per
+    feature, with biases plus an offset; A is the causal softmax of the position method's scores of Q and K, where the
+    paper has the squared ReLU. For CoCA, K is T.
+
+    Backends have values as wide as queries, so V is attended to in pieces of that width, with the same Q' and K'.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        method: PositionMethod,
+        backend: Backend,
+        bias: bool = True,
+    ) -> None:
+        """`width` is a multiple of the method's head_dim, and the method has one head."""
+        super().__init__(hidden_size, 1, 1, method, backend, bias)
+        del self.query_key_value
+        self.width = width
+        self.gate_value_base = nn.Linear(hidden_size, 2 * width + self.head_dim, bias=bias)
+        self.dense = nn.Linear(width, hidden_size, bias=bias)
+        self.query_scale, self.key_scale = (nn.Parameter(torch.ones(self.head_dim)) for _ in range(2))
+        offsets = (nn.Parameter(torch.zeros(self.head_dim)) if bias else None for _ in range(2))
+        self.query_offset, self.key_offset = offsets
+
+    def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
+        """As SelfAttention; the cache holds one head of K' and all values."""
+        widths = self.width, self.width, self.head_dim
+        gate, value, base = F.silu(self.gate_value_base(hidden)).split(widths, dim=-1)
+        query, key = base * self.query_scale, base * self.key_scale
+        if self.query_offset is not None and self.key_offset is not None:
+            query, key = query + self.query_offset, key + self.key_offset
+        pieces = value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache)
+        copies = -1, pieces.shape[1], -1, -1
+        segments = tuple(
+            replace(each, query=each.query.expand(copies), key=each.key.expand(copies)) for each in inputs.segments
+        )
+        out = self.backend.attend(inputs.replace(segments=segments))
+        return self.dense(gate * out.transpose(1, 2).flatten(2))
