@@ -239,6 +239,6 @@ def test_the_plan_measures_a_core(corpus: list[CorpusSource], monkeypatch: pytes
     assert "no rate" in plan(corpus, lambda folder: CHARACTERS, RULES, 4)
 
 
-@pytest.mark.parametrize(("size", "mebibytes"), [(0, 16), (10**9, 16), (9 << 30, 64), (10 << 30, 64), (10**12, 256)])
+@pytest.mark.parametrize(("size", "mebibytes"), [(0, 8), (10**9, 8), (9 << 30, 64), (10 << 30, 64), (10**12, 256)])
 def test_small_corpora_have_small_blocks(size: int, mebibytes: int) -> None:
     assert blocks_module._block_bytes(size) == mebibytes << 20

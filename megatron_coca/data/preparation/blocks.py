@@ -39,7 +39,7 @@ TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""
 BLOCKS = 256
 """Blocks of a corpus, about, so that many processes share a small one."""
-BLOCK_BYTES = (16 << 20, 256 << 20)
+BLOCK_BYTES = (8 << 20, 256 << 20)
 """The least and most bytes on disk of a block: seconds to minutes of a core, and few files for a large corpus."""
 MOST_PIECES = 32
 """Blocks of one unit: to find the beginning of its piece, a process reads all of the unit before it. Reading a file is

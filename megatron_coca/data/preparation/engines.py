@@ -56,7 +56,7 @@ def make_on_ray(blocks: Blocks, address: str | None, execution: Execution) -> No
     except ImportError:
         raise DataError("--engine ray: Ray is not installed here; pip install ray, on every node") from None
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise DataError(f"--address {address}: no Ray cluster can be joined there ({error})") from error
     cores = max(1, execution.workers)
