@@ -81,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _estimate(config: Config, gpus: int, options: Namespace) -> dict[str, Any]:
     """Estimate a run with one configuration; printed, unless JSON is wanted."""
+    from megatron_coca.config.model import GAU
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.estimate import changes_that_fit, estimate, fits
     from megatron_coca.training.step_time import DEVICES, mfu_range, step_time
 
     gpu = GPUS[options.gpu]
-    step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
+    predicted = options.gpu in DEVICES and GAU not in config.model.layer_names
+    step = step_time(config, gpus, options.gpu, options.links) if predicted else None
     expected = mfu_range(config, gpus, options.gpu, options.links) if step else None
     mfu = options.mfu or (sum(expected) / 2 if expected else DEFAULT_MFU)
     result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
@@ -166,7 +168,8 @@ def _step_lines(step: "StepTime | None") -> Iterator[str]:
     from megatron_coca.training.step_time import ASSUMPTIONS, DEVICES
 
     if step is None:
-        yield f"step               {'not predicted':>18}   only for {', '.join(DEVICES)}"
+        known = f"only for {', '.join(DEVICES)}, and not for gated attention units"
+        yield f"step               {'not predicted':>18}   {known}"
         return
     parts = {
         "compute": "matrix products and attention",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_coca import build_model, load_config
 from megatron_coca.checkpoints.exports.refusals import lost_keys
+from megatron_coca.commands.estimate import main as estimate
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.model.cost import flops_per_token, parameter_count
 from megatron_coca.training.estimate import stage_parameters
@@ -151,3 +152,9 @@ def test_refusals(keys: dict[str, Any], message: str) -> None:
 def test_exports_refuse_it_by_key() -> None:
     reasons = list(lost_keys(configured(attention_config=[[["gau"], 3]]), frozenset()))
     assert any(reason.startswith("layer_types") and "gau" in reason for reason in reasons)
+
+
+def test_no_time_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prediction counts the kernels of ordinary blocks."""
+    assert estimate(["configs/100M/gau.yml"]) == 0
+    assert "not predicted" in capsys.readouterr().out
