@@ -263,20 +263,27 @@ class SelfAttention(ShardedModule):
         """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads,
         length, head_dim].
         """
-        if isinstance(projected, Tensor) and self.queries_per_key == 1:
-            q, k, v = self.share.gather(projected.unflatten(-1, (-1, 3 * self.head_dim))).chunk(3, dim=-1)
-        else:
-            q, k, v = (self.share.gather(part) for part in self._parts(projected))
+        norms = self.qk_layernorm, self.query_layernorm, self.key_layernorm
+        if isinstance(projected, Tensor) and self.queries_per_key == 1 and not any(norms):
+            packed = projected.unflatten(-1, (-1, 3 * self.head_dim))
+            q, k, v = self.share.gather(packed).chunk(3, dim=-1)  # one exchange instead of three
+        else:  # norms first, because one may be of all heads of a token
+            q, k, v = (self.share.gather(part) for part in self._normalized(*self._parts(projected)))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _normalized(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
         if self.query_layernorm is not None and self.key_layernorm is not None:
             q, k = self.query_layernorm(q), self.key_layernorm(k)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return q, k, v
 
     def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:
         """Queries, keys and values, each [batch, length, its heads, head_dim]."""
         if not isinstance(projected, Tensor):
             return [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
+        if self.queries_per_key == 1:
+            return projected.unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
         heads = projected.unflatten(-1, (-1, self.head_dim))
         kv_heads = heads.shape[2] // (self.queries_per_key + 2)
         return heads.split((self.queries_per_key * kv_heads, kv_heads, kv_heads), dim=2)

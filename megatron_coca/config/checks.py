@@ -37,28 +37,24 @@ def _kv_heads(settings: Settings) -> str | None:
     return f"{kv_heads} key/value heads do not divide num_attention_heads {heads}" if heads % kv_heads else None
 
 
+_OVER_RANKS = "not available with model_parallel_size: a norm of all heads together would need their sums over ranks"
+
+
 def _qk_layernorm(settings: Settings) -> str | None:
-    model, parallel = settings.model, settings.parallel
+    model = settings.model
     if not model.use_qk_layernorm:
         return None
     if model.num_kv_heads != model.num_attention_heads:
         return "GPT-NeoX's norm has a weight for every query head, so num_kv_heads must be num_attention_heads"
-    for key in ("model_parallel_size", "sequence_parallel_size"):
-        if getattr(parallel, key) > 1:
-            return f"not available with {key}: the norm of all heads together would need their sums over ranks"
-    return None
+    return _OVER_RANKS if settings.parallel.model_parallel_size > 1 else None
 
 
 def _qk_norm(settings: Settings) -> str | None:
-    model, parallel = settings.model, settings.parallel
-    if model.qk_norm is None:
-        return None
-    if model.use_qk_layernorm:
+    model = settings.model
+    if model.qk_norm is not None and model.use_qk_layernorm:
         return "contradicts use_qk_layernorm, GPT-NeoX's norm of queries and keys; set only one of the two"
-    for key in ("model_parallel_size", "sequence_parallel_size"):
-        if getattr(parallel, key) > 1:
-            return f"not available with {key}: gradients of its weights would need sums over the ranks of the heads"
-    return None
+    together = model.qk_norm == "projection" and settings.parallel.model_parallel_size > 1
+    return f"projection is {_OVER_RANKS}" if together else None
 
 
 def _zero_centered(settings: Settings) -> str | None:
@@ -523,6 +519,11 @@ def _sample_prompts(settings: Settings) -> str | None:
     )
 
 
+def _tuned(settings: Settings) -> str | None:
+    tuned = settings.model.torch_compile == "tune" and settings.general.deterministic
+    return "times choose the kernels of torch_compile tune, in every run anew; set torch_compile=true" if tuned else None
+
+
 # Data
 
 SETS = ("train", "valid", "test")
@@ -617,11 +618,8 @@ _DATA_PATHS = tuple(f"{name}_data_paths" for name in SETS)
 CHECKS: tuple[Check, ...] = (
     Check(("num_attention_heads", "hidden_size", "kv_channels"), _heads),
     Check(("num_kv_heads", "num_attention_heads"), _kv_heads),
-    Check(
-        ("use_qk_layernorm", "num_kv_heads", "num_attention_heads", "model_parallel_size", "sequence_parallel_size"),
-        _qk_layernorm,
-    ),
-    Check(("qk_norm", "use_qk_layernorm", "model_parallel_size", "sequence_parallel_size"), _qk_norm),
+    Check(("use_qk_layernorm", "num_kv_heads", "num_attention_heads", "model_parallel_size"), _qk_layernorm),
+    Check(("qk_norm", "use_qk_layernorm", "model_parallel_size"), _qk_norm),
     Check(("zero_centered_norms", "norm"), _zero_centered),
     Check(("final_logit_softcapping", "loss_kernel"), _softcapping),
     Check(("expansion_factor", "intermediate_size"), _inner_width),
@@ -670,6 +668,7 @@ CHECKS: tuple[Check, ...] = (
         for wanted, refusals in (("torch_compile", COMPILE_REFUSALS), ("cuda_graphs", GRAPH_REFUSALS))
         for key in refusals
     ),
+    Check(("deterministic", "torch_compile"), _tuned),
     Check(("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"), _selective),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_factor),
     *(Check((key, "load"), partial(_needs_load, key)) for key in ("finetune", "iteration")),

@@ -251,6 +251,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "sequence_parallel_size: not available with torch_compile: DeepSpeed's",
         ),
         (
+            "deterministic: true\ntorch_compile: tune",
+            "deterministic: times choose the kernels of torch_compile tune, in every run anew; set torch_compile=true",
+        ),
+        (
             "sequence_parallel_size: 2\nmodel_parallel_size: 2",
             "model_parallel_size: not available with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP)",
         ),

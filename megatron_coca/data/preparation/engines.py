@@ -56,7 +56,9 @@ def make_on_ray(blocks: Blocks, address: str | None, execution: Execution) -> No
     except ImportError:
         raise DataError("--engine ray: Ray is not installed here; pip install ray, on every node") from None
     try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        # By default Ray's processes get what other programs leave, also in a cluster that is started here.
+        own = {"_system_config": {"worker_niceness": 0}} if address is None else {}
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False, **own)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise DataError(f"--address {address}: no Ray cluster can be joined there ({error})") from error
     cores = max(1, execution.workers)

@@ -42,6 +42,8 @@ PER_HEAD = r".*\.(position_(bias|sinks|factor)|positions\.(others\.\w+\.)?(bias|
 """Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
 a part of their gradient.
 """
+HEAD_NORMS = r".*\.(query|key)_layernorm\..*"
+"""Weights of `qk_norm: head`, shared by all heads: the same."""
 
 
 def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
@@ -88,8 +90,10 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
         for name, size in zip(PARTS, (queries, keys, keys), strict=True)
     ]
     specs = [shards.layer_spec() for shards in (*layer_shards(model), *projections)]
-    if config.optimizer.trains("positions"):
-        specs.append({"patterns": [PER_HEAD], "partition_type": "skip", "grad_allreduce": True})
+    partly = [PER_HEAD] if config.optimizer.trains("positions") else []
+    partly += [HEAD_NORMS] if model.qk_norm == "head" and config.optimizer.trains("norms") else []
+    if partly:
+        specs.append({"patterns": partly, "partition_type": "skip", "grad_allreduce": True})
     return {
         "autotp_size": config.parallel.model_parallel_size,
         "partition_config": {"use_default_specs": False, "layer_specs": specs},
