@@ -37,6 +37,10 @@ POSITION_KEYS = (
     *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
 )
 """Position keys that the modelling file of our exports computes."""
+LIMITS = ("sliding_window_width", "attention_chunk_size")
+"""The same, which folders of older exports do not have."""
+LAYERS = "layers"
+"""In `position`: the type of every layer, where they differ; `layer_types` has the keys of each but `global`."""
 LEARNED_ROWS = "max_position_embeddings"
 """In `position`: rows of the table of learned positions. At the top level it is the training length."""
 NETWORK_KEYS = (
@@ -414,7 +418,9 @@ def _section(config: Json, name: str) -> Json:
 def position_keys(config: Json) -> dict[str, Any]:
     """Return our keys of the position method from an exported config.json. Raises KeyError without `position`."""
     position = _section(config, POSITION)
-    return {name: position[name] for name in (*POSITION_KEYS, LEARNED_ROWS) if name in position}
+    keys = (*POSITION_KEYS, *LIMITS, LEARNED_ROWS, "layer_types")
+    layers = {"attention_config": [[position[LAYERS], 1]]} if LAYERS in position else {}
+    return {name: position[name] for name in keys if name in position} | layers
 
 
 def _exported_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:

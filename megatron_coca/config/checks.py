@@ -521,7 +521,8 @@ def _sample_prompts(settings: Settings) -> str | None:
 
 def _tuned(settings: Settings) -> str | None:
     tuned = settings.model.torch_compile == "tune" and settings.general.deterministic
-    return "times choose the kernels of torch_compile tune, in every run anew; set torch_compile=true" if tuned else None
+    message = "times choose the kernels of torch_compile tune, in every run anew; set torch_compile=true"
+    return message if tuned else None
 
 
 # Data

@@ -33,6 +33,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "learned": NEOX | {"pos_emb": "learned", "max_position_embeddings": 128},
     "sinusoidal": LLAMA | {"pos_emb": "sinusoidal"},
     "none": LLAMA | {"pos_emb": "none"},
+    "windows by layer": LLAMA
+    | {"pos_emb": "coca", "attention_config": [[["local", "global"], "all"]]}
+    | {"layer_types": {"local": {"sliding_window_width": 6, "rotary_emb_base": 500.0}}},
 }
 """Methods to which a length means nothing."""
 GROWING: dict[str, dict[str, Any]] = {
@@ -66,6 +69,7 @@ def padded(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
     [
         *((name, "sdpa") for name in ("coca", "coca, dense", "coca_strict, yarn", "rotary, lm_infinite", "xpos")),
         *((name, "sdpa") for name in ("alibi", "learned", "sinusoidal", "coca, dynamic, partial", "coca, clex")),
+        ("windows by layer", "sdpa"),
         *((name, "eager") for name in ("coca, dynamic_yarn", "rpe", "coca, rerope, log n")),
     ],
 )
@@ -122,7 +126,7 @@ def test_steps_with_the_cache_are_ours(name: str, tmp_path: Path) -> None:
     assert keys.shape[-1] == values.shape[-1] == 8, "keys are kept before their rotation"
 
 
-@pytest.mark.parametrize("name", ["coca", "coca, dense", "coca, rerope, log n", "kerple_log", "learned"])
+@pytest.mark.parametrize("name", ["coca", "coca, dense", "coca, rerope, log n", "kerple_log", "windows by layer"])
 def test_greedy_generation_is_ours(name: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **FIXED[name])
     theirs, prompt = remote(checkpoint, tmp_path / "exported"), tokens(30)

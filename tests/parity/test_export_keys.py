@@ -161,16 +161,25 @@ def test_gpt_neox(name: str, base: dict[str, Any], tmp_path: Path) -> None:
     check(configured(base, name), name, tmp_path, export_neox, load_model)
 
 
-@pytest.mark.parametrize("write", [export, export_neox])
-def test_layers_that_differ_are_refused(write: Any, tmp_path: Path) -> None:
+SINKS, SHARED = {"nope": {"pos_emb": "none", "sink_logits": True}}, {"nope": {"pos_emb": "rpe"}}
+
+
+@pytest.mark.parametrize(
+    ("write", "types", "message"),
+    [
+        (export_neox, {"nope": {"pos_emb": "none"}}, r"layer_types: the layers differ \(global, nope\)"),
+        *((export, types, "layer_types: layers of type nope have weights") for types in (SINKS, SHARED)),
+    ],
+)
+def test_layers_that_differ_are_refused(write: Any, types: dict[str, Any], message: str, tmp_path: Path) -> None:
     """A model with every fourth layer without positions was once written as a stock GPT-NeoX."""
     config = load_config(
         [],
         BASE
         | {"num_layers": 4, "attention_config": [[["global", "global", "global", "nope"], 1]]}
-        | {"layer_types": {"nope": {"pos_emb": "none"}}},
+        | {"layer_types": types},
     )
     saved = write_checkpoint(tmp_path / "saved", config, tokenizer=None)
-    with pytest.raises(CheckpointError, match=r"layer_types: the layers differ \(global, nope\)"):
+    with pytest.raises(CheckpointError, match=message):
         write(saved, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()

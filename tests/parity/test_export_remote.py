@@ -32,8 +32,8 @@ from tests.parity.exported import (
 pytestmark = pytest.mark.usefixtures("modules_cache")
 __all__ = ["modules_cache"]
 
-UNTRAINED = dict.fromkeys(("make_vocab_size_divisible_by", "intermediate_size"))
-"""What a folder says in another way: rows of the vocabulary and the inner width as such."""
+UNTRAINED = dict.fromkeys(("make_vocab_size_divisible_by", "intermediate_size", "attention_config"))
+"""What a folder says in another way: rows of the vocabulary, the inner width and the type of every layer as such."""
 SHAPES = {"neox": NEOX, "grouped llama": GROUPED}
 ROTATED = ("coca", "coca_strict", "xpos")
 PLAIN = ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none", "sandwich")
@@ -61,6 +61,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "lm_infinite": {"window": 12, "sinks": 3},
     "streaming": {"window": 12},
 }
+KERPLE = {"pos_emb": "kerple_log"}
 OTHERS: dict[str, dict[str, Any]] = {
     "rotary, partial, log n": LLAMA | {"rotary_pct": 0.5, "logit_scaling": "log_n"},
     "rotary, log n": NEOX | {"logit_scaling": "log_n"},
@@ -84,6 +85,15 @@ OTHERS: dict[str, dict[str, Any]] = {
         "logit_scaling": "log_n",
     },
     "kerple beyond its bounds": LLAMA | {"pos_emb": "kerple_power", "num_attention_heads": 8},
+    "coca, chunks": NEOX | {"pos_emb": "coca", "attention_chunk_size": 7},
+    "coca, a window": LLAMA | {"pos_emb": "coca", "sliding_window_width": 5},
+    "coca, gemma 3's layers": LLAMA
+    | {"pos_emb": "coca", "attention_config": [[["local", "local", "global"], 1]], "num_layers": 3}
+    | {"layer_types": {"local": {"sliding_window_width": 6, "rotary_emb_base": 500.0}}}
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "coca, biases by layer, and maps": LLAMA
+    | {"pos_emb": "coca", "attention_config": [[["biased", "global"], "all"]], "layer_types": {"biased": KERPLE}}
+    | {"relative_positions": {"type": "rerope"}},
     "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
 }
 
@@ -114,6 +124,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "gpt-neox's norm of queries and keys": {"use_qk_layernorm": True, "relative_positions": {"type": "rerope"}},
     "scalenorm, norm of queries and keys": {"norm": "scalenorm", "use_qk_layernorm": True},
     "rmsnorm, norm of queries and keys": {"norm": "rmsnorm", "use_qk_layernorm": True},
+    "llama 4's layers": {"attention_config": [[["chunked", "global"], "all"]], "pos_emb": "none", "num_layers": 4}
+    | {"norm": "rmsnorm", "layer_types": {"chunked": {"attention_chunk_size": 9, "pos_emb": "coca_strict"}}},
 }
 """Of `coca_dense`; CoCA where nothing is said."""
 
@@ -165,6 +177,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(after[weight], before[weight]) for weight in before)
     again = opened[1].load().model
     shapes = [each.trained.model.model_copy(update=UNTRAINED) for each in opened]
+    assert opened[0].trained.model.layer_names == opened[1].trained.model.layer_names
     assert not name.startswith("dense") or shapes[0] == shapes[1]
     torch.testing.assert_close(again(tokens(3 * TRAINED)), ours(tokens(3 * TRAINED)), rtol=0, atol=1e-6)
 
@@ -185,11 +198,14 @@ def test_every_choice_is_covered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [("coca", "bfloat16"), ("coca", "float16"), ("kerple_log", "bfloat16"), ("rpe", "float16"), ("alibi", "bfloat16")],
+    [
+        *(("coca", "bfloat16"), ("coca", "float16"), ("kerple_log", "bfloat16"), ("rpe", "float16")),
+        *(("alibi", "bfloat16"), ("coca, a window", "bfloat16"), ("coca, gemma 3's layers", "float16")),
+    ],
 )
 def test_half_precision(form: str, dtype: str, tmp_path: Path) -> None:
     """As close to float32 as ours is in that dtype; nothing of positions is rounded with the weights."""
-    checkpoint = random_checkpoint(tmp_path / "run", **LLAMA | {"pos_emb": form})
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES.get(form, LLAMA | {"pos_emb": form}))
     theirs = remote(checkpoint, tmp_path / "exported", dtype=getattr(torch, dtype))
     opened = open_checkpoint(checkpoint)
     exact, ours = opened.load().model, opened.load(dtype=getattr(torch, dtype)).model

@@ -121,15 +121,18 @@ def test_packed_documents_are_compiled_where_their_lengths_are_not_read() -> Non
 
 @pytest.mark.usefixtures("traced")
 def test_auto_compiles_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    compiled: list[str] = []
-    monkeypatch.setattr(building, "compile_blocks", lambda blocks: compiled.append("compiled"))
+    compiled: list[bool] = []
+    monkeypatch.setattr(building, "compile_blocks", lambda blocks, tune: compiled.append(tune))
     for device in ("cpu", "cuda"):
         building._compiled(build_model(configured()), configured(), device, True)
         assert len(compiled) == (device == "cuda")
     packed = configured(reset_attention_mask=True, attention_dropout=0.1)  # which `triton`, otherwise taken, has not
     with caplog.at_level(logging.INFO):
         building._compiled(build_model(packed), packed, "cuda", True)
-    assert len(compiled) == 1 and "torch_compile: off: reset_attention_mask" in caplog.text
+    assert compiled == [False] and "torch_compile: off: reset_attention_mask" in caplog.text
+    tuned = configured(torch_compile="tune")
+    building._compiled(build_model(configured()), tuned, "cuda", True)
+    assert compiled == [False, True]
 
 
 def test_a_loss_without_chunks_has_no_kernel() -> None:

@@ -89,7 +89,7 @@ def test_the_end_of_a_range_is_named(key: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("torch_compile", "expected true or false or one of auto, tune, got 'maybe'"),
+        ("torch_compile", "expected true or false or `auto` or `tune`, got 'maybe'"),
         ("loss_chunk_size", "expected an integer or `auto`, got 'maybe'"),
         ("num_layers", "expected an integer, got 'maybe'"),
     ],

@@ -37,7 +37,9 @@ from megatron_coca.checkpoints.huggingface_import import (
     GENERATION,
     HEAD,
     INDEX,
+    LAYERS,
     LEARNED_ROWS,
+    LIMITS,
     NETWORK,
     NETWORK_KEYS,
     POSITION,
@@ -54,7 +56,8 @@ from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_che
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.config.position import ORIGINAL, Selected
+from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
 from megatron_coca.config.source import given_values
 
 MODELLING_FILE = TEMPLATE.name
@@ -186,7 +189,7 @@ EXPORTERS: dict[str, Exporter] = {
 """By `model_type`; the first that expresses a model is used."""
 WRITTEN = SHAPE_KEYS | set(NETWORK_KEYS) | set(POSITION_KEYS)
 """Keys that all of them write."""
-WRITTEN_LAST = WRITTEN.union(ADDED_KEYS, {"kv_channels"})
+WRITTEN_LAST = WRITTEN.union(ADDED_KEYS, LIMITS, {"kv_channels", "layer_types"})
 """Keys that the last of them writes."""
 
 
@@ -267,17 +270,18 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     Defaults that follow from the training length are written out, because the modelling file does not know how.
     CLEX's solved frequencies are for the modelling file alone.
     """
+    section = _position_section(config, config.position)
     position, length = config.position, config.model.seq_length
-    section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
-    if (scaling := position.rope_scaling) is not None:
-        section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
-    if (distances := position.relative_positions) is not None:
-        section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
-    if isinstance(factor := position.logit_scaling, Selected):
-        section["logit_scaling"] = {"type": factor.type} | factor.settings(length)
+    if [*config.layer_types] != [GLOBAL]:
+        section[LAYERS] = list(config.model.layer_names)
+        section["layer_types"] = {
+            name: {key: value for key, value in _position_section(config, own).items() if key in LayerType.model_fields}
+            for name, own in config.layer_types.items()
+            if name != GLOBAL
+        }
     if position.pos_emb == "learned":
         section[LEARNED_ROWS] = config.model.max_position_embeddings
-    if scaling is not None and position.extension.learned:
+    if (scaling := position.rope_scaling) is not None and position.extension.learned:
         dim = int(config.model.head_dim * position.rotary_pct)
         original = position.original_length(length)
         clex = Clex(dim, position.rotary_emb_base, original, scaling.max_factor, scaling.ode_step)
@@ -285,6 +289,20 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
         clex.down.copy_(weights.read("positions.clex.down"))
         factors = range(1, scaling.max_factor + 1)
         section["clex_frequencies"] = [clex.inverse_frequencies(t).tolist() for t in factors]
+    return section
+
+
+def _position_section(config: Config, position: PositionConfig) -> dict[str, Any]:
+    """The position keys of a type of layers."""
+    length = config.model.seq_length
+    section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
+    section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
+    if (scaling := position.rope_scaling) is not None:
+        section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
+    if (distances := position.relative_positions) is not None:
+        section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
+    if isinstance(factor := position.logit_scaling, Selected):
+        section["logit_scaling"] = {"type": factor.type} | factor.settings(length)
     return section
 
 
@@ -414,7 +432,8 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
 
 def _modelling_file(config: Config) -> bytes:
     try:
-        return modelling_file(choice for choice, _ in config.position.choices()).encode()
+        kinds = (config.position, *config.layer_types.values())
+        return modelling_file(dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())).encode()
     except NotCarriedError as error:
         raise CheckpointError(f"a Hugging Face folder cannot express it: {error}") from error
 

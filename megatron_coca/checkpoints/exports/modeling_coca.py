@@ -134,6 +134,7 @@ class SharedPositions(NamedTuple):
         distance: m - n, float32 or better [batch or 1, queries, keys], where a bias or a map needs it, else None.
         causal: True where a key comes no later than the query, bool [queries, keys]; likewise.
         inside: True for the pairs that each segment scores, bool [segments, batch or 1, 1, queries, keys], or None.
+        seen: True for the pairs within a sliding window or a chunk, bool [batch or 1, 1, queries, keys], or None.
         bias: the bias that all layers share, a module if it is learned, or None.
     """
 
@@ -142,16 +143,23 @@ class SharedPositions(NamedTuple):
     distance: Tensor | None
     causal: Tensor | None
     inside: Tensor | None
+    seen: Tensor | None
     bias: Any
 
 
-class Positions:
-    """The position method that a configuration names, with what it needs of the model's shape."""
+def layer_names(config: Any) -> list[str]:
+    """Return the type of every layer; the position keys of the type `global` are the model's."""
+    return (config.position or {}).get("layers") or ["global"] * config.num_hidden_layers
 
-    def __init__(self, config: Any) -> None:
+
+class Positions:
+    """The position method that a configuration names for a type of layers, with what it needs of the model's shape."""
+
+    def __init__(self, config: Any, layer_type: str = "global") -> None:
         if not config.position:
             raise ValueError(f"this {config.model_type} has no `position` in its config.json; export the model again")
-        given = self.given = Options(config.position)
+        own = config.position["layer_types"][layer_type] if layer_type != "global" else {}
+        given = self.given = Options(config.position | own)
         theirs = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         if theirs.get("rope_type", "default") != "default":
             raise ValueError("an extension is set as config.position['rope_scaling'], not as rope_scaling")
@@ -168,6 +176,8 @@ class Positions:
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
         self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
         self.by_length = self.form.rotary and self.extension.length_dependent
+        self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
+        self.limited = self.window is not None or self.chunk is not None
         factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
         options.pop("type", None)
         self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
@@ -178,9 +188,9 @@ class Positions:
             self.bands = UNMAPPED if distances.training_only else self.trained_bands
 
     @property
-    def mapped(self) -> bool:
-        """True if a map or a window is used, in training at least."""
-        return self.trained_bands != UNMAPPED
+    def masked(self) -> bool:
+        """True if scores have a mask of their own, in training at least: a bias, a map, a window or chunks."""
+        return self.biased or self.limited or self.trained_bands != UNMAPPED
 
     def shared(self, where: TokenPlaces, dtype: torch.dtype, bias: Any, training: bool) -> SharedPositions:
         """Return what the layers of a forward pass share, for operands of `dtype`."""
@@ -192,8 +202,8 @@ class Positions:
             at_key = at_query
         factor = self.logit_scaling(queries, self.trained) if self.logit_scaling is not None else None
         rotary, scaled = self._frequencies(where, factor) if self.form.rotary else (None, factor)
-        distance = causal = inside = None
-        if self.biased or bands != UNMAPPED:
+        distance = causal = inside = seen = None
+        if self.biased or self.limited or bands != UNMAPPED:
             distance = (queries[..., None] - keys[:, None]).clamp(min=0).to(wide)
             causal = torch.ones(distance.shape[1:], dtype=torch.bool, device=keys.device).tril(where.past)
         if bands != UNMAPPED:
@@ -203,7 +213,11 @@ class Positions:
             inside = torch.stack(inside)[:, :, None]
         segments = tuple(segment_tables(band, at_query, at_key, rotary, scaled, dtype) for band in bands)
         factor = None if factor is None else column(factor, dtype)
-        return SharedPositions(segments, factor, distance, causal, inside, bias)
+        if self.window is not None:
+            seen = (distance <= self.window)[:, None]
+        if self.chunk is not None:
+            seen = (queries[..., None] // self.chunk == keys[:, None] // self.chunk)[:, None]
+        return SharedPositions(segments, factor, distance, causal, inside, seen, bias)
 
     def _frequencies(self, where: TokenPlaces, factor: Tensor | None) -> tuple[RotaryFrequencies, Tensor | None]:
         """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the multiplier's square.
@@ -276,7 +290,8 @@ class CocaAttention:
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.positions = Positions(config)
+        self.layer_type = layer_names(config)[layer_idx]
+        self.positions = Positions(config, self.layer_type)
         if self.positions.bias.by_layer is not None:
             self.position_bias = self.positions.bias.by_layer()
 
@@ -319,7 +334,10 @@ class CocaAttention:
             bias = self.position_bias if shared.bias is None else shared.bias
             bias = bias.distance_bias() if isinstance(bias, LearnedBias) else bias
             mask = mask + bias.at(shared.distance).transpose(0, 1)
-        return mask if shared.inside is None else torch.where(shared.inside, mask, hidden)
+        if shared.inside is not None:
+            return torch.where(shared.inside, mask, hidden)
+        mask = mask if shared.seen is None else torch.where(shared.seen, mask, hidden)
+        return mask if self.positions.biased else mask.to(dtype)
 
 
 # vLLM reads the source of the two methods `forward`: the attention function has to be looked up and called there, and
@@ -332,7 +350,7 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        shared: SharedPositions,
+        shared: dict[str, SharedPositions],
         attention_mask: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
@@ -342,8 +360,9 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
         q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        q, k, v, mask = self.prepare(q, k, v, attention_mask, shared, past_key_values, kwargs.get("cache_position"))
-        function: Any = self.own_function(shared, mask, q.dtype)
+        own = shared[self.layer_type]
+        q, k, v, mask = self.prepare(q, k, v, attention_mask, own, past_key_values, kwargs.get("cache_position"))
+        function: Any = self.own_function(own, mask, q.dtype)
         if function is None:
             function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
@@ -363,7 +382,7 @@ class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        shared: SharedPositions,
+        shared: dict[str, SharedPositions],
         attention_mask: Any = None,
         layer_past: Any = None,
         **kwargs: Any,
@@ -371,8 +390,9 @@ class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
         """As GPT-NeoX's, with the positions that `CocaModel` passes on."""
         packed = self.query_key_value(hidden_states).view(*hidden_states.shape[:-1], -1, 3 * self.head_size)
         q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
-        q, k, v, mask = self.prepare(q, k, v, attention_mask, shared, layer_past, kwargs.get("cache_position"))
-        function: Any = self.own_function(shared, mask, q.dtype)
+        own = shared[self.layer_type]
+        q, k, v, mask = self.prepare(q, k, v, attention_mask, own, layer_past, kwargs.get("cache_position"))
+        function: Any = self.own_function(own, mask, q.dtype)
         if function is None:
             function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
@@ -538,7 +558,8 @@ class CocaModel(InitWeights):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.positions = positions = Positions(config)
+        positions = Positions(config)
+        self.positions = {name: Positions(config, name) for name in layer_names(config)}
         self.rotary_emb = NoTables()
         for number, layer in enumerate(self.layers):
             setattr(layer, self.attention_name, self.attention(config, number))
@@ -573,8 +594,12 @@ class CocaModel(InitWeights):
             size = getattr(past_key_values, "get_max_length", None) or past_key_values.get_max_cache_shape
             total = max(past + new, size(0))
         where = token_places(attention_mask, position_ids, past, new, total, embeds.device)
-        bias = self.positions.bias.fixed if self.position_bias is None else self.position_bias
-        kwargs |= {"shared": self.positions.shared(where, embeds.dtype, bias, self.training)}
+        shared = {}
+        for name, positions in self.positions.items():
+            learned = positions.bias.shared is not None  # only where all layers are alike
+            bias = self.position_bias if learned else positions.bias.fixed
+            shared[name] = positions.shared(where, embeds.dtype, bias, self.training)
+        kwargs |= {"shared": shared}
         kwargs |= {"inputs_embeds": self._embedded(embeds, where.queries), "position_ids": where.queries}
         return super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
 
@@ -587,19 +612,20 @@ class CocaModel(InitWeights):
 
     def _check(self, cache: Any) -> None:
         """Raise a ValueError where the configured attention function would give wrong numbers."""
-        name, method = self.config._attn_implementation or "eager", self.positions
-        scaling = dict(method.rotary.scaling)
-        if (method.biased or method.mapped) and name not in WITH_MASK:
-            raise ValueError(
-                f"pos_emb {method.method}, or relative_positions, needs attn_implementation eager or sdpa, not {name}"
-            )
+        name = self.config._attn_implementation or "eager"
         kept_elsewhere = name not in STOCK and cache is None and "/" not in name
-        if kept_elsewhere and (method.by_length or method.form.decay):
-            raise ValueError(
-                f"{name} keeps keys that are rotated already, and here rotations change with the length (pos_emb "
-                f"{method.method}, rope_scaling {scaling}); set a rope_scaling that does not depend on "
-                "the length"
-            )
+        for method in self.positions.values():
+            if method.masked and name not in WITH_MASK:
+                raise ValueError(
+                    f"a mask of its own (pos_emb {method.method}, relative_positions, a window or chunks) needs "
+                    f"attn_implementation eager or sdpa, not {name}"
+                )
+            if kept_elsewhere and (method.by_length or method.form.decay):
+                raise ValueError(
+                    f"{name} keeps keys that are rotated already, and here rotations change with the length (pos_emb "
+                    f"{method.method}, rope_scaling {dict(method.rotary.scaling)}); set a rope_scaling that does not "
+                    "depend on the length"
+                )
 
 
 class CocaLlamaModel(CocaModel, LlamaModel):

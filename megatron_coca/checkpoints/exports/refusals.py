@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config
-from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.model import GAU, GLOBAL
 from megatron_coca.config.schema import default_of
 
 WITHOUT_EFFECT = COMPUTE_KEYS | {"init_method", "output_layer_init_method", "init_method_std", "imports"}
@@ -24,9 +24,18 @@ def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
     These are all keys of the network and of the position method with another value than the default, so a key that is
     new to the schema is refused until a format is taught to write it.
     """
-    if [*config.layer_types] != [GLOBAL]:
+    if [*config.layer_types] != [GLOBAL] and "layer_types" not in written:
         yield f"layer_types: the layers differ ({', '.join(config.layer_types)}), and it has one method for all of them"
+    elif [*config.layer_types] != [GLOBAL]:
+        for name, kind in config.layer_types.items():
+            weights = kind.embedding.weights == "shared" or kind.extension.learned or kind.sink_logits
+            if weights or name == GAU:
+                yield f"layer_types: layers of type {name} have weights that it has no place for"
     known = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}
+    for name, kind in config.layer_types.items() if "layer_types" in written else ():
+        shared = kind.embedding.weights == "shared" or kind.extension.learned
+        if name == GAU or kind.sink_logits or (name != GLOBAL and shared):
+            yield f"layer_types: layers of type {name} have weights of their own for positions, or are of another kind"
     flat = config.flat()
     for key, place in KEYS.items():
         if place.group in ("model", "position") and key not in known and flat[key] != default_of(key, flat):
