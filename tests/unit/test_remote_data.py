@@ -14,7 +14,7 @@ import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_coca import remote_files
-from megatron_coca.data import CorpusSource, DataError, Rules, Shard, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data import CorpusSource, DataError, Rules, Shard, SourceSpec, load_tokenizer, prepare, remote_shards
 from megatron_coca.data.preparation.recipe import read_recipe
 from megatron_coca.data.readers import open_reader, read_documents, remote
 from megatron_coca.data.remote_shards import local_prefix
@@ -186,11 +186,24 @@ def test_an_upload_that_failed_is_repeated_by_the_same_command(
     assert not store.exists("/bucket/out/manifest.json")
     monkeypatch.setattr(MemoryFileSystem, "put_file", put)
     prepared([both[1]], tmp_path / "two", "memory://bucket/out")
+    assert not store.exists("/bucket/out/.probe")
     assert store.exists("/bucket/out/manifest.json") and store.exists("/bucket/out/corpus_train.idx")
 
 
+def test_a_store_that_cannot_be_written_is_refused_before_the_work(
+    both: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: MemoryFileSystem, source: str, target: str, **options: object) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    with pytest.raises(DataError, match=r"memory://bucket/out: .*cannot be uploaded"):
+        prepared([both[1]], tmp_path / "two", "memory://bucket/out")
+    assert not list(tmp_path.glob("**/*.bin"))
+
+
 def test_tokens_of_a_store_are_read_as_from_a_disk(
-    both: tuple[Path, str], tmp_path: Path, store: MemoryFileSystem
+    both: tuple[Path, str], tmp_path: Path, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = prepared([both[0]], tmp_path / "one")
     prepared([both[1]], tmp_path / "two", "memory://bucket/out")
@@ -203,6 +216,11 @@ def test_tokens_of_a_store_are_read_as_from_a_disk(
     assert np.array_equal(far.document(3), local.document(3)) and sampled_digest(far) == sampled_digest(local)
     assert np.array_equal(far.part(5, 90).tokens(3, 50), local.part(5, 90).tokens(3, 50))
     kept = {path.name for path in (tmp_path / "root/remote/memory/bucket/out").iterdir()}
+    monkeypatch.setattr(remote_shards, "CHECK_SECONDS", 0.0)
+    assert np.array_equal(far.windows(offsets, 65), local.windows(offsets, 65))
+    store.pipe_file("/bucket/out/corpus_train.bin", store.cat_file("/bucket/out/corpus_train.bin"))
+    with pytest.raises(DataError, match="was replaced while it was in use"):
+        far.windows(offsets, 65)
     assert "corpus_train.bin" not in kept and {"corpus_train.idx", "manifest.json", DESCRIPTION} <= kept
     store.pipe_file("/bucket/out/corpus_train.bin", store.cat_file("/bucket/out/corpus_train.bin")[:1000])
     with pytest.raises(DataError, match="became shorter while it was in use"):

@@ -33,9 +33,8 @@ from megatron_coca.data.preparation.preparation_plan import (
     shard_name,
 )
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
-from megatron_coca.data.readers.remote import DataFiles
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
-from megatron_coca.data.remote_shards import publish
+from megatron_coca.data.remote_shards import publish, refuse_store
 from megatron_coca.data.shards import LABELS_SUFFIX, LENGTHS_SUFFIX, SUFFIXES, ShardWriter
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
@@ -81,8 +80,8 @@ def prepare(
             _finish(output, Blocks(sources, output, rules, settings), url)
         return path
     refuse_existing(output, DataError)
-    if url is not None and DataFiles(url).facts(manifest.MANIFEST) is not None:
-        raise DataError(f"{url}: exists. Choose another folder, or remove it.")
+    if url is not None:
+        refuse_store(url, manifest.MANIFEST)
     inputs = find_inputs(sources)
     with _partial(output) as folder:
         with closing(Journal(folder, settings)) as journal:
