@@ -108,18 +108,18 @@ def loading(folder: Path, name: str, finetune: bool = True) -> dict[str, Any]:
     return RUN | paths(folder / "data/theirs") | places | {"finetune": finetune}
 
 
-Ours = Callable[[Path, int], list[dict[str, Any]]]
+Ours = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def ours(runs: Runs, text: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Ours:
-    """ours(weights, steps): what our trainer reports of each step, on the very file that GPT-NeoX had."""
+    """ours(weights, steps, **keys): what our trainer reports of each step, on the very file that GPT-NeoX had."""
     folder, theirs = tmp_path_factory.mktemp("ours"), runs("as in the file").folder
     twin.write_for_us(folder / "data", in_their_order(theirs, text), VOCABULARY, scaled({})["seed"])
 
-    def run(weights: Path, count: int) -> list[dict[str, Any]]:
+    def run(weights: Path, count: int, **changes: Any) -> list[dict[str, Any]]:
         save = tmp_path_factory.mktemp("run") / "save"
-        keys = RUN | paths(folder / "data") | {"load": str(weights), "finetune": True, "save": str(save)}
+        keys = changes | RUN | paths(folder / "data") | {"load": str(weights), "finetune": True, "save": str(save)}
         command = [sys.executable, str(ROOT / "train.py"), str(theirs / "part0.yml"), *command_line(keys)]
         command += [f"train_iters={count}", f"lr_decay_iters={STEPS}"]
         done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
@@ -165,6 +165,28 @@ def test_our_trainer_goes_on_from_their_checkpoint(division: str, runs: Runs, ou
     reference = [line["loss"] for line in ours(runs("as in the file").folder / "save", 2)]
     assert losses == pytest.approx(reference, abs=5e-6)
     assert losses[0] < runs(division).steps[0].loss - 0.3, "what was learned is there"
+
+
+def test_norms_of_queries_and_keys_go_both_ways(
+    checkout: Checkout, ours: Ours, text: np.ndarray, tmp_path: Path
+) -> None:
+    """Trained there from our weights, evaluated and exported here."""
+    changes = {"use_qk_layernorm": True}
+    torch.manual_seed(5)
+    initial = write_checkpoint(tmp_path / "ours/run", load_config([], scaled(changes)))
+    export_neox(initial, tmp_path / "initial", [], None, 1, 0)
+    twin.write(tmp_path / "data/theirs", text, VOCABULARY)
+    found = steps(checkout.deepy("train.py", tmp_path, scaled(changes), loading(tmp_path, "initial")))
+    losses = [line["loss"] for line in ours(initial, STEPS, **changes)]
+    assert [step.loss for step in found] == pytest.approx(losses, abs=5e-6)
+    saved = open_checkpoint(tmp_path / "save")
+    norms = {name: weight for name, weight in saved.weights() if "qk_layernorm.weight" in name}
+    assert len(norms) == 2 and all((weight - 1).abs().max() > 1e-3 for weight in norms.values()), "trained"
+    assert ours(tmp_path / "save", 1, **changes)[0]["loss"] < losses[0] - 0.3
+    exported = export(tmp_path / "save", tmp_path / "exported").folder
+    tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % VOCABULARY
+    with torch.no_grad():
+        assert torch.equal(load_model(exported)(tokens), load_model(tmp_path / "save")(tokens))
 
 
 def test_their_trainer_resumes_with_its_rates_and_data(checkout: Checkout, runs: Runs) -> None:
