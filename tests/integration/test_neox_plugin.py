@@ -19,9 +19,9 @@ import yaml
 from megatron_coca.checkpoints import load_model, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.neox import export_neox
-from megatron_coca.config import load_config
+from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data.tokenizers.training import train_bpe
-from megatron_coca.model import GPT, build_model
+from megatron_coca.model import GPT, build_model, empty_model
 from tests.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT, Finished, clean_environment, command_line
 from tests.neox import twin
@@ -367,6 +367,30 @@ def test_positions_of_upstreams_are_untouched(checkout: Checkout, tmp_path: Path
         checkout.inside("untouched.py", str(tmp_path / name), plugin=plugin)
     found = json.loads((tmp_path / "with").read_text())
     assert len(set(found.values())) == 6 and found == json.loads((tmp_path / "without").read_text())
+
+
+def test_upstreams_files_are_read_as_the_table_says(checkout: Checkout) -> None:
+    """Parameters of the model at its real shape; `after a model`: a file that is given after a model's; or the keys
+    that are refused.
+    """
+    configs = checkout.home / "configs"
+    found = {str(path.relative_to(configs)): outcome(configs, path) for path in sorted(configs.rglob("*.yml"))}
+    assert found == yaml.safe_load((ROOT / "tests/neox/upstream_files.yaml").read_text())
+
+
+def outcome(configs: Path, path: Path) -> int | str:
+    for files in ([path], [configs / "125M.yml", path]):
+        try:
+            config = load_config([str(file) for file in files], {"vocab_size": 50304})
+        except ConfigError as error:
+            problems = [problem.partition(": ")[2].partition(":")[0] for problem in error.problems]
+            if "describes no model" in str(error):
+                continue
+            return f"refused: {', '.join(problems)}"
+        if len(files) > 1:
+            return "after a model"
+        return sum(weight.numel() for weight in empty_model(config, "cpu", memory="meta").parameters())
+    return "refused"
 
 
 def test_the_recipes_are_read_as_they_are(checkout: Checkout, tmp_path: Path) -> None:
