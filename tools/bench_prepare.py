@@ -16,8 +16,8 @@ processes, append the end-of-document token and store the ids:
     gpt-neox   tools/datasets/preprocess_data.py of a checkout, which follows Megatron-LM's
 
 Whole commands are timed, imports included, in turns; ratios are to the last method. Memory is the largest sum of the
-resident memory of all processes (proportional where it is shared), sampled ten times a second; files in the page cache
-do not count.
+resident memory of all processes (proportional where it is shared), sampled once a second; files in the page cache do
+not count.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ from tools.records import append_records, benchmark_parser
 
 VOCAB_SIZE = 32_000
 TOKENIZER_BYTES = 10_000_000
+MEMORY_SECONDS = 1.0
+"""Between two samples of the memory: the kernel walks all pages for each, also those of Ray's many processes."""
 
 DATASETS = """
 import sys
@@ -201,7 +203,8 @@ def timed(command: list[str], folder: Path) -> tuple[float, int]:
         process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
         while process.poll() is None:
             peak = max(peak, tree_memory(process.pid))
-            time.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(MEMORY_SECONDS)
         seconds = time.perf_counter() - start
         if process.returncode:
             log.seek(0)

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
+from megatron_coca.data.preparation import workers
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.engines import make_part, open_blocks, plan
 from megatron_coca.data.preparation.manifest import read_manifest
@@ -180,6 +181,21 @@ def test_a_file_is_read_once_for_all_its_pieces(
     monkeypatch.setattr(FileReader, "chunks", lambda self, unit: (read.append(unit.path), chunks(self, unit))[1])
     make_part(open_blocks(large, tmp_path / "out", CHARACTERS, RULES), 0, 2, QUIET)
     assert {str(path) for path in large[0].spec.paths[1:4]} <= set(read) and len(read) == len(set(read))
+
+
+def test_a_process_loads_a_tokenizer_once_for_all_its_blocks(
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process of Ray's does, which makes one block after the other."""
+    blocks, loaded = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), list[Path]()
+    load = workers.load_saved_tokenizer
+    monkeypatch.setattr(workers, "load_saved_tokenizer", lambda folder: (loaded.append(folder), load(folder))[1])
+    for number in blocks.missing():
+        blocks.make([number], 0)
+    assert len(loaded) == 1 and not blocks.missing()
+    other = open_blocks(corpus, tmp_path / "other", CHARACTERS, RULES)
+    other.make([0], 0)
+    assert len(loaded) == 2, "another folder has another tokenizer"
 
 
 def test_damage_within_a_piece(tmp_path: Path, large: list[CorpusSource]) -> None:
