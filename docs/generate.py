@@ -59,9 +59,10 @@ config.to_yaml()                               # every resolved key, flat
   All errors are reported at once, one line each, as `file:line: key: message`.
 - Types are strict: an integer is accepted for a number, a string or boolean is not. Numbers have a range
   that a machine can hold, for example at most 2^31 - 1 steps or tokens and 2^20 features, samples or ranks.
-- Of GPT-NeoX's 59 configuration files, 35 models and 8 files for after a model load unchanged; 16 are refused by the keys that
-  `tests/neox/upstream_files.yaml` lists: Mamba, RWKV, mixtures of experts, Transformer Engine, bitsandbytes, sparse attention, gMLP,
-  Comet, misspelled keys, and 20B for tensor ranks within pipeline stages, which DeepSpeed's AutoTP does not have. The end of this page lists its keys that have no effect here and those
+- Of GPT-NeoX's 59 configuration files, 35 models and 8 files for after a model load unchanged; 16 are refused by the
+  keys that `tests/neox/upstream_files.yaml` lists: Mamba, RWKV, mixtures of experts, Transformer Engine, bitsandbytes,
+  sparse attention, gMLP, Comet, misspelled keys, and 20B for tensor ranks within pipeline stages, which DeepSpeed's
+  AutoTP does not have. The end of this page lists GPT-NeoX's keys that have no effect here and those
   of unsupported features, which may only be set to GPT-NeoX's default.
 
 Differences from GPT-NeoX: choices are case-sensitive (except optimizer types), `gradient_clipping: 1.0` clips,
