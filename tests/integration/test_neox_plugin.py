@@ -19,8 +19,10 @@ import yaml
 from megatron_coca.checkpoints import load_model, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.neox import export_neox
+from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.data.tokenizers.training import train_bpe
+from megatron_coca.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
 from megatron_coca.model import GPT, build_model, empty_model
 from tests.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT, Finished, clean_environment, command_line
@@ -236,14 +238,22 @@ def test_the_first_command_validates_and_saves(checkout: Checkout, text: np.ndar
     assert (tmp_path / "checkpoints/latest").read_text() == "global_step4"
 
 
-def test_a_tokenizer_trained_here_opens_there(checkout: Checkout, tmp_path: Path) -> None:
-    """tokenizers 0.15, which upstream pins, reads merges as strings only."""
-    texts = [(ROOT / "docs" / name).read_text() for name in ("attention.md", "config.md")]
-    ours = train_bpe(texts, 600, tmp_path / "tokenizer.json")
+@pytest.mark.parametrize("kind", ["trained", "bpe", "unigram", "bytes"])
+def test_a_tokenizer_of_ours_opens_there(kind: str, checkout: Checkout, tmp_path: Path) -> None:
+    """tokenizers 0.15, which upstream pins, reads merges as strings only: trained here, or exported with a model."""
+    texts, path = [(ROOT / "docs" / name).read_text() for name in ("attention.md", "config.md")], tmp_path / "a.json"
+    if kind == "trained":
+        ours: Tokenizer = train_bpe(texts, 600, path)
+    else:
+        spm = None if kind == "bytes" else train_sentencepiece(texts, 600, tmp_path / "a.model", kind)
+        ours = spm or load_tokenizer("CharLevelTokenizer")
+        files, note = tokenizer_files(ours)
+        assert note is None
+        path.write_bytes(files["tokenizer.json"])
     script = "import json, sys, tokenizers; opened = tokenizers.Tokenizer.from_file(sys.argv[1])"
     script += "; print('IDS', json.dumps([opened.encode(text).ids for text in json.loads(sys.argv[2])]))"
     given = [texts[0][:2000], "naïve\n\n    indented  code"]
-    done = checkout.run(["-c", script, str(tmp_path / "tokenizer.json"), json.dumps(given)], {})
+    done = checkout.run(["-c", script, str(path), json.dumps(given)], {})
     assert done.status == 0, done.output
     assert json.loads(done.output.partition("IDS ")[2]) == [list(ours.encode(text)) for text in given]
 

@@ -158,6 +158,8 @@ def test_another_file_of_the_same_tokenizer_is_no_other_tokenizer(tmp_path: Path
     files, note = tokenizer_files(made)
     assert note is None
     (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    merges = json.loads(files["tokenizer.json"])["model"]["merges"]
+    assert merges and all(isinstance(pair, str) for pair in merges), "older versions of tokenizers read no pairs"
     converted = load_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
     assert converted.fingerprint != made.fingerprint
     check_tokenizers([EvaluatedSource(str(tmp_path / "shards/all_test"), True)], converted)

@@ -126,9 +126,17 @@ def tokenizer_files(tokenizer: Tokenizer) -> tuple[dict[str, bytes], str | None]
         "padding_side": "left",
     }
     return {
-        "tokenizer.json": model.to_str(pretty=True).encode(),
+        "tokenizer.json": _readable_by_older(json.loads(model.to_str())),
         "tokenizer_config.json": (json.dumps(settings, indent=1) + "\n").encode(),
     }, None
+
+
+def _readable_by_older(content: dict[str, Any]) -> bytes:
+    """Return a tokenizer.json whose merges are strings, as tokenizers 0.15 wants them; newer ones read both."""
+    merges = content["model"].get("merges", [])
+    if not any(" " in part for pair in merges for part in pair):  # a space inside a part would be ambiguous
+        content["model"] |= {"merges": [" ".join(pair) for pair in merges]} if merges else {}
+    return (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode()
 
 
 def _vocabulary(tokenizer: Tokenizer) -> bytes:
@@ -184,7 +192,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     """Build a model from pieces and scores; the probes tell whether it agrees."""
     import sentencepiece
     from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     data = _vocabulary(tokenizer)
     pieces, settings = sentencepiece.SentencePieceProcessor(model_proto=data), ModelSettings.read(data)
@@ -193,8 +201,10 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     else:
         scored = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())]
         model = Model(models.Unigram(scored, unk_id=pieces.unk_id(), byte_fallback=True))
-    scheme = "first" if settings.dummy_prefix else "never"
-    model.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    if settings.dummy_prefix:
+        model.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=False)
+    else:  # the same as a normalizer, because Metaspace of tokenizers 0.15 always splits runs of spaces
+        model.normalizer = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     model.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if settings.dummy_prefix else steps)
     return _with_end(model, tokenizer)
