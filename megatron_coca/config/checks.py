@@ -471,6 +471,15 @@ def _iteration(settings: Settings) -> str | None:
     return "contradicts auto_resume, which resumes from the latest step; leave one of them out" if ignored else None
 
 
+def _no_load_optim(settings: Settings) -> str | None:
+    keys = settings.checkpoint
+    if not (keys.no_load_optim and keys.load and keys.save):
+        return None
+    same = os.path.realpath(keys.load) == os.path.realpath(keys.save)
+    problem = "load is the folder of save, so every restart would begin the optimizer anew; set another save"
+    return problem if same else None
+
+
 def _save_copy(settings: Settings) -> str | None:
     keys = settings.checkpoint
     if not keys.save_copy:
@@ -672,7 +681,8 @@ CHECKS: tuple[Check, ...] = (
     Check(("deterministic", "torch_compile"), _tuned),
     Check(("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"), _selective),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_factor),
-    *(Check((key, "load"), partial(_needs_load, key)) for key in ("finetune", "iteration")),
+    *(Check((key, "load"), partial(_needs_load, key)) for key in ("finetune", "iteration", "no_load_optim")),
+    Check(("no_load_optim", "load", "save"), _no_load_optim),
     Check(("iteration", "load", "save", "auto_resume"), _iteration),
     Check(("save_copy", "save"), _save_copy),
     *(Check((key, "save", "checkpoint_factor", "extra_save_iters"), partial(_rollback, key)) for key in POLICIES),

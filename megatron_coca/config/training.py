@@ -401,6 +401,10 @@ class CheckpointConfig(ConfigGroup):
         False, "Resume from the latest valid checkpoint in `save`; start at step 0 if there is none."
     )
     finetune: bool = key(False, "Load only the weights and start at step 0.")
+    no_load_optim: bool = key(
+        False,
+        "Go on from `load` with an optimizer that begins anew, which may be another one; its own `save` is needed.",
+    )
     iteration: WholeNumber | None = key(None, "Step to load; null means the latest.")
 
 

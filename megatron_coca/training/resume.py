@@ -273,7 +273,8 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
     `layout` is compared with meta.json: size of the batch, dtype, finished stages. Free keys that changed are logged.
     """
     saved, meta = load_config([folder / native.CONFIG]), native.read_meta(folder)
-    problems = differing_run(saved, corpus.config)
+    anew = begins_optimizer(corpus.config.checkpoint, folder)
+    problems = differing_run(saved, corpus.config, FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS)
     problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
         f"{key} (saved {meta.get(key)!r}, now {value!r})"
@@ -291,11 +292,17 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
             logger.warning("resuming with another %s", line)
 
 
-def differing_run(saved: Config, wanted: Config) -> list[str]:
-    """A line for every key in which the run `wanted` differs from the run `saved`."""
-    problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, FREE_GROUPS)
+def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
+    """Whether the run goes on from `folder` without its optimizer's states: not from a checkpoint of its own."""
+    own = [_real(name) for name in (keys.save, keys.save_copy) if name is not None]
+    return keys.no_load_optim and _real(folder).parent not in own
+
+
+def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS) -> list[str]:
+    """A line for every key in which the run `wanted` differs from the run `saved`, but for groups that are `free`."""
+    problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, free)
     before, after = saved.optimizer.type, wanted.optimizer.type
-    if OPTIMIZERS[before] is not OPTIMIZERS[after]:
+    if "optimizer" not in free and OPTIMIZERS[before] is not OPTIMIZERS[after]:
         problems.append(f"optimizer.type (saved {before!r}, now {after!r})")
     return problems
 

@@ -38,6 +38,7 @@ from megatron_coca.training.optimizer import build_optimizer, train_only_parts, 
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from megatron_coca.training.resume import (
     Choice,
+    begins_optimizer,
     candidates,
     first_valid,
     initial_model,
@@ -278,7 +279,8 @@ class Trainer:
 
     def _restore_engine(self, folder: Path) -> dict[str, Any]:
         begins = native.read_meta(folder)["step"] == self._stage.first
-        meta = self._checkpoints.restore(folder, begins and self._stage.reset_optimizer)
+        anew = begins_optimizer(self._config.checkpoint, folder)
+        meta = self._checkpoints.restore(folder, anew or (begins and self._stage.reset_optimizer))
         self.step = self._saved = int(meta["step"])
         if begins:  # losses at another length or on other data are no measure of a spike
             meta["progress"]["guard"] |= {"losses": [], "norms": []}

@@ -119,6 +119,26 @@ def test_parts_are_trained_in_turn(live: Any, open_run: Any, tmp_path: Path) -> 
     assert [each["step"] for each in counters] == [4, 3], "the second stage has an optimizer of its own"
 
 
+def test_a_run_goes_on_with_an_optimizer_that_begins_anew(live: Any, open_run: Any, tmp_path: Path) -> None:
+    """As a stage with `reset_optimizer` does, also where it is killed; another optimizer is no other run then."""
+    stages = [{"until": 4}, {"reset_optimizer": True}]
+    live({"save": str(tmp_path / "whole"), "stages": stages})
+    live({"save": str(tmp_path / "first"), "exit_interval": 4})
+    keys = {"load": str(tmp_path / "first"), "save": str(tmp_path / "run"), "no_load_optim": True, "auto_resume": True}
+    for stop in (7, STEPS):
+        live(keys | {"exit_interval": stop})
+    whole, run = open_run(tmp_path / "whole"), open_run(tmp_path / "run")
+    assert whole.losses[4:] == run.losses and whole.weights(STEPS) == run.weights(STEPS)
+    assert native.read_meta(tmp_path / "run" / "global_step7")["counters"]["step"] == 3
+    other = keys | {"save": str(tmp_path / "lion"), "optimizer.type": "lion", "optimizer.params.betas": [0.9, 0.99]}
+    live(other)
+    assert open_run(tmp_path / "lion").losses[0] == run.losses[0] != open_run(tmp_path / "lion").losses[1]
+    refused = live(other | {"no_load_optim": False, "save": str(tmp_path / "none")}, expected=2)
+    assert "cannot be resumed with another" in refused.output and "optimizer.type" in refused.output
+    refused = live(keys | {"save": str(tmp_path / "first")}, expected=2)
+    assert "no_load_optim: load is the folder of save" in refused.output
+
+
 def test_a_signal_in_the_validation_at_a_border(live: Any, open_run: Any, tmp_path: Path) -> None:
     live(KEYS | {"save": str(tmp_path / "whole")})
     keys = KEYS | {"save": str(tmp_path / "run")}
