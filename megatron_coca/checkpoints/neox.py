@@ -68,7 +68,7 @@ def is_step(folder: Path) -> bool:
     if not os.path.isdir(folder) or os.path.isfile(folder / native.MANIFEST):
         return False
     try:
-        return any(_matching(folder, kind) for kind in (LAYER_FILE, RANK_FILE, ZERO_3_FILE))
+        return any(matching(folder, kind) for kind in (LAYER_FILE, RANK_FILE, ZERO_3_FILE))
     except OSError:
         return False
 
@@ -79,7 +79,7 @@ def step_of(folder: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[Path, tuple[int, ...]]:
+def matching(folder: Path, pattern: re.Pattern[str]) -> dict[Path, tuple[int, ...]]:
     """Return the matching files of a folder, sorted, with the numbers in their names."""
     matches = {path: pattern.fullmatch(path.name) for path in sorted(folder.iterdir())}
     return {path: tuple(map(int, match.groups())) for path, match in matches.items() if match is not None}
@@ -97,7 +97,7 @@ class NeoxFiles:
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError if the step was saved under ZeRO 3, or one of the files is no regular file."""
         self._folder = folder
-        by_layer, by_rank = _matching(folder, LAYER_FILE), _matching(folder, RANK_FILE)
+        by_layer, by_rank = matching(folder, LAYER_FILE), matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
             raise CheckpointError(
                 f"{folder}: was saved under ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"

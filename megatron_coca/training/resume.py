@@ -107,10 +107,9 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
             f"{load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
         )
     if find_step(load) is not None:
-        raise CheckpointError(
-            f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from"
-            " its weights"
-        )
+        if config.save is not None and _real(load) == _real(config.save):
+            raise CheckpointError(f"{load}: holds checkpoints of GPT-NeoX; choose another save folder for this run")
+        return []  # neox_resume.py makes a checkpoint of it, once the data are open
     if config.save is not None and _real(load) == _real(config.save) and not native.begun_steps(load):
         return []
     try:
@@ -368,7 +367,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     source = open_checkpoint(keys.load, verify, keys.iteration)
     saved = source.trained
     refuse_other_architecture(source.folder, saved, config)
-    _refuse_other_tokenizer(source, config, tokenizer)
+    refuse_other_tokenizer(source, config, tokenizer)
 
     # Position weights are taken only from the same method, and those of CLEX from the same frequencies.
     kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in (saved, config)]
@@ -410,7 +409,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     return InitialModel(model, source.identity)
 
 
-def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
+def refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
     """Raise a CheckpointError if the weights were trained with other token ids, or have another number of rows."""
 
     def describe(tokenizer: Tokenizer | None, rows: int) -> str:

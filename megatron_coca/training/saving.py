@@ -194,7 +194,9 @@ class Checkpoints:
                 return meta
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read, though it was just verified ({error})") from error
-        logger.warning("saved with another parallel layout (%s): new dropout masks are drawn", meta["topology"])
+        logger.warning(
+            "saved with another parallel layout (%s): new dropout masks are drawn", meta["topology"] or "GPT-NeoX"
+        )
         seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 

@@ -34,6 +34,7 @@ from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrup
 from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.monitor import Monitor
+from megatron_coca.training.neox_resume import goes_on_from_neox, take_over
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from megatron_coca.training.resume import (
@@ -109,6 +110,10 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
         stages = open_stages(config, topology)
         _check_corpora([opened.corpus for opened in stages])
+        if not folders and goes_on_from_neox(keys):
+            require_writable(stages[0].corpus.config)
+            locks.take()
+            folders = [Path(from_main(lambda: str(take_over(stages))))]
         chosen, number = _choose(folders, remotes, watchdog), 0
         if chosen.folder is not None:
             meta = native.read_meta(chosen.folder, resumable=True)

@@ -74,6 +74,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "one stage": {"pipe_parallel_size": 1, "zero_optimization": {"stage": 0}},
     "two stages": {"pipe_parallel_size": 2},
     "two tensor ranks": {"model_parallel_size": 2, "zero_optimization": {"stage": 0}},
+    "two tensor ranks, ZeRO 1": {"model_parallel_size": 2},
+    "two data ranks": {},
 }
 """Ways of running the file in GPT-NeoX; it has no pipeline and ZeRO 1."""
 
@@ -98,7 +100,8 @@ def runs(checkout: Checkout, initial: Path, text: np.ndarray, tmp_path_factory: 
         pipe, tensor = keys.get("pipe_parallel_size", 0), keys.get("model_parallel_size", 1)
         export_neox(initial, folder / "initial", [], None, tensor, min(pipe, 1))
         twin.write(folder / "data/theirs", text, VOCABULARY)
-        output = checkout.deepy("train.py", folder, keys, loading(folder, "initial"), ranks=max(pipe, 1) * tensor)
+        ranks = 2 if division == "two data ranks" else max(pipe, 1) * tensor
+        output = checkout.deepy("train.py", folder, keys, loading(folder, "initial"), ranks=ranks)
         return Theirs(folder, steps(output))
 
     return run
@@ -121,7 +124,7 @@ def ours(runs: Runs, text: np.ndarray, tmp_path_factory: pytest.TempPathFactory)
 
     def run(weights: Path, count: int, **changes: Any) -> list[dict[str, Any]]:
         save = tmp_path_factory.mktemp("run") / "save"
-        keys = changes | RUN | paths(folder / "data") | {"load": str(weights), "finetune": True, "save": str(save)}
+        keys = {"finetune": True} | changes | RUN | paths(folder / "data") | {"load": str(weights), "save": str(save)}
         command = [sys.executable, str(ROOT / "train.py"), str(theirs / "part0.yml"), *command_line(keys)]
         command += [f"train_iters={count}", f"lr_decay_iters={STEPS}"]
         done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
@@ -167,6 +170,19 @@ def test_our_trainer_goes_on_from_their_checkpoint(division: str, runs: Runs, ou
     reference = [line["loss"] for line in ours(runs("as in the file").folder / "save", 2)]
     assert losses == pytest.approx(reference, abs=5e-6)
     assert losses[0] < runs(division).steps[0].loss - 0.3, "what was learned is there"
+
+
+@pytest.mark.parametrize("division", [name for name, keys in DIVISIONS.items() if "zero_optimization" not in keys])
+def test_our_trainer_goes_on_with_their_optimizer(division: str, runs: Runs, ours: Ours) -> None:
+    """From step 10: the losses and rates of their run, which went on."""
+    whole, keys = runs(division), {"finetune": False, "iteration": STEPS // 2}
+    found = ours(whole.folder / "save", STEPS, **keys)
+    assert [line["step"] for line in found] == [step.number for step in whole.steps[STEPS // 2 :]]
+    for line, step, before in zip(found, whole.steps[STEPS // 2 :], whole.steps[STEPS // 2 - 1 :], strict=False):
+        assert line["loss"] == pytest.approx(step.loss, abs=5e-6)
+        assert line["lr"] == pytest.approx(before.next_rate, rel=1e-3), "four digits are printed"
+    anew = ours(whole.folder / "save", STEPS, **keys, no_load_optim=True)
+    assert anew[0]["loss"] == found[0]["loss"] and abs(anew[-1]["loss"] - found[-1]["loss"]) > 1e-3
 
 
 def test_norms_of_queries_and_keys_go_both_ways(

@@ -1,0 +1,129 @@
+"""Going on from a checkpoint of GPT-NeoX: its weights, optimizer, step and schedule, as a checkpoint of this run."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.checkpoints.compare import differing_keys, refuse_other_architecture
+from megatron_coca.checkpoints.importing import check_fit
+from megatron_coca.checkpoints.neox import NeoxFiles, configure, find_step
+from megatron_coca.checkpoints.neox_optimizer import STEP, NeoxOptimizer
+from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
+from megatron_coca.checkpoints.weights import write_safetensors
+from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
+from megatron_coca.training.engine.state import MOMENTS
+from megatron_coca.training.optimizer import OPTIMIZERS
+from megatron_coca.training.resume import refuse_other_tokenizer
+from megatron_coca.training.run_stages import OpenedStage
+from megatron_coca.training.saving import DTYPES, rng_states
+
+COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
+"""Keys besides the architecture that must be those of the checkpoint; its files say nothing of the other groups."""
+
+
+def goes_on_from_neox(keys: CheckpointConfig) -> bool:
+    """Return whether `load` is a checkpoint of GPT-NeoX that the run goes on from."""
+    return keys.load is not None and not keys.finetune and find_step(Path(keys.load)) is not None
+
+
+def take_over(stages: Sequence[OpenedStage]) -> Path:
+    """Write the checkpoint of GPT-NeoX in `load` as one of this run into `save`, and return its folder.
+
+    From then on it is a checkpoint like all others. With `no_load_optim` the moments are 0. The state of the generators
+    is not taken over, which draw other numbers here, nor is the order of the data: both are this project's.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer, has no optimizer state, or cannot be written.
+    """
+    keys, optimizer = stages[0].corpus.config.checkpoint, None
+    if keys.save is None:
+        raise CheckpointError(
+            f"load: {keys.load} is of GPT-NeoX, whose state is written as a checkpoint of this run "
+            "first; set save=FOLDER, or finetune=true to start from its weights"
+        )
+    source, save = open_checkpoint(str(keys.load), step=keys.iteration), Path(keys.save)
+    step = source.step or 0
+    opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
+    corpus, config = opened.corpus, opened.corpus.config
+    refuse_other_architecture(source.folder, source.trained, config)
+    refuse_other_tokenizer(source, config, corpus.tokenizer)
+    check_fit(config, source.weights())
+    differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)
+    if not keys.no_load_optim:
+        optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder)))
+        differing += _differing_options(optimizer, config)
+    if differing:
+        raise CheckpointError(
+            f"{source.folder}: cannot be resumed with another {', '.join(differing)}; "
+            "restore these, or start a new run from its weights with finetune=true"
+        )
+    meta = {
+        "step": step,
+        "run": uuid4().hex,
+        "origin": source.identity,
+        "data": corpus.identity,
+        **opened.shared,
+        "topology": {},  # no other, so that every rank draws new dropout masks
+        "counters": {STEP: optimizer.step if optimizer is not None else 0.0},
+        "progress": {},
+        "mixture": [asdict(share) for share in corpus.mixture(step, opened.sizes.total)],
+        "versions": native.code_versions(),
+    }
+    try:
+        partial = native.begin(save, step)
+        _write_state(partial, source.weights(), optimizer, config)
+        write_safetensors(partial / native.WEIGHTS, source.weights().to(DTYPES[config.precision.dtype]))
+        (partial / native.CONFIG).write_text(config.to_yaml())
+        native.write_json(partial / native.META, meta)
+        if corpus.tokenizer is not None:
+            corpus.tokenizer.save(partial / native.TOKENIZER)
+        return native.commit(save, step)
+    except BaseException as error:
+        native.abandon(save, step)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{save}: the state of {source.folder} cannot be written ({error})") from error
+        raise
+
+
+def _differing_options(optimizer: NeoxOptimizer, config: Config) -> list[str]:
+    """Return a line for each option of the optimizer that is not the configured one."""
+    own = config.optimizer
+    moments = set(MOMENTS[OPTIMIZERS[own.type]])
+    if optimizer.moments != moments:
+        return [f"optimizer.type (saved {' and '.join(sorted(optimizer.moments)) or 'no moments'}, now {own.type!r})"]
+    now = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay}
+    names = {"betas": "optimizer.params.betas", "eps": "optimizer.params.eps", "weight_decay": "weight_decay"}
+    options = {name: tuple(value) if name == "betas" else value for name, value in optimizer.options.items()}
+    return [
+        f"{names[name]} (saved {value!r}, now {now[name]!r})" for name, value in options.items() if value != now[name]
+    ]
+
+
+def _write_state(folder: Path, weights: Any, optimizer: NeoxOptimizer | None, config: Config) -> None:
+    """Write `state/`, a file for each block, and the random state that a checkpoint must have."""
+    (folder / native.STATE).mkdir()
+    (folder / native.RNG).mkdir()
+    buffer = io.BytesIO()
+    torch.save(rng_states(), buffer)
+    (folder / native.RNG / "rank_0.pt").write_bytes(buffer.getvalue())
+    kinds = (WEIGHT, *MOMENTS[OPTIMIZERS[config.optimizer.type]])
+    for number, (_, names) in enumerate(groupby(weights.entries, key=lambda name: name.split(".")[:2])):
+        pieces, slices = [], {}
+        for name in names:
+            plain = weights.read(name).float()
+            slices[name] = ParameterSlice(tuple(plain.shape))
+            for kind in kinds:
+                default = plain if kind == WEIGHT else torch.zeros_like(plain)
+                found = optimizer.read(kind, name) if optimizer is not None else default
+                if found is not None:
+                    pieces.append(StatePiece(name, kind, 0, found.reshape(-1).contiguous()))
+                elif kind == WEIGHT:  # not trained
+                    pieces.append(StatePiece(name, kind, 0, plain.reshape(-1).contiguous()))
+        write_pieces(folder / native.STATE / file_name(number), pieces, slices)
