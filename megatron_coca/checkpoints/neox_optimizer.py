@@ -57,14 +57,10 @@ class NeoxOptimizer:
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(f"{path}: is no partition of DeepSpeed's ZeRO 1 or 2 ({error!r})") from error
         self.moments = {kind for kind, _ in self._parts} - {WEIGHT}
-        self._locations = {
-            self._known[location].ours: location
-            for kind, location in self._parts
-            if kind == WEIGHT and self._known[location].used
-        }
+        self._locations = {weight.ours: location for location, weight in self._known.items() if weight.used}
 
     def _open(self, path: Path, model_rank: int) -> None:
-        state = load_pickle(path, _plain_types())["optimizer_state_dict"]
+        state = load_pickle(path, [(_Record, f"deepspeed.{name}") for name in TYPES])["optimizer_state_dict"]
         base = state["base_optimizer_state"]
         decayed = max(base["param_groups"], key=lambda group: group["weight_decay"])
         self.options = {name: decayed[name] for name in ("betas", "eps", "weight_decay") if name in decayed}
@@ -86,14 +82,12 @@ class NeoxOptimizer:
             raise CheckpointError(f"{self._folder}: its optimizer trains {name}, which the model does not have")
         return location
 
-    def read(self, kind: str, name: str) -> Tensor | None:
-        """Return a weight, or one of its moments, by our name, whole and in float32; None if it was not trained.
+    def read(self, kind: str, name: str) -> Tensor:
+        """Return a weight, or one of its moments, by our name, whole and in float32.
 
         Raises CheckpointError if files of some ranks are missing.
         """
-        location = self._locations.get(name)
-        if location is None:
-            return None
+        location = self._locations[name]
         by_rank = self._parts[kind, location]
         joined = []
         for rank in range(self._ranks):
@@ -111,10 +105,16 @@ class NeoxOptimizer:
         return merged.merge(joined, f"{kind} of {location}")
 
 
-def _plain_types() -> list[Any]:
-    """DeepSpeed's types in these files, all of them without code that loading runs."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
+class _Record:
+    """Stands in for DeepSpeed's types in these files, of which only the attributes are read; none of its code runs."""
 
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+TYPES = (
+    "runtime.fp16.loss_scaler.DynamicLossScaler",
+    "runtime.fp16.loss_scaler.LossScaler",
+    "runtime.zero.config.ZeroStageEnum",
+    "utils.tensor_fragment.fragment_address",
+)

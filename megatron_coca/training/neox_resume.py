@@ -122,8 +122,5 @@ def _write_state(folder: Path, weights: Any, optimizer: NeoxOptimizer | None, co
             for kind in kinds:
                 default = plain if kind == WEIGHT else torch.zeros_like(plain)
                 found = optimizer.read(kind, name) if optimizer is not None else default
-                if found is not None:
-                    pieces.append(StatePiece(name, kind, 0, found.reshape(-1).contiguous()))
-                elif kind == WEIGHT:  # not trained
-                    pieces.append(StatePiece(name, kind, 0, plain.reshape(-1).contiguous()))
+                pieces.append(StatePiece(name, kind, 0, found.reshape(-1).contiguous()))
         write_pieces(folder / native.STATE / file_name(number), pieces, slices)

@@ -155,8 +155,9 @@ def test_a_run_starts_from_weights_alone_and_does_not_go_on_from_them(
     FOREIGN[kind](own, tmp_path / "foreign")
     found = begun(tmp_path / "foreign", pos_emb="coca")
     assert all(torch.equal(found[name], weights[name]) for name in weights)
-    with pytest.raises(CheckpointError, match="set finetune=true to start"):
-        first_valid(candidates(configured(load=str(tmp_path / "foreign")).checkpoint))
+    if kind != "GPT-NeoX":  # whose optimizer state can be read: tests/integration/test_neox_resume.py
+        with pytest.raises(CheckpointError, match="set finetune=true to start"):
+            first_valid(candidates(configured(load=str(tmp_path / "foreign")).checkpoint))
 
 
 @pytest.mark.parametrize(("kind", "step"), [("GPT-NeoX", 7), ("imported", 0)])
