@@ -198,6 +198,8 @@ Shape = tuple[int, ...]
 EMBEDDING, FIRST_BLOCK = 0, 2
 WORDS = "word_embeddings.weight"
 """The embedding's name in layer 0."""
+TIED = "tied_modules.embed."
+"""Beginning of the embedding's name in a pipeline whose output head is tied to it."""
 NORMS: dict[str, dict[str, str]] = {
     "layernorm": {"weight": "weight", "bias": "bias"},
     "rmsnorm": {"weight": "scale"},

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,15 +18,13 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.neox import NeoxFiles, matching
-from megatron_coca.checkpoints.neox_layout import COPY, EMBEDDING, NeoxLocation, NeoxSharding, table
+from megatron_coca.checkpoints.neox_layout import COPY, EMBEDDING, TIED, NeoxLocation, NeoxSharding, table
 from megatron_coca.checkpoints.state import WEIGHT
 from megatron_coca.checkpoints.weights import load_pickle
 from megatron_coca.config import Config
 
 FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 PARAMETER = re.compile(r"(?:sequential\.)?(\d+)\.(.+)")
-TIED = "tied_modules.embed."
-"""Beginning of the embedding's name in a pipeline whose output head is tied to it."""
 STEP = "step"
 
 
@@ -57,10 +56,13 @@ class NeoxOptimizer:
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(f"{path}: is no partition of DeepSpeed's ZeRO 1 or 2 ({error!r})") from error
         self.moments = {kind for kind, _ in self._parts} - {WEIGHT}
-        self._locations = {weight.ours: location for location, weight in self._known.items() if weight.used}
+        self._locations = dict[str | None, NeoxLocation]()
+        for location, weight in self._known.items():
+            if weight.used:
+                self._locations.setdefault(weight.ours, location)  # what all blocks share is a parameter of the first
 
     def _open(self, path: Path, model_rank: int) -> None:
-        state = load_pickle(path, [(_Record, f"deepspeed.{name}") for name in TYPES])["optimizer_state_dict"]
+        state = load_pickle(path, TYPES)["optimizer_state_dict"]
         base = state["base_optimizer_state"]
         decayed = max(base["param_groups"], key=lambda group: group["weight_decay"])
         self.options = {name: decayed[name] for name in ("betas", "eps", "weight_decay") if name in decayed}
@@ -112,9 +114,10 @@ class _Record:
         self.values = values
 
 
-TYPES = (
-    "runtime.fp16.loss_scaler.DynamicLossScaler",
-    "runtime.fp16.loss_scaler.LossScaler",
-    "runtime.zero.config.ZeroStageEnum",
-    "utils.tensor_fragment.fragment_address",
-)
+TYPES = [
+    (_Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Record, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Record, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (SimpleNamespace, "types.SimpleNamespace"),  # the same in files that we write
+]

@@ -52,6 +52,8 @@ def parser() -> ArgumentParser:
     neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
     stages = "1 for any number of pipeline stages, 0 for none; default: 1"
     neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
+    state = "write the optimizer's state too, for N data ranks under ZeRO 1 or 2"
+    neox.add_argument("--data-parallel-size", type=int, metavar="N", help=state)
     return parser
 
 
@@ -93,9 +95,10 @@ def write_neox(args: Namespace) -> list[str]:
     """Write a save folder of GPT-NeoX and return notes about it."""
     from megatron_coca.checkpoints.exports.neox import export_neox
 
-    division = args.model_parallel_size, args.pipe_parallel_size
+    division = args.model_parallel_size, args.pipe_parallel_size, args.data_parallel_size
     done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)
-    load = f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`"
+    begun = "finetune" if args.data_parallel_size is None else "no_load_rng"
+    load = f"{done.folder}: load it with `load: {done.folder}` and `{begun}: true`"
     print("\n  set ".join([load, *done.changes]))
     foreign = [f"stock GPT-NeoX does not know its {', '.join(done.foreign)}"] if done.foreign else []
     return [*foreign, done.note] if done.note is not None else foreign

@@ -123,7 +123,7 @@ def ours(runs: Runs, text: np.ndarray, tmp_path_factory: pytest.TempPathFactory)
     twin.write_for_us(folder / "data", in_their_order(theirs, text), VOCABULARY, scaled({})["seed"])
 
     def run(weights: Path, count: int, **changes: Any) -> list[dict[str, Any]]:
-        save = tmp_path_factory.mktemp("run") / "save"
+        save = Path(changes.pop("save", tmp_path_factory.mktemp("run") / "save"))
         keys = {"finetune": True} | changes | RUN | paths(folder / "data") | {"load": str(weights), "save": str(save)}
         command = [sys.executable, str(ROOT / "train.py"), str(theirs / "part0.yml"), *command_line(keys)]
         command += [f"train_iters={count}", f"lr_decay_iters={STEPS}"]
@@ -183,6 +183,25 @@ def test_our_trainer_goes_on_with_their_optimizer(division: str, runs: Runs, our
         assert line["lr"] == pytest.approx(before.next_rate, rel=1e-3), "four digits are printed"
     anew = ours(whole.folder / "save", STEPS, **keys, no_load_optim=True)
     assert anew[0]["loss"] == found[0]["loss"] and abs(anew[-1]["loss"] - found[-1]["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("division", [name for name, keys in DIVISIONS.items() if keys.get("pipe_parallel_size") != 2])
+def test_their_trainer_goes_on_with_our_optimizer(
+    division: str, runs: Runs, ours: Ours, checkout: Checkout, initial: Path, tmp_path: Path
+) -> None:
+    """From step 10 of our run, exported with its optimizer: the losses and rates of ours, which went on."""
+    expected = ours(initial, STEPS, save=str(tmp_path / "ours"))
+    keys = DIVISIONS[division] | {"zero_optimization": {"stage": 1}}
+    tensor, data = keys.get("model_parallel_size", 1), 2 if division == "two data ranks" else 1
+    pipe = keys.get("pipe_parallel_size", 0)
+    export_neox(tmp_path / f"ours/global_step{STEPS // 2}", tmp_path / "exported", [], None, tensor, pipe, data)
+    shutil.copytree(runs("as in the file").folder / "data", tmp_path / "data")
+    run = loading(tmp_path, "exported", finetune=False) | {"no_load_rng": True}
+    found = steps(checkout.deepy("train.py", tmp_path, scaled(keys), run, ranks=tensor * data))
+    assert [step.number for step in found] == [line["step"] for line in expected[STEPS // 2 :]]
+    for step, line, after in zip(found, expected[STEPS // 2 :], [*expected[STEPS // 2 + 1 :], None], strict=True):
+        assert step.loss == pytest.approx(line["loss"], abs=5e-6)
+        assert after is None or step.next_rate == pytest.approx(after["lr"], rel=1e-3), "four digits are printed"
 
 
 def test_norms_of_queries_and_keys_go_both_ways(

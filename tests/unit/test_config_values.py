@@ -15,7 +15,8 @@ OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations", "study"}
 SHIPPED = sorted(
     path
     for path in CONFIGS.rglob("*.yml")
-    if path.parent.name not in OF_OTHER_COMMANDS and path.name not in {"grid.yml", "text.yml"}
+    if path.parent.name not in OF_OTHER_COMMANDS
+    and path.name not in {"grid.yml", "text.yml", "books.yml", "books_rates.yml", "books_grid.yml"}
 )
 OVERLAYS = {"coca"}  # of finetune: the network is that of a folder
 COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}

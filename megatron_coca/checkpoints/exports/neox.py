@@ -1,6 +1,7 @@
 """Write checkpoints as GPT-NeoX save folders.
 
-The optimizer's state is not written: set `finetune: true`, or `no_load_optim: true` and `no_load_rng: true`.
+With the optimizer's state a run goes on there (`no_load_rng: true`: the states of the generators are not written).
+Without it set `finetune: true`, or `no_load_optim: true` and `no_load_rng: true`.
 """
 
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import changes_of
+from megatron_coca.checkpoints.exports.neox_optimizer import NeoxState
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.importing import check_fit
@@ -62,6 +64,7 @@ def export_neox(
     dtype: str | None = None,
     model_parallel_size: int = 1,
     pipe_parallel_size: int = 1,
+    data_parallel_size: int | None = None,
 ) -> ExportedNeox:
     """Write a checkpoint as a save folder of GPT-NeoX.
 
@@ -73,6 +76,8 @@ def export_neox(
         model_parallel_size: tensor-parallel ranks, one file each. GPT-NeoX must run with the same number.
         pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on loads; 0 all
             layers into one, for `pipe_parallel_size: 0`.
+        data_parallel_size: writes the optimizer's state too, of a checkpoint of our own, for so many data ranks under
+            ZeRO 1 or 2, and 0 or 1 pipeline stages; None leaves it out.
 
     Raises:
         CheckpointError: the checkpoint is not valid, GPT-NeoX has no such model, it cannot be divided so, or `folder`
@@ -90,8 +95,12 @@ def export_neox(
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
     weights = opened.weights()
     check_fit(config, weights)
+    optimizer = None
+    if data_parallel_size is not None:
+        optimizer = NeoxState(opened.folder, opened.trained, ranks, data_parallel_size, pipe_parallel_size > 0)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
+    written = next(iter(weights.entries.values())).dtype
     foreign, number = foreign_keys(config), opened.step or 0
     name = native.step_folder(folder, number).name
     with atomic_dir(folder, CheckpointError) as partial, weights.shown(f"exporting {folder}") as weights:
@@ -109,7 +118,12 @@ def export_neox(
                     modules[rank] |= {f"sequential.{layer}.{key}": tensor for key, tensor in state.items()}
         for rank, module in enumerate(modules):
             content = _rank_state(config, None if pipe_parallel_size > 0 else module, ranks, number)
+            if optimizer is not None:
+                content |= {"lr_scheduler": optimizer.schedule(), "dp_world_size": data_parallel_size}
             _save(content, step / f"mp_rank_{rank:02}_model_states.pt")
+        if optimizer is not None:
+            for file, content in optimizer.files("bf16_" if written == torch.bfloat16 else ""):
+                _save(content, step / file)
         if foreign:
             (step / NOTE).write_text(note(record_of(config)))
         (partial / native.LATEST).write_text(name)
