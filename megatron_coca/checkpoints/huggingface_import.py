@@ -47,7 +47,10 @@ NETWORK_KEYS = (
     *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
 )
-ADDED_KEYS = ("qk_norm", "use_qk_layernorm", "use_bias_in_qkv", "zero_centered_norms")
+ADDED_KEYS = (
+    *("qk_norm", "use_qk_layernorm", "use_bias_in_qkv", "zero_centered_norms", "norm_position", "use_embedding_norm"),
+    *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
+)
 """The same, which folders of older exports do not have."""
 QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
 """Parameters of a norm of queries or keys, by `qk_norm`."""
@@ -456,7 +459,16 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
         names = [f"{module}_layernorm{QK_NORMS[kind]}" for module in ("query", "key")]
     elif network.get("use_qk_layernorm"):
         names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
-    return (*weight_map.dense(network["norm"], gated, one_norm, names), *weight_map.learned_positions("llama"))
+    position = network.get("norm_position", "pre")
+    places = [] if position == "post" else ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
+    places += [] if position == "pre" else ["attention_output_layernorm", "mlp_output_layernorm"]
+    norms = weight_map.DENSE_NORMS[network["norm"]] if network.get("use_embedding_norm") else ()
+    of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
+    return (
+        *weight_map.dense(network["norm"], gated, places, names),
+        *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
+        *weight_map.learned_positions("llama"),
+    )
 
 
 def remote_rows(kind: str) -> tuple[weight_map.Row, ...]:

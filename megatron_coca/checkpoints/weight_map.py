@@ -212,15 +212,14 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
 """Parameters of each norm, here and in `dense`; a layernorm may have no bias."""
 
 
-def dense(norm: str, gated: bool, one_norm: bool, qk_norms: Iterable[str]) -> tuple[Row, ...]:
-    """LLaMA's names for networks of other shapes: any norm, an MLP without a gate, one norm for attention and MLP, and
-    parameters of norms of queries and keys.
+def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]) -> tuple[Row, ...]:
+    """LLaMA's names for networks of other shapes: any norm, an MLP without a gate, norms in other `places` of a block,
+    and parameters of norms of queries and keys.
     """
     norms = {"input_layernorm", "post_attention_layernorm", "norm"}
     rows = [row for row in llama("k_proj") if row.ours.split(".")[-2] not in norms]
     if not gated:
         rows = [Row(row.ours, row.theirs[:1]) if ".mlp.linear1." in row.ours else row for row in rows]
-    places = ["input_layernorm"] + ([] if one_norm else ["post_attention_layernorm"])
     for name in qk_norms:
         rows.append(Row(f"blocks.{{i}}.attention.{name}", (f"model.layers.{{i}}.self_attn.{name}",)))
     for kind in DENSE_NORMS[norm]:

@@ -124,6 +124,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "gpt-neox's norm of queries and keys": {"use_qk_layernorm": True, "relative_positions": {"type": "rerope"}},
     "scalenorm, norm of queries and keys": {"norm": "scalenorm", "use_qk_layernorm": True},
     "rmsnorm, norm of queries and keys": {"norm": "rmsnorm", "use_qk_layernorm": True},
+    "gemma 2's": GROUPED
+    | LLAMA
+    | {"norm_position": "sandwich", "zero_centered_norms": True, "embedding_scale": 5.0, "softmax_scale": 0.2}
+    | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "a cap, rerope": {"attn_logit_softcapping": 2.0, "relative_positions": {"type": "rerope"}},
+    "olmo 2's, alibi": LLAMA | {"norm_position": "post", "qk_norm": "projection", "pos_emb": "alibi"},
+    "cohere 2's": {"gpt_j_residual": True, "gpt_j_tied": True, "final_logit_scale": 0.2, "use_bias_in_norms": False},
+    "a norm of the embedding": {"use_embedding_norm": True, "num_kv_heads": 1, "attn_logit_softcapping": 4.0},
     "llama 4's layers": {"attention_config": [[["chunked", "global"], "all"]], "pos_emb": "none", "num_layers": 4}
     | {"norm": "rmsnorm", "layer_types": {"chunked": {"attention_chunk_size": 9, "pos_emb": "coca_strict"}}},
 }

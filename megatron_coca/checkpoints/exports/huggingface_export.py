@@ -55,7 +55,7 @@ from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH,
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
-from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
 from megatron_coca.config.source import given_values
@@ -78,17 +78,10 @@ def _stock_positions(config: Config) -> bool:
     return stock and getattr(scaling, "ramp", None) in (None, "dimension") and not getattr(scaling, "resonance", False)
 
 
-def _has_own_attention(model: ModelConfig) -> bool:
-    """Whether queries and keys have norms, heads another width, or their projections other biases."""
-    norms, width = model.use_qk_layernorm or model.qk_norm is not None, model.hidden_size // model.num_attention_heads
-    return norms or model.head_dim != width or model.use_bias_in_qkv != model.use_bias_in_attn_linear
-
-
 def _is_neox(config: Config) -> bool:
     model = config.model
     return (
         model.norm == "layernorm"
-        and not _has_own_attention(model)
         and model.activation in NEOX_ACTIVATIONS
         and model.use_bias_in_norms
         and model.use_bias_in_mlp
@@ -145,11 +138,15 @@ def _with(shape: Callable[[Config], dict[str, Any]]) -> Callable[[Config, dict[s
     return lambda config, shared: shared | shape(config)
 
 
-def _is_stock(config: Config, *also: str) -> bool:
-    """Whether GPT-NeoX or LLaMA, which have no types of layers, have every key of the model and compute its positions;
-    `also` are keys that one of them has.
-    """
-    return _stock_positions(config) and next(lost_keys(config, WRITTEN.union(also)), None) is None
+def _keeps(config: Config, *also: str) -> bool:
+    """Whether blocks of GPT-NeoX or LLaMA have every key of the model; `also` are keys that one architecture has."""
+    return next(lost_keys(config, WRITTEN.union(also)), None) is None
+
+
+def _keeps_remotely(config: Config) -> bool:
+    model = config.model  # kv_channels may say what heads have anyway
+    same_heads = model.head_dim * model.num_attention_heads == model.hidden_size
+    return same_heads and _keeps(config, "kv_channels", "layer_types", *LIMITS)
 
 
 def _family(kind: str) -> Exporter:
@@ -170,17 +167,28 @@ def _family(kind: str) -> Exporter:
 
 EXPORTERS: dict[str, Exporter] = {
     "gpt_neox": Exporter(
-        lambda config: _is_stock(config) and _is_neox(config), lambda config: weight_map.GPT_NEOX, _with(_neox_keys)
+        lambda config: _stock_positions(config) and _keeps(config) and _is_neox(config),
+        lambda config: weight_map.GPT_NEOX,
+        _with(_neox_keys),
     ),
     "llama": Exporter(
-        lambda config: _is_stock(config, "kv_channels") and config.position.rotary_pct == 1 and _is_llama(config),
+        lambda config: (
+            _stock_positions(config)
+            and _keeps(config, "kv_channels")
+            and config.position.rotary_pct == 1
+            and _is_llama(config)
+        ),
         lambda config: weight_map.llama("k_proj"),
         _with(_llama_keys),
     ),
     **{kind: _family(kind) for kind in FAMILIES},
-    "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _with(_neox_keys)),
+    "coca_gpt_neox": Exporter(
+        lambda config: _is_neox(config) and _keeps_remotely(config),
+        lambda config: remote_rows("coca_gpt_neox"),
+        _with(_neox_keys),
+    ),
     "coca_llama": Exporter(
-        lambda config: _is_llama(config) and not _has_own_attention(config.model),
+        lambda config: _is_llama(config) and _keeps_remotely(config),
         lambda config: remote_rows("coca_llama"),
         _with(_llama_keys),
     ),

@@ -45,6 +45,7 @@ from megatron_coca.model.layers import (
     ScaleNorm,
     SinusoidalPositions,
     ZeroCenteredRMSNorm,
+    soft_capped,
 )
 
 
@@ -178,6 +179,7 @@ class Positions:
         self.by_length = self.form.rotary and self.extension.length_dependent
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
         self.limited = self.window is not None or self.chunk is not None
+        self.softcap = (getattr(config, "network", None) or {}).get("attn_logit_softcapping")
         factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
         options.pop("type", None)
         self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
@@ -189,8 +191,8 @@ class Positions:
 
     @property
     def masked(self) -> bool:
-        """True if scores have a mask of their own, in training at least: a bias, a map, a window or chunks."""
-        return self.biased or self.limited or self.trained_bands != UNMAPPED
+        """True if scores have a mask of their own, in training at least: a bias, a map, a window, chunks or a cap."""
+        return self.biased or self.limited or self.softcap is not None or self.trained_bands != UNMAPPED
 
     def shared(self, where: TokenPlaces, dtype: torch.dtype, bias: Any, training: bool) -> SharedPositions:
         """Return what the layers of a forward pass share, for operands of `dtype`."""
@@ -203,7 +205,7 @@ class Positions:
         factor = self.logit_scaling(queries, self.trained) if self.logit_scaling is not None else None
         rotary, scaled = self._frequencies(where, factor) if self.form.rotary else (None, factor)
         distance = causal = inside = seen = None
-        if self.biased or self.limited or bands != UNMAPPED:
+        if self.biased or self.limited or self.softcap is not None or bands != UNMAPPED:
             distance = (queries[..., None] - keys[:, None]).clamp(min=0).to(wide)
             causal = torch.ones(distance.shape[1:], dtype=torch.bool, device=keys.device).tril(where.past)
         if bands != UNMAPPED:
@@ -270,17 +272,19 @@ STOCK = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 WITH_MASK = frozenset({"eager", "sdpa"})
 
 
-def mapped_attention(
+def own_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, dropout: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention under a map.
+    """Compute attention under a map, or with a cap of the scores.
 
-    Features of q and k hold the concatenated operands of all segments, and the mask [segments, ...] hides each pair
-    from all segments but its own.
+    Under a map features of q and k hold the concatenated operands of all segments, and the mask [segments, ...] hides
+    each pair from all segments but its own.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    mask, cap = mask if mask.dim() == 5 else mask[None], module.positions.softcap
     segments = zip(q.chunk(len(mask), dim=-1), k.chunk(len(mask), dim=-1), mask, strict=True)
-    scores = torch.stack([(a @ b.transpose(2, 3)).to(hidden) * scaling + hidden for a, b, hidden in segments])
+    products = [((a @ b.transpose(2, 3)).to(hidden) * scaling, hidden) for a, b, hidden in segments]
+    scores = torch.stack([soft_capped(product, cap) + hidden for product, hidden in products])
     weights = nn.functional.dropout(scores.amax(dim=0).softmax(dim=-1).to(v.dtype), dropout, module.training)
     return (weights @ v).transpose(1, 2), weights
 
@@ -315,8 +319,8 @@ class CocaAttention:
 
     def own_function(self, shared: SharedPositions, mask: Any, dtype: torch.dtype) -> Any:
         """Return the attention function that must replace the configured one, else None."""
-        if shared.inside is not None:
-            return mapped_attention
+        if shared.inside is not None or self.positions.softcap is not None:
+            return own_attention
         # Fused kernels want a mask in the operands' dtype, and far distances have few values in half precision.
         eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
         return eager_attention_forward if eager else None
@@ -457,6 +461,7 @@ class CocaDenseAttention(CocaLlamaAttention):
             norms = {f"{name}_layernorm": rms_norm(width, network) for name in counts}
         elif network.get("qk_norm") == "projection":
             norms = {f"{name}_layernorm": AllHeadsNorm(rms_norm(n * width, network)) for name, n in counts.items()}
+        self.scaling = network.get("softmax_scale") or self.scaling
         self.names = (*norms, *norms)[:2]  # of the query's norm and the key's
         for name, norm in norms.items():
             self.add_module(name, norm)
@@ -495,7 +500,8 @@ class PlainMLP(nn.Module):
 
 class CocaDenseLayer(LlamaDecoderLayer):
     """A block: x += attention(norm1 x), x += mlp(norm2 x); or in parallel, x + attention(norm1 x) + mlp(norm2 x), with
-    `gpt_j_tied` norm1 in place of norm2.
+    `gpt_j_tied` norm1 in place of norm2. `norm_position: post` has norms of the outputs of attention and MLP instead,
+    and `sandwich` both.
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -505,21 +511,28 @@ class CocaDenseLayer(LlamaDecoderLayer):
         self.one_norm = self.parallel and network["gpt_j_tied"]
         self.self_attn = CocaDenseAttention(config, layer_idx)
         self.mlp = (GatedMLP if network["activation"] in GATED_ACTIVATIONS else PlainMLP)(config)
-        self.input_layernorm = choose(NORMS, network["norm"], "norm", "network")(config.hidden_size, network)
+        norm = partial(choose(NORMS, network["norm"], "norm", "network"), config.hidden_size, network)
+        position = network.get("norm_position", "pre")
+        before, after = (nn.Identity if position == place else norm for place in ("post", "pre"))
+        self.input_layernorm, self.attention_output_layernorm = before(), after()
+        self.mlp_output_layernorm = after()
         if self.one_norm:
             del self.post_attention_layernorm
         else:
-            self.post_attention_layernorm = NORMS[network["norm"]](config.hidden_size, network)
+            self.post_attention_layernorm = before()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As LLaMA's."""
         normed = self.input_layernorm(hidden_states)
-        attended = self._drop(self.self_attn(normed, *args, **kwargs)[0])
+        attended = self._drop(self.attention_output_layernorm(self.self_attn(normed, *args, **kwargs)[0]))
         if self.parallel:
             fed = normed if self.one_norm else self.post_attention_layernorm(hidden_states)
-            return hidden_states + attended + self._drop(self.mlp(fed))
+            return hidden_states + attended + self._feed(fed)
         hidden_states = hidden_states + attended
-        return hidden_states + self._drop(self.mlp(self.post_attention_layernorm(hidden_states)))
+        return hidden_states + self._feed(self.post_attention_layernorm(hidden_states))
+
+    def _feed(self, x: Tensor) -> Tensor:
+        return self._drop(self.mlp_output_layernorm(self.mlp(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, self.dropout, self.training)
@@ -617,7 +630,7 @@ class CocaModel(InitWeights):
         for method in self.positions.values():
             if method.masked and name not in WITH_MASK:
                 raise ValueError(
-                    f"a mask of its own (pos_emb {method.method}, relative_positions, a window or chunks) needs "
+                    f"a mask of its own (pos_emb {method.method}, relative_positions, a window, chunks, a cap) needs "
                     f"attn_implementation eager or sdpa, not {name}"
                 )
             if kept_elsewhere and (method.by_length or method.form.decay):
@@ -646,11 +659,16 @@ class CocaDenseModel(CocaModel, LlamaModel):
         super().__init__(config)
         self.layers = nn.ModuleList(CocaDenseLayer(config, n) for n in range(config.num_hidden_layers))
         self.norm = NORMS[config.network["norm"]](config.hidden_size, config.network)
+        if config.network.get("use_embedding_norm"):
+            self.embedding_layernorm = NORMS[config.network["norm"]](config.hidden_size, config.network)
         self.post_init()
 
     def _embedded(self, embeds: Tensor, queries: Tensor) -> Tensor:
-        dropout = self.config.network["hidden_dropout"]
-        return nn.functional.dropout(super()._embedded(embeds, queries), dropout, self.training)
+        network = self.config.network
+        embeds = embeds * torch.tensor(network.get("embedding_scale", 1.0), dtype=embeds.dtype, device=embeds.device)
+        if network.get("use_embedding_norm"):
+            embeds = self.embedding_layernorm(embeds)
+        return nn.functional.dropout(super()._embedded(embeds, queries), network["hidden_dropout"], self.training)
 
 
 class CocaGPTNeoXModel(CocaModel, GPTNeoXModel):
@@ -670,6 +688,17 @@ class CocaLlamaForCausalLM(InitWeights, LlamaForCausalLM):
         self.post_init()
 
 
+class DenseHead(nn.Linear):
+    """A head with a factor on the hidden states and a cap of the logits."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., vocabulary]."""
+        return soft_capped(super().forward(x if self.scale == 1.0 else x * self.scale), self.cap)
+
+
 class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
     """A network of another shape with its head."""
 
@@ -679,6 +708,9 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)
         self.model = CocaDenseModel(config)
+        self.lm_head = DenseHead(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.scale = config.network.get("final_logit_scale", 1.0)
+        self.lm_head.cap = config.network.get("final_logit_softcapping")
         self.post_init()
 
 
