@@ -37,7 +37,7 @@ POSITION_KEYS = (
     *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
 )
 """Position keys that the modelling file of our exports computes."""
-LIMITS = ("sliding_window_width", "attention_chunk_size")
+LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
 """The same, which folders of older exports do not have."""
 LAYERS = "layers"
 """In `position`: the type of every layer, where they differ; `layer_types` has the keys of each but `global`."""

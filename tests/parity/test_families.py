@@ -267,6 +267,21 @@ def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -
     assert [None if each is None else list(each) for each in trainable] == [["key"], ["query", "key", "value"], None]
 
 
+MODIFIED = {name: {"pos_emb": "coca"} for name in ("olmo3", "gemma2", "gemma3", "cohere2", "ministral3", "falcon")}
+MODIFIED["falcon sequential, ALiBi"] = {"logit_scaling": "log_n"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODIFIED)
+def test_other_positions_are_exported_in_the_block_of_the_family(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "source")
+    done = export(tmp_path / "source", tmp_path / "exported", MODIFIED[name])
+    theirs = AutoModelForCausalLM.from_pretrained(done.folder, trust_remote_code=True).eval()
+    ours, ids = load_model(tmp_path / "source", MODIFIED[name]), tokens(LONG)
+    assert done.remote and (ours(ids) - load_model(tmp_path / "source")(ids)).abs().max() > 1e-4
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-5)
+
+
 def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path / "source")
     config, _ = read_config(parser().parse_args([str(tmp_path / "source"), COCA, "intermediate_size=96"]))
