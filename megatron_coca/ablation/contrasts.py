@@ -57,19 +57,24 @@ class Figures:
         self._file, self._cells = file, cells
 
     def _results(self, task: str, kind: type[Kind]) -> Iterator[tuple[str, Cell, Kind]]:
-        """Yield label, cell and content of every result file of a task."""
+        """Yield label, cell and content of every result file of an entry of `tasks`."""
+        name, _, word = task.partition(" ")
         for cell in self._cells:
-            measured = {path.name: path for path in measured_files(cell, read_cell(cell))}
+            folder = cell.results / slug(word) if word else cell.results
+            measured = measured_files(cell, read_cell(cell))
             for variant in self._file.models[cell.model].variants:
                 label = full_label(cell.model, variant)
-                path = measured.get(f"{task}_{slug(label)}.json")
-                if path is not None:
+                path = folder / f"{name}_{slug(label)}.json"
+                if path in measured:
                     yield label, cell, read_record(path, kind, f"a result of {task}")
 
     @cached_property
     def _windows(self) -> dict[str, dict[int, dict[float, WindowResult]]]:
+        return self._windows_of("perplexity")
+
+    def _windows_of(self, task: str) -> dict[str, dict[int, dict[float, WindowResult]]]:
         found: dict[str, dict[int, dict[float, WindowResult]]] = {}
-        for label, cell, result in self._results("perplexity", PerplexityResult):
+        for label, cell, result in self._results(task, PerplexityResult):
             length = cell.config.model.seq_length
             windows = {window.window / length: window for window in result.results}
             found.setdefault(label, {})[cell.seed] = windows
@@ -139,7 +144,8 @@ class Figures:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
 
         The quantities: "perplexity" at `multiple` times the training length L; "ratio", that over the perplexity at L;
-        "validation perplexity" of a model after `multiple` (at most 1) times its training steps.
+        "perplexity WORD", that of a second task of this name; "validation perplexity" of a model after `multiple` (at
+        most 1) times its training steps.
         """
         if quantity == "validation perplexity":
             return self._validation_losses(label, multiple)
@@ -147,11 +153,14 @@ class Figures:
             "perplexity": lambda windows: windows[multiple].nll,
             "ratio": lambda windows: windows[multiple].nll - windows[1].nll,
         }
-        if quantity not in functions or label not in self._windows:
+        by_label = self._windows
+        if quantity.startswith("perplexity "):
+            by_label, functions = self._windows_of(quantity), functions | {quantity: functions["perplexity"]}
+        if quantity not in functions or label not in by_label:
             known = ", ".join([*functions, "validation perplexity"]), ", ".join(self.labels) or "none"
             raise EvaluationError(f"{quantity} of {label}: the quantities are {known[0]}, the labels {known[1]}")
         try:
-            return {seed: functions[quantity](windows) for seed, windows in self._windows[label].items()}
+            return {seed: functions[quantity](windows) for seed, windows in by_label[label].items()}
         except KeyError as error:
             raise EvaluationError(f"{quantity} of {label}: was not measured at {error.args[0]:g}L") from error
 

@@ -38,6 +38,10 @@ def figures(tmp_path: Path) -> Figures:
             for variant, name in names.items():
                 nlls = NLLS[model, variant][number]
                 write_record(folder / name, perplexity(model, dict(zip((512, 1024), nlls, strict=True))))
+            if model == "RoFormer":  # a second task, whose files have the same names in another folder
+                names["again"] = f"truncated/{names['']}"
+                (folder / "truncated").mkdir()
+                write_record(folder / names["again"], perplexity(model, {512: NLLS[model, ""][number][0] + 1.0}))
             losses = [
                 CurvePoint(step=step, tokens=8 * step, train_loss=None, validation_loss=loss)
                 for step, loss in ((2, 9.0), (4, nlls[0]))
@@ -71,6 +75,13 @@ def figures(tmp_path: Path) -> Figures:
         for label in ("RoFormer + NTK", "CoCA", "not measured")
     ]
     return Figures(SimpleNamespace(models=models, contrasts=declared), cells)  # type: ignore[arg-type]
+
+
+def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:
+    once, again = (figures.logarithms(f"perplexity{word}", "RoFormer") for word in ("", " truncated"))
+    assert again == pytest.approx({seed: value + 1.0 for seed, value in once.items()})
+    with pytest.raises(EvaluationError, match="perplexity truncated of CoCA: the quantities are perplexity, ratio"):
+        figures.logarithms("perplexity truncated", "CoCA")
 
 
 def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures: Figures) -> None:
