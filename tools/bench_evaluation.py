@@ -60,9 +60,9 @@ def ours(folder: Path, device: str) -> Scorer:
 
 def plain_loop(folder: Path, device: str) -> Scorer:
     """Return a scorer that runs transformers' model window by window, with all logits."""
-    from transformers import GPTNeoXForCausalLM  # a development requirement
+    from transformers import AutoModelForCausalLM  # a development requirement
 
-    model: torch.nn.Module = GPTNeoXForCausalLM.from_pretrained(folder)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = model.to(device).eval()
 
     @torch.no_grad()

@@ -1,0 +1,173 @@
+"""Models of transformers, family by family: errors, import, and the speed of sliding-window perplexity.
+
+    python tools/bench_families.py qwen3 gemma3
+    python tools/bench_families.py
+
+For every family a random model of about 40 million parameters, trained length 256, is written as a Hugging Face folder.
+Ours and transformers' own class read it and are compared:
+
+- logits in float32 at one and four times the trained length: the largest difference, beside the standard deviation;
+- import: seconds and growth of resident memory of `import_checkpoint`, and of `from_pretrained` with `save_pretrained`,
+  each in a process of its own that has loaded the libraries;
+- scored tokens per second of sliding-window perplexity at 1, 4 and 16 times the length, in alternating rounds
+  (bench_evaluation.py).
+
+Appends one JSON line per family to --output and prints it as a row of the table in docs/models.md.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_coca import load_model
+from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.evaluation.results import measured
+from tools.bench_evaluation import measure_window, measured_scorer
+from tools.records import ChildProcess, append_records, benchmark_parser, quartiles
+
+TRAINED = 256
+BLOCK = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+BLOCK |= {"intermediate_size": 1408, "num_key_value_heads": 4, "max_position_embeddings": 16 * TRAINED}
+PLAIN = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": TRAINED}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BASE = {"rope_type": "default", "rope_theta": 1e4}
+WINDOW = {"sliding_window": TRAINED // 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("GPTNeoX", PLAIN | {"intermediate_size": 2048, "max_position_embeddings": 16 * TRAINED}),
+    "llama": ("Llama", BLOCK | {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", BLOCK | WINDOW),
+    "ministral3": ("Ministral3", BLOCK | {"head_dim": 64, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+    "qwen2": ("Qwen2", BLOCK),
+    "qwen3": ("Qwen3", BLOCK | {"head_dim": 64}),
+    "smollm3": ("SmolLM3", BLOCK | {"pad_token_id": None}),
+    "olmo2": ("Olmo2", BLOCK),
+    "olmo3": ("Olmo3", BLOCK | WINDOW | {"rope_parameters": {"full_attention": YARN, "sliding_attention": BASE}}),
+    "phi3": ("Phi3", BLOCK | {"pad_token_id": None}),
+    "gemma2": ("Gemma2", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
+    "gemma3": ("Gemma3Text", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
+    "cohere2": ("Cohere2", BLOCK | WINDOW | {"pad_token_id": None}),
+    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED}),
+    "mpt": ("Mpt", {"vocab_size": 16384, "d_model": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 16 * TRAINED}),
+    "bloom": ("Bloom", {"vocab_size": 16384, "hidden_size": 512, "n_layer": 8, "n_head": 8}),
+    "falcon": ("Falcon", PLAIN | {"new_decoder_architecture": True, "num_kv_heads": 4}),
+}
+"""Name here -> class of transformers without "Config", and what its configuration is given."""
+
+
+def write_model(name: str, folder: Path) -> int:
+    """Write the random model of a family, norms and biases included; return its number of parameters."""
+    import transformers  # a development requirement
+
+    kind, values = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape)
+    model.save_pretrained(folder, max_shard_size="50MB")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def logit_errors(folder: Path) -> dict[str, float]:
+    """Return the largest difference of logits at 1 and 4 times the trained length, and their standard deviation."""
+    from transformers import AutoModelForCausalLM
+
+    ours = load_model(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    errors = {}
+    for times in (1, 4):
+        ids = torch.from_numpy(np.random.default_rng(times).integers(0, BLOCK["vocab_size"], (1, times * TRAINED)))
+        expected = theirs(ids).logits
+        errors[f"error_{times}L"] = float((ours(ids) - expected).abs().max())
+        errors["logits_std"] = float(expected.std())
+    return errors
+
+
+def importer(way: str, folder: Path) -> Callable[[str], tuple[float, int]]:
+    """Return a function that reads the folder and writes it to another; it returns seconds and bytes of memory."""
+    from transformers import AutoModelForCausalLM
+
+    def run(target: str) -> tuple[float, int]:
+        with measured(torch.device("cpu")) as meter:
+            if way == "ours":
+                import_checkpoint(folder, target)
+            else:
+                AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target)
+        return meter.seconds, meter.peak_memory_bytes or 0
+
+    return run
+
+
+def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
+    """Return the median seconds and the largest peak of both ways, a process for every measurement."""
+    costs: dict[str, list[tuple[float, int]]] = {"ours": [], "transformers": []}
+    for number in range(rounds):
+        for way, found in costs.items():
+            found.append(ChildProcess(importer, way, folder)(str(scratch / f"{way}_{number}")))
+    return {
+        f"import_{unit}_{way}": choose(cost[place] for cost in found)
+        for way, found in costs.items()
+        for place, (unit, choose) in enumerate((("seconds", statistics.median), ("bytes", max)))
+    }
+
+
+def speeds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return scored tokens per second of both at every window, and the quartiles of their ratio round by round."""
+    scorers = {way: ChildProcess(measured_scorer, way, folder, "cpu") for way in ("ours", "transformers")}
+    found: dict[str, Any] = {}
+    for times in (1, 4, 16):
+        tokens = np.random.default_rng(0).integers(0, BLOCK["vocab_size"], (times + 3) * TRAINED)
+        passes = measure_window(scorers, tokens, times * TRAINED, options)
+        seconds = {way: [each.seconds for each in scored] for way, scored in passes.items()}
+        ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["transformers"], strict=True)]
+        found |= {f"tokens_per_second_{times}L_{way}": len(tokens) / statistics.median(s) for way, s in seconds.items()}
+        found |= {f"ratio_{times}L": statistics.median(ratios), f"ratio_quartiles_{times}L": quartiles(ratios)}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every family, print and append its record; return the exit status."""
+    parser = benchmark_parser(__doc__, "families.jsonl", rounds=3)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"default: all of {', '.join(FAMILIES)}")
+    parser.add_argument("--stride", type=int, default=TRAINED)
+    options = parser.parse_args(arguments)
+    if unknown := set(options.families) - FAMILIES.keys():
+        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    for name in options.families or FAMILIES:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, "model")
+            found: dict[str, Any] = {"benchmark": "family", "family": name, "parameters": write_model(name, folder)}
+            found |= logit_errors(folder)
+            found |= import_costs(folder, Path(scratch), options.rounds)
+            found |= speeds(folder, options)
+        append_records(options.output, [found])
+        print(row(found), flush=True)
+    return 0
+
+
+def row(found: dict[str, Any]) -> str:
+    """Return a record as a row of the table in docs/models.md."""
+    costs = (
+        f"{found[f'import_seconds_{way}']:.1f} s, {found[f'import_bytes_{way}'] / 1e6:.0f} MB"
+        for way in ("ours", "transformers")
+    )
+    errors = (f"{found[f'error_{times}L']:.1e}" for times in (1, 4))
+    ratios = (f"{found[f'ratio_{times}L']:.2f}x" for times in (1, 4, 16))
+    return f"| {' | '.join([found['family'], *errors, *costs, *ratios])} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
