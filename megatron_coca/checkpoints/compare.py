@@ -35,7 +35,9 @@ FIXED_BY_WEIGHTS = frozenset(
 """Keys that finetuning must share with the run that trained the weights; the position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
-POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor)\..+")
+POSITION_WEIGHTS = re.compile(
+    r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates)\..+"
+)
 """Names of weights that belong to a position method."""
 
 

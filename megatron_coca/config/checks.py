@@ -113,6 +113,7 @@ def _gau(settings: Settings) -> str | None:
         ("sink_logits", position.sink_logits, one_head),
         (f"pos_emb {position.pos_emb}", position.embedding.biased, "its bias is by head, and they have one"),
         (f"logit_scaling {position.scaling.name}", position.scaling.learned, one_head),
+        ("forgetting_gate", position.gate, one_head),
         ("use_qk_layernorm", model.use_qk_layernorm, "a scale and an offset of each feature take its place"),
         ("qk_norm", model.qk_norm, "a scale and an offset of each feature take its place"),
         ("attention_dropout", model.attention_dropout, one_head),
@@ -184,6 +185,15 @@ def _window(settings: Settings) -> str | None:
     return None
 
 
+def _forgetting_gate(settings: Settings) -> str | None:
+    if not any(position.gate and position.sink_logits for position in _types(settings).values()):
+        return None
+    return (
+        "not available with sink_logits: kernels know scores with gates up to a number for each row, which softmax"
+        " cancels and the score of a sink does not have; set one of the two to null"
+    )
+
+
 def _operand_kernel(settings: Settings) -> str | None:
     rotary = [position for position in _types(settings).values() if position.embedding.rotary]
     if settings.position.operand_kernel != "triton":
@@ -248,7 +258,7 @@ def _trainable_once(settings: Settings) -> str | None:
 def _trainable_weights(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
     learned = any(
-        kind.embedding.weights is not None or kind.extension.learned or kind.scaling.learned or kind.sink_logits
+        kind.embedding.weights or kind.extension.learned or kind.scaling.learned or kind.sink_logits or kind.gate
         for kind in _types(settings).values()
     )
     if "output_head" in parts and not settings.model.no_weight_tying:
@@ -645,19 +655,23 @@ CHECKS: tuple[Check, ...] = (
     Check(
         (
             *("gau_key_width", "gau_width", "hidden_size", *_LAYERS, "pos_emb", "sink_logits", "logit_scaling"),
-            *("use_qk_layernorm", "qk_norm", "attention_dropout", "trainable"),
+            *("forgetting_gate", "use_qk_layernorm", "qk_norm", "attention_dropout", "trainable"),
             *("model_parallel_size", "sequence_parallel_size", "pipe_parallel_size"),
         ),
         _gau,
     ),
     Check(("sliding_window_width", "attention_chunk_size", "relative_positions", *_LAYERS), _window),
+    Check(("forgetting_gate", "sink_logits", *_LAYERS), _forgetting_gate),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),
         _wsd_decay,
     ),
     *(Check((key, "optimizer.params.lr"), partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check(("trainable",), _trainable_once),
-    Check(("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", *_LAYERS), _trainable_weights),
+    Check(
+        ("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", "forgetting_gate", *_LAYERS),
+        _trainable_weights,
+    ),
     Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),

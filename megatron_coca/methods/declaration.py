@@ -249,7 +249,21 @@ class LogitScaling(Choice):
     learned: bool = False
 
 
-TABLES: dict[str, dict[str, Any]] = {"pos_emb": {}, "rope_scaling": {}, "relative_positions": {}, "logit_scaling": {}}
+@dataclass(frozen=True, kw_only=True)
+class ForgettingGate(Choice):
+    """A value of `forgetting_gate`: a learned bias on every pair by the tokens after its key, up to its query.
+
+    Attributes:
+        rule: what one of these tokens x adds to the bias of a head with weights w and b, for tables.
+    """
+
+    key: ClassVar[str] = "forgetting_gate"
+    rule: str = ""
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    kind.key: {} for kind in (PositionEmbedding, FrequencyExtension, DistanceMap, LogitScaling, ForgettingGate)
+}
 """Every declared choice by key and name."""
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends.cpu_bias import biased_attention, diagonals, reversed_mask
+from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.reference import attend_in_blocks, missing_einsum
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, attend_by_document
 
@@ -191,6 +192,8 @@ class SdpaBackend:
         """
         if inputs.softcap is not None:
             return attend_by_document(attend_in_blocks, inputs)
+        if inputs.gates is not None:
+            return attend_gated(self.attend, inputs)
         if not _served(tuple(segment.band for segment in inputs.segments), inputs.bias is not None):
             raise ValueError(
                 f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.backends.reference import with_sinks
+from megatron_coca.attention.backends.reference import gate_bias, with_sinks
 from megatron_coca.attention.inputs import AttentionInputs, Band
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
@@ -100,4 +100,6 @@ def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
         grouped = segment.query[:, :, queries].to(wide).unflatten(1, (segment.key.shape[1], -1))
         product = torch.einsum("bghmd,bgnd->bghmn", grouped, segment.key.to(wide)).flatten(1, 2) * inputs.scale
         scores = torch.where(visible, soft_capped(product, inputs.softcap), scores)
-    return scores if inputs.bias is None else scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+    if inputs.bias is not None:
+        scores = scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+    return scores if inputs.gates is None else scores + gate_bias(inputs.gates, queries).to(wide)

@@ -162,9 +162,20 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
             chosen(position.relative_positions),
             str(position.sliding_window_width or position.attention_chunk_size or "-"),
             chosen(position.logit_scaling),
+            chosen(position.forgetting_gate),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
-    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
+    header = (
+        "method",
+        "layers",
+        "pos_emb",
+        "base",
+        "extension",
+        "distance map",
+        "window or chunk",
+        "logit scaling",
+        "gate",
+    )
     return Table("methods", "What was compared", header, tuple(rows))
 
 
