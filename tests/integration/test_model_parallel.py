@@ -76,6 +76,7 @@ METHODS: Runs = {
     },
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
     "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
+    "forgetting gates": LLAMA | {"pos_emb": "coca", "forgetting_gate": "fox"},
     "norms of heads": LLAMA | {"pos_emb": "coca", "qk_norm": "head"},
     "chunks": {"pos_emb": "coca", "attention_chunk_size": 7},
     "a shared bias, tied weights": {"pos_emb": "rpe", "no_weight_tying": False},

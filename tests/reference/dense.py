@@ -42,6 +42,8 @@ class Setting:
         training_length: L of the logit scaling.
         bias: the learned parameters of the bias by name: p and a [heads], or table [buckets, heads].
         documents: the document of every token, [batch, length], one run of equal numbers for each; None: one a row.
+        gate: "fox" or "cable", or None.
+        opened: [batch, heads, length], w x + b of the gate of every token.
     """
 
     multiplier: float = 1.0
@@ -50,6 +52,8 @@ class Setting:
     training_length: int = 1
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
+    gate: str | None = None
+    opened: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,19 @@ def attention(
     if name in BIASES:
         distance = pairs.distance.clamp(min=0).to(dtype)
         scores = scores + BIASES[name](distance, q.shape[1], head_dim, setting.bias).to(dtype)
+    if setting.gate is not None and setting.opened is not None:
+        scores = scores + forgotten(setting.gate, setting.opened.to(dtype), q.shape[2])
     weights = torch.softmax(scores.masked_fill(~pairs.visible, -math.inf), dim=-1)
     return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
+
+
+def forgotten(gate: str, opened: Tensor, queries: int) -> Tensor:
+    """F_m - F_n, F the running sum of ln sigmoid(x) (Lin et al. 2025, equations 5 to 8) or of -softplus(x) (Veisi et
+    al. 2025), of x [batch, heads, length], for the last `queries` tokens and all keys, in the dtype of x.
+    """
+    logarithms = torch.sigmoid(opened).log() if gate == "fox" else -torch.log(1 + opened.exp())
+    running = torch.cumsum(logarithms, dim=-1)
+    return running[..., -queries:, None] - running[..., None, :]
 
 
 def _row_factors(positions: Tensor, setting: Setting) -> Tensor:

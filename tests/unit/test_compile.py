@@ -27,10 +27,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "num_kv_heads": 1},
         {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
         {"pos_emb": "coca", "hidden_dropout": 0.1},
+        {"pos_emb": "coca", "num_kv_heads": 1, "forgetting_gate": "fox"},
     ],
     "merge": [
         {"pos_emb": "coca", "sink_logits": True} | MAPS["rerope"],
         *({"pos_emb": "rotary"} | keys for keys in MAPS.values()),
+        {"pos_emb": "none", "forgetting_gate": "cable", "sliding_window_width": 5},
     ],
     "triton": [
         {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],

@@ -51,7 +51,7 @@ class FlexBackend:
         """
         if inputs.dropout > 0 or inputs.gates is not None:
             raise ValueError(
-                "attention_backend flex supports neither dropout nor forgetting_gate; build the model with training=True"
+                "attention_backend flex has neither dropout nor forgetting_gate; build the model with training=True"
             )
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:

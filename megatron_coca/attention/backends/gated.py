@@ -2,7 +2,7 @@
 
 The bias of query m and key n is F_m - F_n with F the running sum of log gates. Softmax cancels what is the same for all
 keys of a row, so that c - F_n serves as well for any c of the row. F grows with the length, so a block of queries has
-its own c, the F of its last token: numbers near the diagonal, where a key counts, stay as small as a block's own sum.
+its own c, the F of its middle: numbers near the diagonal, where a key counts, stay as small as half a block's sum.
 
 Q' gets features that are constant, and K' features whose products with them are c - F_n: a kernel's own gradients then
 are those of the gates, and its memory stays linear. Half precision gets the number as a sum of three.
@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_coca.attention.inputs import GATE_PARTS, AttentionInputs, gate_features, query_block
 
 QUERY_ROWS = 256
-"""Queries of a call: the kernels' float32 sums have errors of 6e-8 times the sum of a block's log gates."""
+"""Queries of a call: the kernels' float32 sums have errors of 6e-8 times half the sum of a block's log gates."""
 LOWEST = -(2.0**14)
-"""Bound of the bias, which float16 holds; keys there have no weight."""
+"""Bound of the bias, which float16 holds; keys below it have no weight."""
 
 
 def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
@@ -53,7 +53,8 @@ def _with_features(block: AttentionInputs, total: Tensor) -> AttentionInputs:
     groups = block.query.shape[1] // kv_heads
     width = gate_features(groups)
     constant = 8 * 2.0 ** round(-math.log2(block.scale))  # a power of two, exact in every precision
-    bias = (total[:, :, -1:] - total).clamp(min=LOWEST) / (constant * block.scale)
+    middle = total.shape[-1] - (block.query.shape[2] + 1) // 2
+    bias = (total[:, :, middle, None] - total).clamp(min=LOWEST) / (constant * block.scale)
     of_key = torch.stack(_parts(bias, dtype), dim=-1).unflatten(1, (kv_heads, groups))
     of_key = F.pad(of_key.transpose(2, 3).flatten(3), (0, width - GATE_PARTS * groups))
     chosen = torch.eye(groups, width // GATE_PARTS, dtype=dtype, device=bias.device).repeat_interleave(

@@ -169,7 +169,9 @@ class DistanceSweep:
         self.partial_sums = self._partial_sums(encoding, length) if bounded else None
 
     def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None) -> SweptScores:
-        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias."""
+        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias; without forgetting gates, which
+        belong to the tokens between the two.
+        """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
         inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias)

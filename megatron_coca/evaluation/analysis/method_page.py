@@ -223,8 +223,8 @@ def _scores(shown: Sequence[ShownMethod]) -> Drawing:
     ]
     caption = (
         f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} normal"
-        " vectors and all heads, without bias. No line where the method hides the key. For CoCA the key's vector is"
-        " that of the T projection."
+        " vectors and all heads, without bias and gates. No line where the method hides the key. For CoCA the key's"
+        " vector is that of the T projection."
     )
     return _drawing("Score against distance", "scores", caption, drawn)
 
