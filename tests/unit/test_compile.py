@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from megatron_coca.attention.backends import gated
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
@@ -87,6 +88,14 @@ def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
     assert plain.keys() == compiled.keys()
     for name, value in plain.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("backend", ["sdpa", "merge"])
+def test_gates_in_several_blocks_of_queries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the backward pass computes each again."""
+    monkeypatch.setattr(gated, "QUERY_ROWS", 10)
+    test_one_graph_without_a_break(backend, {"pos_emb": "coca", "forgetting_gate": "fox"})
 
 
 def test_every_backend_is_traced_or_refused() -> None:
