@@ -77,6 +77,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
         "use_qk_layernorm": True,
     },
+    "forgetting gates, activation checkpointing": {
+        "pos_emb": "none",
+        "forgetting_gate": "fox",
+        "checkpoint_activations": True,
+    },
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -21,6 +21,7 @@ from attention_cases import (
 from torch import Tensor
 
 from megatron_coca.attention.backends import gated
+from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.positions.gates import GATES
 from tests.reference.dense import attention
@@ -103,6 +104,15 @@ def test_float64(name: str, backend: str) -> None:
 @pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in FAST if name != "kerple_log"])
 def test_half_precision(name: str, backend: str, dtype: torch.dtype) -> None:
     check(name, backend, Layout(gated.QUERY_ROWS + 77, batch=1, kv_heads=2), dtype)
+
+
+@pytest.mark.parametrize("name", ["coca", "alibi", "rerope-coca"])
+def test_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels, on a CPU in Triton's interpreter, with heads of 24 features in two blocks of queries."""
+    pytest.importorskip("triton")
+    monkeypatch.setitem(BACKENDS, "triton", TritonBackend())
+    monkeypatch.setattr(gated, "QUERY_ROWS", 40)
+    check(name, "triton", Layout(70, batch=1, kv_heads=2))
 
 
 @pytest.mark.parametrize("length", [1, 2])

@@ -198,6 +198,18 @@ def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str)
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputed_blocks_have_the_gradients_of_their_gates(policy: str) -> None:
+    """Blocks of queries, which are computed again themselves, inside blocks of the model that are."""
+    config = configured(forgetting_gate="fox", pos_emb="coca")
+    again = config.override({"checkpoint_activations": True, "checkpoint_policy": policy})
+    models, ids = [random_model(each).train() for each in (config, again)], tokens()
+    for model in models:
+        model.loss(model.hidden_states(ids[:, :-1]), ids[:, 1:]).backward()
+    for (key, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14, msg=key)
+
+
 REFUSED = {
     "zero_centered_norms": {"zero_centered_norms": True, "norm": "layernorm"},
     "sliding_window_width: attention_chunk_size contradicts relative_positions": {
