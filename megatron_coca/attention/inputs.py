@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.positions.bias import PAIRWISE as PAIRWISE
 from megatron_coca.attention.positions.bias import DistanceBias as DistanceBias
+from megatron_coca.attention.positions.bias import bias_of_pairs as bias_of_pairs
 from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
 from megatron_coca.attention.positions.distance_maps import Band as Band
 from megatron_coca.program import InputError

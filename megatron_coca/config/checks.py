@@ -182,6 +182,11 @@ def _window(settings: Settings) -> str | None:
         if len(given) > 1:
             first = "" if given[0] == names[0] else f"{given[0]} "
             return f"{first}contradicts {given[1]}: both say which keys a query sees; set one of them to null"
+        if position.embedding.by_query and given:
+            return (
+                f"{given[0]} is not available with pos_emb {position.pos_emb}, whose bias follows the query's position"
+                " in its document: tokens that it does not see are not kept to count it; set it to null"
+            )
     return None
 
 
@@ -660,7 +665,7 @@ CHECKS: tuple[Check, ...] = (
         ),
         _gau,
     ),
-    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", *_LAYERS), _window),
+    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", "pos_emb", *_LAYERS), _window),
     Check(("forgetting_gate", "sink_logits", *_LAYERS), _forgetting_gate),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),

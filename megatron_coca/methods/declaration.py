@@ -142,6 +142,7 @@ class PositionEmbedding(Choice):
         rotary: rotates, so it has frequencies to extend and distances to map.
         shift_invariant: scores depend only on differences of positions.
         by_distance: scores depend on positions through attention alone. Otherwise vectors are added to the embedding.
+        by_query: the bias depends on the query's position in its document too.
         weights: the learned ones belong to each layer, are one set for all layers, or a table of positions.
     """
 
@@ -154,6 +155,7 @@ class PositionEmbedding(Choice):
     shift_invariant: bool = True
     by_distance: bool = True
     biased: bool = False
+    by_query: bool = False
     weights: Literal["layer", "shared", "table"] | None = None
 
 

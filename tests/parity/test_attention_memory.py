@@ -47,7 +47,7 @@ def used(name: str, backend: str, length: int, gated: bool = False) -> tuple[int
 def test_memory_is_linear(name: str, backend: str) -> None:
     """Twice the length, about twice the bytes; from N x N scores it would be four times."""
     (kept, largest), (kept_twice, largest_twice) = (used(name, backend, length) for length in (2048, 4096))
-    assert kept_twice < 2.05 * kept
+    assert kept_twice <= 2.05 * kept
     assert largest_twice < 2.05 * largest
 
 

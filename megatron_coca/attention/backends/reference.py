@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, query_block
+from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Band, Needs, bias_of_pairs, query_block
 
 
 class ReferenceBackend:
@@ -29,8 +29,8 @@ class ReferenceBackend:
         return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
 
 
-QUERY_ROWS = 256
-"""Queries whose scores `attend_in_blocks` has in memory at once."""
+QUERY_ROWS, PAIRWISE_ROWS = 256, 64
+"""Queries whose scores `attend_in_blocks` has in memory at once; fewer where a pair has a network's hidden units."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
@@ -38,8 +38,9 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     backward pass computes the scores again.
     """
     block_of, outputs = ReferenceBackend().attend, []
-    for start in range(0, inputs.query.shape[2], QUERY_ROWS):
-        block, _ = query_block(inputs, start, QUERY_ROWS)
+    size = PAIRWISE_ROWS if inputs.bias is not None and inputs.bias.formula in PAIRWISE else QUERY_ROWS
+    for start in range(0, inputs.query.shape[2], size):
+        block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
     return torch.cat(outputs, dim=2)
@@ -81,7 +82,9 @@ def _scores(inputs: AttentionInputs) -> Tensor:
         scores = torch.where(_visible(segment.band, distance, first), product, scores)
     wide = torch.promote_types(scores.dtype, torch.float32)
     if inputs.bias is not None:
-        scores = scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+        query = (distance[:, :1] - first[:, 0]).to(wide)  # [batch or 1, rows, 1]: the first key's distance is its token
+        bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(wide), query)
+        scores = scores + (bias.transpose(0, 1) if bias.dim() == 4 else bias)
     if inputs.gates is not None:
         scores = scores + gate_bias(inputs.gates, inputs.past).to(wide)
     return scores

@@ -1,6 +1,6 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA.
 
-Its kernels have no soft-capping: that is computed in blocks of dense scores.
+Its kernels have no soft-capping, and no bias of more than the distance: both are computed in blocks of dense scores.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,15 @@ from torch import Tensor
 from megatron_coca.attention.backends.cpu_bias import biased_attention, diagonals, reversed_mask
 from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.reference import attend_in_blocks, missing_einsum
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, attend_by_document
+from megatron_coca.attention.inputs import (
+    CAUSAL,
+    PAIRWISE,
+    AttentionInputs,
+    Band,
+    DistanceBias,
+    Needs,
+    attend_by_document,
+)
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -174,7 +182,7 @@ class SdpaBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
-        if needs.softcap is not None:
+        if needs.softcap is not None or needs.bias in PAIRWISE:
             return missing_einsum()
         if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
             return BANDS_REASON
@@ -190,7 +198,7 @@ class SdpaBackend:
                 was built for evaluation.
             RuntimeError: there is a bias, off the CPU.
         """
-        if inputs.softcap is not None:
+        if inputs.softcap is not None or (inputs.bias is not None and inputs.bias.formula in PAIRWISE):
             return attend_by_document(attend_in_blocks, inputs)
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
-from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.attention.inputs import AttentionInputs, bias_of_pairs
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep, records
@@ -86,7 +86,8 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
         scores = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
         if inputs.bias is not None:
-            scores = scores + inputs.bias.at(keys.new_full((1,), distance).to(wide))
+            counted = (queries - first)[kept].to(wide)
+            scores = scores + bias_of_pairs(inputs.bias, keys.new_full((1,), distance).to(wide), counted)
         if inputs.gates is not None:
             total = inputs.gates[0].double().cumsum(-1)
             scores = scores + (total[:, queries[kept]] - total[:, keys[kept]]).to(wide)

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from megatron_coca.attention.build import build_method
-from megatron_coca.attention.inputs import DistanceBias
+from megatron_coca.attention.inputs import DistanceBias, bias_of_pairs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import Config, PositionConfig
 from megatron_coca.config.model import GAU
@@ -189,6 +189,12 @@ def _bias(shown: ShownMethod) -> DistanceBias | None:
     return layer.distance_bias() if layer is not None else bias.fixed
 
 
+def _bias_at(bias: DistanceBias, distances: list[int]) -> Tensor:
+    """[heads, distances] float64, for the query at the end of the input."""
+    ascending = torch.tensor(distances, dtype=torch.float64)
+    return bias_of_pairs(bias, ascending, ascending[-1])
+
+
 def _mark(shown: Sequence[ShownMethod]) -> dict[float, str]:
     return {each.training_length: "training length" for each in shown}
 
@@ -213,7 +219,7 @@ def _scores(shown: Sequence[ShownMethod]) -> Drawing:
         drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(each)
         swept = sweep.scores(token, token, bias)
-        scores = swept.scores - (bias.at(torch.tensor(distances, dtype=torch.float64)) if bias is not None else 0.0)
+        scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
         scores = scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan))
         return Line(each.variant, tuple(map(float, distances)), tuple(scores.tolist()))
 
@@ -289,13 +295,13 @@ def _biases(shown: Sequence[ShownMethod]) -> Drawing:
     def panel(each: ShownMethod) -> Panel:
         distances, bias = _distances(each.length), _bias(each)
         assert bias is not None
-        values = bias.at(torch.tensor(distances, dtype=torch.float64)).detach()
+        values = _bias_at(bias, distances).detach()
         heads = sorted({round(head) for head in np.linspace(0, len(values) - 1, min(MOST_HEADS, len(values)))})
         x = tuple(map(float, distances))
         lines = tuple(Line(f"head {head + 1}", x, tuple(values[head].tolist())) for head in heads)
         return Panel(lines, "distance (tokens)", "bias", each.model, marks=_mark([each]), linear_x=True)
 
-    caption = f"What is added to the scores, of at most {MOST_HEADS} heads."
+    caption = f"What is added to the scores of a query at the end of the input, of at most {MOST_HEADS} heads."
     return _drawing("Bias by head", "biases", caption, [panel(each) for each in shown])
 
 
