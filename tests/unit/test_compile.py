@@ -19,7 +19,7 @@ KEYS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_lengt
 MAPS: dict[str, dict[str, Any]] = {
     kind: {"relative_positions": {"type": kind, "window": 8}} for kind in ("rerope", "lm_infinite", "streaming")
 }
-LEARNED = ("kerple_log", "kerple_power", "rpe")
+LEARNED = ("kerple_log", "kerple_power", "rpe", "fire")
 PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
 CASES: dict[str, list[dict[str, Any]]] = {
     "sdpa": [
