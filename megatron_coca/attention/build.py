@@ -188,6 +188,8 @@ def varies(name: str, needs: Needs) -> str | None:
     """None, or why gradients differ in bits between runs although `needs` asks for the same."""
     if not needs.deterministic or needs.device_type != "cuda":
         return None
+    if needs.gates:
+        return "deterministic: PyTorch adds the running sum of forgetting gates in any order on CUDA"
     if name == "flex" and needs.bias:
         return "deterministic: its kernels add the gradients of a bias in any order"
     return None

@@ -179,13 +179,13 @@ def _window(settings: Settings) -> str | None:
     for position in _types(settings).values():
         names = ("sliding_window_width", "attention_chunk_size", "relative_positions")
         given = [name for name in names if getattr(position, name) is not None]
+        first = f"{given[0]} " if given and given[0] != names[0] else ""
         if len(given) > 1:
-            first = "" if given[0] == names[0] else f"{given[0]} "
             return f"{first}contradicts {given[1]}: both say which keys a query sees; set one of them to null"
         if position.embedding.by_query and given:
             return (
-                f"{given[0]} is not available with pos_emb {position.pos_emb}, whose bias follows the query's position"
-                " in its document: tokens that it does not see are not kept to count it; set it to null"
+                f"{first}not available with pos_emb {position.pos_emb}, whose bias counts the tokens of the document, and"
+                " those that a query does not see are not kept; set it to null"
             )
     return None
 
@@ -417,6 +417,11 @@ def _drawn_positions(settings: Settings) -> str | None:
     return f"{drawn.name} draws a factor and positions on the host in every forward pass" if drawn else None
 
 
+def _dense_blocks(settings: Settings) -> str | None:
+    pairwise = any(kind.embedding.by_query for kind in _types(settings).values())
+    return "its blocks of dense scores copy constants from the host" if pairwise else None
+
+
 def _outside_of_graph(settings: Settings) -> str | None:
     """What DeepSpeed does in its own passes, which a replay does not run."""
     given = settings.parallel.deepspeed_extra_args or {}
@@ -442,6 +447,7 @@ GRAPH_REFUSALS: Refusals = {
     "reset_position_ids": lambda settings: _BOUNDARIES if settings.data.reset_position_ids else None,
     "checkpoint_activations": _recomputed_dropout,
     "rope_scaling": _drawn_positions,
+    "pos_emb": _dense_blocks,
     "training_positions": lambda settings: (
         "the host reads the positions of every batch" if settings.general.training_positions is not None else None
     ),

@@ -88,6 +88,8 @@ METHODS: Runs = {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
     },
+    "ZeRO 3, FIRE": LLAMA | {"zero_stage": 3, "pos_emb": "fire"},
+    "ZeRO 3, forgetting gates": {"zero_stage": 3, "pos_emb": "none", "forgetting_gate": "cable"},
     "ZeRO 3, coca": {"zero_stage": 3, "pos_emb": "coca"},
 }
 TENSOR_ONLY: Runs = {"hidden dropout": {"hidden_dropout": 0.1}}

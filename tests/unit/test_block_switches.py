@@ -1,6 +1,7 @@
 """Switches of the block: norms, biases, head width, scales and soft-capping, one by one against a plain computation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,6 +286,23 @@ def test_a_backend_without_gates_says_so() -> None:
     with pytest.raises(ValueError, match="attention_backend flex .* forgetting gates need a call for every block"):
         config = configured(forgetting_gate="fox")
         find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
+
+
+@pytest.mark.parametrize("key", ["sliding_window_width", "attention_chunk_size"])
+def test_fire_counts_tokens_that_windows_drop(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"sliding_window_width: .*not available with pos_emb fire, whose bias counts"
+    ):
+        configured(pos_emb="fire", **{key: 4})
+
+
+def test_gates_are_not_deterministic_on_cuda() -> None:
+    config = configured(forgetting_gate="fox")
+    needs = replace(build_method(config.position, config.model).needs("cuda", 0.0), deterministic=True)
+    with pytest.raises(
+        ValueError, match="deterministic: PyTorch adds the running sum of forgetting gates in any order"
+    ):
+        find_backend("auto", needs)
 
 
 def test_backends_without_capping_say_so() -> None:

@@ -19,7 +19,7 @@ KEYS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_lengt
 MAPS: dict[str, dict[str, Any]] = {
     kind: {"relative_positions": {"type": kind, "window": 8}} for kind in ("rerope", "lm_infinite", "streaming")
 }
-LEARNED = ("kerple_log", "kerple_power", "rpe", "fire")
+LEARNED = ("kerple_log", "kerple_power", "rpe")
 PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
 CASES: dict[str, list[dict[str, Any]]] = {
     "sdpa": [
@@ -121,6 +121,17 @@ def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(torch_compile=True, **keys)
     assert building.refuses_compilation(configured(**keys), "sdpa", "cuda") is not None
+
+
+def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
+    """Both compile on no device or on one alone: FIRE's contractions, and the mask of later blocks on CUDA."""
+    reason = building.refuses_compilation(configured(pos_emb="fire"), "sdpa", "cpu")
+    assert reason is not None and reason.startswith("pos_emb fire: its scores are contracted by opt_einsum")
+    gates = configured(forgetting_gate="fox", seq_length=600)
+    reason = building.refuses_compilation(gates, "sdpa", "cuda")
+    assert reason is not None and reason.startswith("forgetting_gate: PyTorch's mask of the later blocks")
+    assert "forgetting_gate" not in (building.refuses_compilation(gates, "triton", "cuda") or "")
+    assert "forgetting_gate" not in (building.refuses_compilation(gates, "sdpa", "cpu") or "")
 
 
 def test_packed_documents_are_compiled_where_their_lengths_are_not_read() -> None:
