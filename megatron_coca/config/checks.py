@@ -184,7 +184,7 @@ def _window(settings: Settings) -> str | None:
             return f"{first}contradicts {given[1]}: both say which keys a query sees; set one of them to null"
         if position.embedding.by_query and given:
             return (
-                f"{first}not available with pos_emb {position.pos_emb}, whose bias counts the tokens of the document, and"
+                f"{first}not available with pos_emb {position.pos_emb}, whose bias counts the tokens of the document:"
                 " those that a query does not see are not kept; set it to null"
             )
     return None
