@@ -36,8 +36,10 @@ _NAMES = {
     "data": ("load_tokenizer",),
     "evaluation": ("build_report", "sliding_window_perplexity"),
     "evaluation.analysis.attention_maps": ("attention_maps",),
-    "methods": ("DistanceMap", "ForgettingGate", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding")
-    + ("register",),
+    "methods": (
+        *("DistanceMap", "ForgettingGate", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding"),
+        "register",
+    ),
     "model": ("Attention", "Sampling", "build_model", "generate"),
     "program": ("InputError",),
     "text_generation": ("load_generator",),

@@ -371,7 +371,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     refuse_other_architecture(source.folder, saved, config)
     refuse_other_tokenizer(source, config, tokenizer)
 
-    # Position weights are taken only from the same method, those of CLEX from the same frequencies, gates from the same.
+    # Position weights are taken only from the same method, CLEX's from the same frequencies, gates from the same gate.
     kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in (saved, config)]
     gates = [[(name, p.forgetting_gate) for name, p in each.layer_types.items()] for each in (saved, config)]
     same_layers = saved.model.layer_names == config.model.layer_names
