@@ -264,7 +264,11 @@ class ForgettingGate(Choice):
 
 
 TABLES: dict[str, dict[str, Any]] = {
-    kind.key: {} for kind in (PositionEmbedding, FrequencyExtension, DistanceMap, LogitScaling, ForgettingGate)
+    "pos_emb": {},
+    "rope_scaling": {},
+    "relative_positions": {},
+    "logit_scaling": {},
+    "forgetting_gate": {},
 }
 """Every declared choice by key and name."""
 
