@@ -83,7 +83,7 @@ OPTION_TYPES = {
     "positives": "list",
 }
 """Names of the types of declared options."""
-CHOSEN = ("pos_emb", "logit_scaling")
+CHOSEN = ("pos_emb", "logit_scaling", "forgetting_gate")
 """Keys whose value is the name of a declared choice."""
 
 
@@ -201,6 +201,8 @@ FURTHER: dict[str, Needs] = {
     "`attention_dropout` above 0, with `rerope` and its like": Needs("cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1),
     "`sliding_window_width` with `alibi`": Needs("cuda", bias="linear", bands=(_NEAR,)),
     "`reset_attention_mask`, with `rotary` and its like": Needs("cuda", packed=True),
+    "`forgetting_gate`, with `rotary` and its like": Needs("cuda", head_dim=72, gates=True),
+    "`forgetting_gate`, with `alibi`": Needs("cuda", head_dim=72, bias="linear", gates=True),
     "heads of 60 features, with `rotary` and its like": Needs("cuda", head_dim=60),
 }
 """Rows of the tables beside those of the declared choices."""
@@ -340,6 +342,7 @@ def readme_table() -> str:
         ("frequency extension", "`rope_scaling`", listed("rope_scaling")),
         ("relative-position map", "`relative_positions`", listed("relative_positions")),
         ("logit scaling", "`logit_scaling`", listed("logit_scaling")),
+        ("forgetting gate", "`forgetting_gate`", listed("forgetting_gate")),
         ("layers that differ", "`layer_types`", "any of these by type of layer, `sliding_window_width`"),
     ]
     return _table(("choice", "key", "values"), rows)
@@ -368,6 +371,9 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ),
     ("docs/attention.md", "scalings"): lambda: choices_table(
         "logit_scaling", ("`logit_scaling`", "factor on the logits of position `m`", "options", "source")
+    ),
+    ("docs/attention.md", "gates"): lambda: choices_table(
+        "forgetting_gate", ("`forgetting_gate`", "log gate of a token x", "options", "source")
     ),
 }
 """Tables in pages, between `<!-- NAME -->` and `<!-- end -->`."""

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from megatron_coca.data import load_tokenizer
     from megatron_coca.evaluation import build_report, sliding_window_perplexity
     from megatron_coca.evaluation.analysis.attention_maps import attention_maps
-    from megatron_coca.methods import DistanceMap, FrequencyExtension, LogitScaling, Option, PositionEmbedding, register
+    from megatron_coca.methods import (
+        DistanceMap,
+        ForgettingGate,
+        FrequencyExtension,
+        LogitScaling,
+        Option,
+        PositionEmbedding,
+        register,
+    )
     from megatron_coca.model import Attention, Sampling, build_model
     from megatron_coca.model.generate import generate
     from megatron_coca.program import InputError
@@ -28,7 +36,10 @@ _NAMES = {
     "data": ("load_tokenizer",),
     "evaluation": ("build_report", "sliding_window_perplexity"),
     "evaluation.analysis.attention_maps": ("attention_maps",),
-    "methods": ("DistanceMap", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding", "register"),
+    "methods": (
+        *("DistanceMap", "ForgettingGate", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding"),
+        "register",
+    ),
     "model": ("Attention", "Sampling", "build_model", "generate"),
     "program": ("InputError",),
     "text_generation": ("load_generator",),

@@ -18,9 +18,10 @@ from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import Rotary, Scaling
+from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 
-LEARNED_MODULES = (LearnedBias, HeadWeights, Clex)
+LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, Clex)
 """Learned modules of position methods; each initialises its own parameters."""
 
 
@@ -62,6 +63,8 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         sinks=bool(position.sink_logits),
         chunk=position.attention_chunk_size,
         initial_factor=initial,
+        gates=_gates(position, model),
+        queries_per_key=model.num_attention_heads // model.num_kv_heads,
     )
 
 
@@ -74,6 +77,14 @@ def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
 
 def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:
     return int(model.head_dim * position.rotary_pct)
+
+
+def _gates(position: PositionConfig, model: ModelConfig) -> Callable[[], HeadGates] | None:
+    gate = position.gate
+    if gate is None:
+        return None
+    std, log_gate = model.init_method_std, gate.compute or GATES[gate.name]
+    return partial(HeadGates, model.hidden_size, model.num_attention_heads, std, log_gate)
 
 
 def _clex(position: PositionConfig, model: ModelConfig) -> Callable[[], Clex]:
@@ -177,6 +188,8 @@ def varies(name: str, needs: Needs) -> str | None:
     """None, or why gradients differ in bits between runs although `needs` asks for the same."""
     if not needs.deterministic or needs.device_type != "cuda":
         return None
+    if needs.gates:
+        return "deterministic: PyTorch adds the running sum of forgetting gates in any order on CUDA"
     if name == "flex" and needs.bias:
         return "deterministic: its kernels add the gradients of a bias in any order"
     return None

@@ -49,7 +49,7 @@ class GatedAttentionUnit(SelfAttention):
         if self.query_offset is not None and self.key_offset is not None:
             query, key = query + self.query_offset, key + self.key_offset
         pieces = value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache)
+        inputs = self._inputs(query[:, None], key[:, None], pieces, context, cache, hidden)
         copies = -1, pieces.shape[1], -1, -1
         segments = tuple(
             replace(each, query=each.query.expand(copies), key=each.key.expand(copies)) for each in inputs.segments

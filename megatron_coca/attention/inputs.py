@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.positions.bias import PAIRWISE as PAIRWISE
 from megatron_coca.attention.positions.bias import DistanceBias as DistanceBias
+from megatron_coca.attention.positions.bias import bias_of_pairs as bias_of_pairs
 from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
 from megatron_coca.attention.positions.distance_maps import Band as Band
 from megatron_coca.program import InputError
@@ -65,6 +67,8 @@ class AttentionInputs:
         documents: document boundaries, or None for one document per row.
         softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
         sinks: [heads] float32, the score of one more key of every head whose value is 0, or None.
+        gates: [batch, heads, key_length] float32 or better, the logarithms of the tokens' forgetting gates, or None.
+            Those of the tokens after the key, up to the query, are added to the score of a pair, as the bias is.
 
     All operands share one dtype and device; the output has the shape and dtype of a segment's query.
     """
@@ -77,6 +81,7 @@ class AttentionInputs:
     documents: PackedDocuments | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    gates: Tensor | None = None
 
     @property
     def query(self) -> Tensor:
@@ -104,7 +109,7 @@ class Needs:
 
     Attributes:
         device_type: "cpu" or "cuda", where the model will run.
-        head_dim: features of a head.
+        head_dim: features of a head, with those that carry forgetting gates.
         bias: the formula of the distance bias, or None.
         bands: the bands of the segments.
         dropout: the attention dropout in training.
@@ -113,6 +118,7 @@ class Needs:
         deterministic: gradients must have the same bits in every run.
         softcap: the bound of the scores, or None.
         sinks: heads have sink logits.
+        gates: tokens have forgetting gates.
     """
 
     device_type: str
@@ -125,6 +131,7 @@ class Needs:
     deterministic: bool = False
     softcap: float | None = None
     sinks: bool = False
+    gates: bool = False
 
 
 class Backend(Protocol):
@@ -137,6 +144,17 @@ class Backend(Protocol):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Causal attention [batch, heads, query_length, head_dim] in the query's dtype."""
         ...
+
+
+GATE_PARTS = 3
+"""Numbers of 8 bits (bfloat16) or 11 (float16) whose sum is a bias of 24 bits or more."""
+
+
+def gate_features(queries_per_key: int) -> int:
+    """Features of a head that carry forgetting gates: `GATE_PARTS` for each query head that reads one key head, and
+    zeros up to a multiple of 8, which CUDA's kernels need.
+    """
+    return -(-GATE_PARTS * queries_per_key // 8) * 8
 
 
 class BackendError(InputError, ValueError):
@@ -181,6 +199,41 @@ def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(edges))
 
 
+def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, slice]:
+    """The inputs of `rows` queries from row `start` on, with the keys that these may see, and their indices."""
+    stop, (band, *others) = min(start + rows, inputs.query.shape[2]), (segment.band for segment in inputs.segments)
+    windowed = band.high is not None and band.first_keys is None and not others
+    first = max(inputs.past + start - band.high + 1, 0) if windowed and band.high is not None else 0
+    queries, keys = slice(start, stop), slice(first, inputs.past + stop)
+    block = inputs.replace(
+        segments=tuple(
+            replace(segment, query=segment.query[:, :, queries], key=segment.key[:, :, keys])
+            for segment in inputs.segments
+        ),
+        value=inputs.value[:, :, keys],
+        gates=None if inputs.gates is None else inputs.gates[:, :, keys],
+        documents=None if inputs.documents is None else _documents_of(inputs.documents, keys),
+    )
+    return block, keys
+
+
+def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
+    """The documents of some of the tokens, once for all layers."""
+    if ("keys", keys.start, keys.stop) not in documents.masks:
+        first, stop = keys.start, keys.stop
+        spans = tuple(
+            tuple(
+                (max(begin, first) - first, min(end, stop) - first)
+                for begin, end in row
+                if first < end and begin < stop
+            )
+            for row in documents.spans
+        )
+        starts = (documents.starts[:, keys] - first).clamp(min=0)
+        documents.masks["keys", first, stop] = PackedDocuments(starts, spans)
+    return documents.masks["keys", keys.start, keys.stop]
+
+
 def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
     """`attend` applied to every document separately: exact, differentiable, [batch, heads, query_length, head_dim].
 
@@ -204,6 +257,7 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
 
         segments = [(rows_of(segment.query), rows_of(segment.key), segment.band) for segment in inputs.segments]
         value, of_documents = rows_of(inputs.value), []
+        gates = None if inputs.gates is None else rows_of(inputs.gates)
         for start, stop in spans:
             if stop > past:
                 queries, keys = slice(max(start - past, 0), stop - past), slice(start, stop)
@@ -212,6 +266,7 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
                         inputs.replace(
                             segments=tuple(Segment(q[:, :, queries], k[:, :, keys], band) for q, k, band in segments),
                             value=value[:, :, keys],
+                            gates=None if gates is None else gates[:, :, keys],
                             documents=None,
                         )
                     )

@@ -183,8 +183,11 @@ def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: in
     total = 0
     for method in methods:
         keys = len(method.bands) if method.keys_stay(1) else 1
-        total += min(length, method.window or length) * (keys + 1) * method.head_dim
-    return total * num_kv_heads * dtype.itemsize
+        tokens = min(length, method.window or length)
+        total += tokens * (keys + 1) * method.head_dim * num_kv_heads * dtype.itemsize
+        if method.gates is not None:  # in float32
+            total += tokens * method.num_heads * 4
+    return total
 
 
 class SelfAttention(ShardedModule):
@@ -193,7 +196,7 @@ class SelfAttention(ShardedModule):
     Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
     rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
     values. For CoCA the k rows are the T projection. A method with learned numbers per layer adds `position_bias`,
-    `position_sinks` or `position_factor`.
+    `position_sinks`, `position_factor` or `position_gates`.
 
     The number of heads follows from the rows of the projection, which tensor parallelism divides among ranks.
     """
@@ -227,6 +230,7 @@ class SelfAttention(ShardedModule):
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
         self.position_bias = method.layer_bias()
         self.position_sinks, self.position_factor = method.layer_sinks(), method.layer_factor()
+        self.position_gates = method.layer_gates()
 
     def split_projection(self) -> None:
         """Replace `query_key_value` by a SplitProjection with the same weights; call it before sharding them."""
@@ -241,12 +245,18 @@ class SelfAttention(ShardedModule):
 
         With a cache the hidden states are those of the tokens that follow the cached ones.
         """
-        inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache)
+        inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
         out = self.backend.attend(inputs)
         return self.dense(self.share.scatter(out.transpose(1, 2)).flatten(2))
 
     def _inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, context: PositionContext, cache: LayerCache | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: PositionContext,
+        cache: LayerCache | None,
+        hidden: Tensor,
     ) -> AttentionInputs:
         of_layer: dict[str, Any] = {}
         if self.position_bias is not None:
@@ -255,6 +265,8 @@ class SelfAttention(ShardedModule):
             of_layer["sinks"] = self.share.of_heads(self.position_sinks())
         if self.position_factor is not None:
             of_layer["factor"] = self.share.of_heads(self.position_factor())
+        if self.position_gates is not None:
+            of_layer["gates"] = self.share.gather(self.position_gates(hidden)[..., None])[..., 0].transpose(1, 2)
         if cache is None:
             return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, **of_layer)
         return self.method.prepare_cached(q, k, v, context, cache.append, **of_layer)

@@ -25,6 +25,7 @@ from megatron_coca.attention.inputs import (
     Needs,
     PackedDocuments,
     Segment,
+    gate_features,
     in_chunks,
     made_once,
 )
@@ -33,6 +34,7 @@ from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
+from megatron_coca.attention.positions.gates import HeadGates
 from megatron_coca.kernels import missing_compiler
 
 Tables = tuple[SegmentTables, ...]
@@ -124,6 +126,8 @@ class PositionMethod:
         sinks: whether every layer learns sink logits.
         chunk: tokens of a chunk, within which a query attends, or None.
         initial_factor: the initial value of a learned factor of every head on its logits, or None.
+        gates: makes the module of a layer's forgetting gates, or None.
+        queries_per_key: query heads that read one key head.
     """
 
     name: str
@@ -143,6 +147,8 @@ class PositionMethod:
     sinks: bool = False
     chunk: int | None = None
     initial_factor: float | None = None
+    gates: Callable[[], HeadGates] | None = None
+    queries_per_key: int = 1
 
     @property
     def scale(self) -> float:
@@ -178,18 +184,24 @@ class PositionMethod:
         """A new module for one layer's factors on its heads' logits, or None."""
         return None if self.initial_factor is None else HeadWeights(self.num_heads, self.initial_factor)
 
+    def layer_gates(self) -> HeadGates | None:
+        """A new module for one layer's forgetting gates, or None."""
+        return None if self.gates is None else self.gates()
+
     def learned(self) -> list[Callable[[], nn.Module | None]]:
         """What makes the learned modules of one layer."""
-        return [self.layer_bias, self.layer_sinks, self.layer_factor]
+        return [self.layer_bias, self.layer_sinks, self.layer_factor, self.layer_gates]
 
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
         """Requirements on a backend: for training and evaluation, or for evaluation only."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
+        head_dim = self.head_dim + (0 if self.gates is None else gate_features(self.queries_per_key))
         return Needs(
-            *(device_type, self.head_dim, self.bias.formula, bands, dropout if training else 0.0),
+            *(device_type, head_dim, self.bias.formula, bands, dropout if training else 0.0),
             softcap=self.softcap,
             sinks=self.sinks,
             packed=self.chunk is not None,
+            gates=self.gates is not None,
         )
 
     def prepare(
@@ -202,10 +214,12 @@ class PositionMethod:
         bias: DistanceBias | None = None,
         factor: Tensor | None = None,
         sinks: Tensor | None = None,
+        gates: Tensor | None = None,
     ) -> AttentionInputs:
         """Backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
-        `bias`, `factor` [heads] on the logits and `sinks` [heads] are the layer's own, if it has them.
+        `bias`, `factor` [heads] on the logits, `sinks` [heads] and log `gates` [batch, heads, length] of the keys are
+        the layer's own, if it has them.
         """
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
@@ -214,7 +228,7 @@ class PositionMethod:
             scaled = factor.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
             segments = tuple(replace(each, query=(each.query * scaled).to(each.query.dtype)) for each in segments)
         bias = context.bias if bias is None else bias
-        return AttentionInputs(segments, v, self.scale, bias, dropout, context.documents, self.softcap, sinks)
+        return AttentionInputs(segments, v, self.scale, bias, dropout, context.documents, self.softcap, sinks, gates)
 
     def prepare_cached(
         self,
@@ -223,20 +237,26 @@ class PositionMethod:
         v: Tensor,
         context: PositionContext,
         append: Callable[..., list[Tensor]],
+        gates: Tensor | None = None,
         **of_layer: Any,
     ) -> AttentionInputs:
         """As `prepare`, for the tokens that follow cached ones.
 
         `append` adds tensors of the new tokens to the cache and returns those of all: K' of every segment and v, or k
-        and v where the context has the tables of all keys. `of_layer` are `bias`, `factor` and `sinks`.
+        and v where the context has the tables of all keys; and log gates, of which a window needs only its own tokens'.
+        `of_layer` are `bias`, `factor` and `sinks`.
         """
+        new = [] if gates is None else [gates[..., None]]
         if not context.of_new_keys:
-            keys, values = append(k, v)
-            return self.prepare(q, keys, values, context, **of_layer)
-        inputs = self.prepare(q, k, v, context, **of_layer)
-        *rotated, values = append(*(segment.key for segment in inputs.segments), v)
-        segments = tuple(replace(segment, key=key) for segment, key in zip(inputs.segments, rotated, strict=True))
-        return inputs.replace(segments=segments, value=values)
+            keys, values, *seen = append(k, v, *new)
+            inputs = self.prepare(q, keys, values, context, **of_layer)
+        else:
+            inputs = self.prepare(q, k, v, context, **of_layer)
+            values, *rest = append(v, *(segment.key for segment in inputs.segments), *new)
+            rotated, seen = rest[: len(inputs.segments)], rest[len(inputs.segments) :]
+            segments = tuple(replace(segment, key=key) for segment, key in zip(inputs.segments, rotated, strict=True))
+            inputs = inputs.replace(segments=segments, value=values)
+        return inputs.replace(gates=seen[0][..., 0] if seen else None)
 
 
 class PositionEncoding(ShardedModule):

@@ -20,7 +20,7 @@ EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "i
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """Keys, and groups of keys, that may differ at evaluation; any other difference makes it another model."""
 
-TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling")
+TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate")
 """Keys with choices that are part of the training, as their declarations say: these are used at evaluation if and only
 if they were in training, with the same options and training length.
 """
@@ -35,7 +35,9 @@ FIXED_BY_WEIGHTS = frozenset(
 """Keys that finetuning must share with the run that trained the weights; the position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
-POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor)\..+")
+POSITION_WEIGHTS = re.compile(
+    r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates)\..+"
+)
 """Names of weights that belong to a position method."""
 
 

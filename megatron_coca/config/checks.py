@@ -113,6 +113,7 @@ def _gau(settings: Settings) -> str | None:
         ("sink_logits", position.sink_logits, one_head),
         (f"pos_emb {position.pos_emb}", position.embedding.biased, "its bias is by head, and they have one"),
         (f"logit_scaling {position.scaling.name}", position.scaling.learned, one_head),
+        ("forgetting_gate", position.gate, one_head),
         ("use_qk_layernorm", model.use_qk_layernorm, "a scale and an offset of each feature take its place"),
         ("qk_norm", model.qk_norm, "a scale and an offset of each feature take its place"),
         ("attention_dropout", model.attention_dropout, one_head),
@@ -178,10 +179,24 @@ def _window(settings: Settings) -> str | None:
     for position in _types(settings).values():
         names = ("sliding_window_width", "attention_chunk_size", "relative_positions")
         given = [name for name in names if getattr(position, name) is not None]
+        first = f"{given[0]} " if given and given[0] != names[0] else ""
         if len(given) > 1:
-            first = "" if given[0] == names[0] else f"{given[0]} "
             return f"{first}contradicts {given[1]}: both say which keys a query sees; set one of them to null"
+        if position.embedding.by_query and given:
+            return (
+                f"{first}not available with pos_emb {position.pos_emb}, whose bias counts the tokens of the document:"
+                " those that a query does not see are not kept; set it to null"
+            )
     return None
+
+
+def _forgetting_gate(settings: Settings) -> str | None:
+    if not any(position.gate and position.sink_logits for position in _types(settings).values()):
+        return None
+    return (
+        "not available with sink_logits: kernels know scores with gates up to a number for each row, which softmax"
+        " cancels and the score of a sink does not have; set one of the two to null"
+    )
 
 
 def _operand_kernel(settings: Settings) -> str | None:
@@ -248,7 +263,7 @@ def _trainable_once(settings: Settings) -> str | None:
 def _trainable_weights(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
     learned = any(
-        kind.embedding.weights is not None or kind.extension.learned or kind.scaling.learned or kind.sink_logits
+        kind.embedding.weights or kind.extension.learned or kind.scaling.learned or kind.sink_logits or kind.gate
         for kind in _types(settings).values()
     )
     if "output_head" in parts and not settings.model.no_weight_tying:
@@ -405,6 +420,11 @@ def _drawn_positions(settings: Settings) -> str | None:
 _HOST_POSITIONS = "the host reads the positions of every batch"
 
 
+def _dense_blocks(settings: Settings) -> str | None:
+    pairwise = any(kind.embedding.by_query for kind in _types(settings).values())
+    return "its blocks of dense scores copy constants from the host" if pairwise else None
+
+
 def _outside_of_graph(settings: Settings) -> str | None:
     """What DeepSpeed does in its own passes, which a replay does not run."""
     given = settings.parallel.deepspeed_extra_args or {}
@@ -430,6 +450,7 @@ GRAPH_REFUSALS: Refusals = {
     "reset_position_ids": lambda settings: _BOUNDARIES if settings.data.reset_position_ids else None,
     "checkpoint_activations": _recomputed_dropout,
     "rope_scaling": _drawn_positions,
+    "pos_emb": _dense_blocks,
     "training_positions": lambda settings: _HOST_POSITIONS if settings.general.training_positions is not None else None,
 }
 """By key, the reason why a micro-batch cannot be captured as a CUDA graph, or None."""
@@ -654,19 +675,23 @@ CHECKS: tuple[Check, ...] = (
     Check(
         (
             *("gau_key_width", "gau_width", "hidden_size", *_LAYERS, "pos_emb", "sink_logits", "logit_scaling"),
-            *("use_qk_layernorm", "qk_norm", "attention_dropout", "trainable"),
+            *("forgetting_gate", "use_qk_layernorm", "qk_norm", "attention_dropout", "trainable"),
             *("model_parallel_size", "sequence_parallel_size", "pipe_parallel_size"),
         ),
         _gau,
     ),
-    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", *_LAYERS), _window),
+    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", "pos_emb", *_LAYERS), _window),
+    Check(("forgetting_gate", "sink_logits", *_LAYERS), _forgetting_gate),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),
         _wsd_decay,
     ),
     *(Check((key, "optimizer.params.lr"), partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check(("trainable",), _trainable_once),
-    Check(("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", *_LAYERS), _trainable_weights),
+    Check(
+        ("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", "forgetting_gate", *_LAYERS),
+        _trainable_weights,
+    ),
     Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),

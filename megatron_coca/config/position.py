@@ -130,6 +130,11 @@ def _scaling(value: Any) -> Any:
     return chosen if chosen.declaration.options else chosen.type
 
 
+def _gate(value: Any) -> Any:
+    chosen = read_choice("forgetting_gate", value)
+    return chosen if chosen is None else chosen.type
+
+
 def _options(value: Any, info: ValidationInfo) -> Any:
     """Options of the position embedding, which is an earlier field."""
     if value is None or isinstance(value, Selected) or "pos_emb" not in info.data:
@@ -176,6 +181,11 @@ class PositionKeys(ConfigGroup):
         None,
         "Every head learns the score of one more key, whose value is 0, as in gpt-oss, so that it may attend to nothing"
         " (not `streaming`, which keeps the first tokens).",
+    )
+    forgetting_gate: Annotated[str | None, BeforeValidator(_gate)] = key(
+        None,
+        "Every token gets a gate for every head, from its hidden state, and a score falls by the logarithms of those of"
+        " the tokens after the key, up to the query.",
     )
     attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
@@ -261,6 +271,11 @@ class PositionConfig(PositionKeys):
         return methods.find("logit_scaling", str(getattr(self.logit_scaling, "type", None) or self.logit_scaling))
 
     @property
+    def gate(self) -> methods.ForgettingGate | None:
+        """The declaration of the forgetting gate, or None."""
+        return methods.find("forgetting_gate", self.forgetting_gate) if self.forgetting_gate else None
+
+    @property
     def _embedding_options(self) -> dict[str, Any]:
         """Those of GPT-NeoX are keys of this group, others are in `pos_emb_options`."""
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
@@ -283,6 +298,7 @@ class PositionConfig(PositionKeys):
             (self.extension, self.rope_scaling),
             (self.distance_map, self.relative_positions),
             (self.scaling, self.logit_scaling),
+            (self.gate, None),
         ):
             if choice is not None:
                 yield choice, selected.given if isinstance(selected, Selected) else {}

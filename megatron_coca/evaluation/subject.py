@@ -173,7 +173,7 @@ def trained_with(trained: Config) -> dict[str, Any]:
     choices = {key: values[key] for key in TRAINED_CHOICES if values[key] not in (None, "none")}
     if trained.position.layer_types:
         choices |= {key: values[key] for key in ("attention_config", "layer_types")}
-    for key in ("sliding_window_width", "attention_chunk_size", "sink_logits"):
+    for key in ("sliding_window_width", "attention_chunk_size", "sink_logits", "forgetting_gate"):
         if values[key]:
             choices[key] = values[key]
     base = trained.position.rotary_emb_base

@@ -3,11 +3,18 @@
 Every choice is declared here once; its formula is the row of the same name in `megatron_coca.attention.positions`.
 """
 
-from megatron_coca.methods import distance_maps, embeddings, frequency_extensions, logit_scalings  # declare the choices
+from megatron_coca.methods import (  # declare the choices
+    distance_maps,
+    embeddings,
+    forgetting_gates,
+    frequency_extensions,
+    logit_scalings,
+)
 from megatron_coca.methods.declaration import (
     TABLES,
     Choice,
     DistanceMap,
+    ForgettingGate,
     FrequencyExtension,
     LogitScaling,
     Option,

@@ -142,6 +142,7 @@ class PositionEmbedding(Choice):
         rotary: rotates, so it has frequencies to extend and distances to map.
         shift_invariant: scores depend only on differences of positions.
         by_distance: scores depend on positions through attention alone. Otherwise vectors are added to the embedding.
+        by_query: the bias depends on the query's position in its document too.
         weights: the learned ones belong to each layer, are one set for all layers, or a table of positions.
     """
 
@@ -154,6 +155,7 @@ class PositionEmbedding(Choice):
     shift_invariant: bool = True
     by_distance: bool = True
     biased: bool = False
+    by_query: bool = False
     weights: Literal["layer", "shared", "table"] | None = None
 
 
@@ -249,7 +251,25 @@ class LogitScaling(Choice):
     learned: bool = False
 
 
-TABLES: dict[str, dict[str, Any]] = {"pos_emb": {}, "rope_scaling": {}, "relative_positions": {}, "logit_scaling": {}}
+@dataclass(frozen=True, kw_only=True)
+class ForgettingGate(Choice):
+    """A value of `forgetting_gate`: a learned bias on every pair by the tokens after its key, up to its query.
+
+    Attributes:
+        rule: what one of these tokens x adds to the bias of a head with weights w and b, for tables.
+    """
+
+    key: ClassVar[str] = "forgetting_gate"
+    rule: str = ""
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    "pos_emb": {},
+    "rope_scaling": {},
+    "relative_positions": {},
+    "logit_scaling": {},
+    "forgetting_gate": {},
+}
 """Every declared choice by key and name."""
 
 

@@ -84,6 +84,18 @@ declare(
             neox="GPT-NeoX has no such bias; use train.py",
         ),
         PositionEmbedding(
+            "fire",
+            "FIRE",
+            "FIRE, Li et al. 2024; the network `f`, `c` and `a` learned by layer; `psi(x) = ln(\\|c\\| x + 1)`",
+            description="FIRE, functional interpolation for relative positions",
+            bias="`f(psi(r) / psi(max(m, \\|a\\| 512)))`",
+            biased=True,
+            by_query=True,
+            weights="layer",
+            huggingface="its bias follows the query's position too, which the modelling file's biases do not",
+            neox=_KERPLE,
+        ),
+        PositionEmbedding(
             "rpe",
             "T5 bias",
             "T5, Raffel et al. 2020, with GPT-NeoX's factor; one table for all layers",

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from megatron_coca.attention.backends.gated import QUERY_ROWS
 from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError, Needs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
@@ -99,6 +100,14 @@ def refuses_compilation(config: Config, backend: str, device_type: str) -> str |
         return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
     if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
         return f"attention_chunk_size: {backend} is called once per chunk, from Python"
+    for position in config.layer_types.values():
+        if position.embedding.by_query:
+            return f"pos_emb {position.pos_emb}: its scores are contracted by opt_einsum, which is not traced"
+    gated = any(kind.gate for kind in config.layer_types.values()) and config.model.seq_length > QUERY_ROWS
+    if gated and backend == "sdpa" and device_type == "cuda":
+        return (
+            "forgetting_gate: PyTorch's mask of the later blocks of queries is not traced; set attention_backend=triton"
+        )
     reasons = (refuse(config) for refuse in COMPILE_REFUSALS.values())
     return next((reason for reason in reasons if reason is not None), None) or missing_compiler(device_type)
 

@@ -109,7 +109,8 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     model = config.model
     length = length or model.seq_length
     names, positions = model.layer_names, config.layer_types
-    blocks = sum(_weights_per_block(model, name) for name in names)
+    gates = model.hidden_size * model.num_attention_heads
+    blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.hidden_size
     gau = (model.gau_key_width + model.gau_features) / 2, model.gau_features  # scores once, and as they are computed
     widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}

@@ -22,7 +22,7 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"(^|_layer|\.)norm\.", ("norms",)),
     (r"\bword_embeddings\.", ("embedding",)),
     (r"\bfinal_linear\.", ("output_head",)),
-    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor)\.|^positions\.", ("positions",)),
+    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates)\.|^positions\.", ("positions",)),
 )
 """Patterns of parameter names, and the values of `trainable` that such a parameter belongs to."""
 

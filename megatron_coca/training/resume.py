@@ -51,6 +51,8 @@ ALIASED_KEYS = frozenset({"optimizer.type"})
 POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
 CLEX_WEIGHTS = re.compile(r"positions\.(others\.\w+\.)?clex\..+")
 """Weights of a learned frequency extension; other position weights belong to `pos_emb`."""
+GATE_WEIGHTS = re.compile(r".+\.position_gates\..+")
+"""Weights of a forgetting gate."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
 """Intervals at which ranks agree on the progress of a verification, and log it."""
 MOST_THREADS = 16
@@ -369,15 +371,18 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     refuse_other_architecture(source.folder, saved, config)
     refuse_other_tokenizer(source, config, tokenizer)
 
-    # Position weights are taken only from the same method, and those of CLEX from the same frequencies.
+    # Position weights are taken only from the same method, CLEX's from the same frequencies, gates from the same gate.
     kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in (saved, config)]
-    same_method = kinds[0] == kinds[1] and saved.model.layer_names == config.model.layer_names
+    gates = [[(name, p.forgetting_gate) for name, p in each.layer_types.items()] for each in (saved, config)]
+    same_layers = saved.model.layer_names == config.model.layer_names
     lengths = {each.position.original_length(each.model.seq_length) for each in (saved, config)}
     same_frequencies = (
         saved.position.rope_scaling == config.position.rope_scaling
         and saved.position.rotary_emb_base == config.position.rotary_emb_base
         and len(lengths) == 1
     )
+    same = {CLEX_WEIGHTS: same_frequencies, GATE_WEIGHTS: same_layers and gates[0] == gates[1]}
+    same[POSITION_WEIGHTS] = same_layers and kinds[0] == kinds[1]
     model = empty_model(config, device, memory="cpu")
     learned = draw_learned_positions(model, config.model, config.seed)
     weights, own = source.weights(), model.state_dict()
@@ -385,7 +390,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
         name
         for name in weights.entries
         if POSITION_WEIGHTS.fullmatch(name)
-        and (name not in own or not (same_frequencies if CLEX_WEIGHTS.fullmatch(name) else same_method))
+        and (name not in own or not next(alike for kind, alike in same.items() if kind.fullmatch(name)))
     ]
     taken = weights.only(name for name in weights.entries if name not in dropped)
     load_weights(model, taken, learned)

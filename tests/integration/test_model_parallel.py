@@ -76,6 +76,7 @@ METHODS: Runs = {
     },
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
     "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
+    "forgetting gates": LLAMA | {"pos_emb": "coca", "forgetting_gate": "fox"},
     "norms of heads": LLAMA | {"pos_emb": "coca", "qk_norm": "head"},
     "chunks": {"pos_emb": "coca", "attention_chunk_size": 7},
     "a shared bias, tied weights": {"pos_emb": "rpe", "no_weight_tying": False},
@@ -87,6 +88,8 @@ METHODS: Runs = {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
     },
+    "ZeRO 3, FIRE": LLAMA | {"zero_stage": 3, "pos_emb": "fire"},
+    "ZeRO 3, forgetting gates": {"zero_stage": 3, "pos_emb": "none", "forgetting_gate": "cable"},
     "ZeRO 3, coca": {"zero_stage": 3, "pos_emb": "coca"},
 }
 TENSOR_ONLY: Runs = {"hidden dropout": {"hidden_dropout": 0.1}}

@@ -79,6 +79,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "use_qk_layernorm": True,
     },
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
+    "forgetting gates, activation checkpointing": {
+        "pos_emb": "none",
+        "forgetting_gate": "fox",
+        "checkpoint_activations": True,
+    },
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -16,6 +16,7 @@ from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import AttentionInputs, Backend, documents_from_ids
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
+from megatron_coca.attention.positions.bias import LearnedFire
 from megatron_coca.config import load_config
 from tests.reference.clex import clex_frequencies
 from tests.reference.dense import RelativeMap, Setting, attention
@@ -23,7 +24,7 @@ from tests.reference.frequencies import frequencies, multiplier
 
 HEADS, HEAD_DIM, TRAINING_LENGTH = 4, 16, 32
 ROTATED = ("rotary", "coca", "coca_strict")
-BIASED = ("alibi", "kerple_log", "kerple_power", "rpe", "sandwich")
+BIASED = ("alibi", "kerple_log", "kerple_power", "rpe", "sandwich", "fire")
 CLEX_STEP = 0.004
 """Of the oracle's integration, in t: its own error is then below 1e-10."""
 
@@ -85,6 +86,13 @@ class Case:
             "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
             "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
             "rpe": lambda: {"table": uniform(-0.5, 0.5, 32, HEADS)},
+            "fire": lambda: {
+                "hidden_weight": uniform(-3, 3, 32),
+                "hidden_bias": uniform(-1, 1, 32),
+                "output_weight": uniform(-0.5, 0.5, HEADS, 32),
+                "c": uniform(0.1, 0.5, 1),
+                "a": uniform(0.04, 0.08, 1),  # 20 to 40 tokens
+            },
             "clex": lambda: {"up": uniform(-0.3, 0.3, half, 2 * half), "down": uniform(-0.2, 0.2, 2 * half, half)},
         }.get(self.scaling.get("rope_type", self.pos_emb), dict)()
 
@@ -120,8 +128,12 @@ class Case:
 
 
 PLACES = {
+    **{
+        name: lambda encoding, bias, name=name: getattr(bias, name)
+        for name in ("hidden_weight", "hidden_bias", "output_weight", "c")
+    },
     "p": lambda encoding, bias: bias.bias_p,
-    "a": lambda encoding, bias: bias.bias_a,
+    "a": lambda encoding, bias: bias.a if isinstance(bias, LearnedFire) else bias.bias_a,
     "table": lambda encoding, bias: encoding.bias.weight,
     "up": lambda encoding, bias: encoding.clex.up,
     "down": lambda encoding, bias: encoding.clex.down,
@@ -270,7 +282,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 def assert_as_exact_as_plain(case: Case, layout: Layout, dtype: torch.dtype, ours: Result) -> None:
     """Every error at most twice that of the oracle's formulas run in the same precision, both against float64."""
     true, plain = measure(case, layout, dtype)
-    floor = 16 * torch.finfo(dtype).eps
+    floor = (64 if case.pos_emb == "fire" else 16) * torch.finfo(dtype).eps  # gradients that are sums over all pairs
     for name, got in ours.all.items():
         ours_off, allowed = error(got, true.all[name]), error(plain.all[name], true.all[name])
         assert ours_off <= max(2 * allowed, floor), f"{name}: {ours_off:.2e} against {allowed:.2e} of a plain run"
@@ -278,10 +290,15 @@ def assert_as_exact_as_plain(case: Case, layout: Layout, dtype: torch.dtype, our
 
 def served(backend: str, case: Case) -> bool:
     """What each backend is there for: the reference for everything, sdpa for one causal segment, merge for any segments
-    without a bias, flex for one segment.
+    without a bias, flex for one segment and any bias of the distance alone.
     """
     maps = case.relative.get("type") is not None and (case.training or case.relative["type"] != "inv_leaky_rerope")
-    return {"reference": True, "sdpa": not maps, "merge": case.pos_emb not in BIASED, "flex": not maps}[backend]
+    return {
+        "reference": True,
+        "sdpa": not maps,
+        "merge": case.pos_emb not in BIASED,
+        "flex": not maps and case.pos_emb != "fire",
+    }[backend]
 
 
 def check(case: Case, backend: str, layout: Layout, dtype: torch.dtype = torch.float32) -> None:

@@ -25,7 +25,7 @@ from attention_cases import (
 )
 from torch import Tensor
 
-from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.attention.inputs import AttentionInputs, bias_of_pairs
 
 DIFFERENTIABLE = [(name, backend) for name, backend in SERVED if backend != "flex"]
 
@@ -93,7 +93,8 @@ def eager(inputs: AttentionInputs) -> Tensor:
             inside = inside & (torch.arange(length) < segment.band.first_keys)
         scores = torch.where(inside, segment.query @ segment.key.transpose(-1, -2) * inputs.scale, scores)
     if inputs.bias is not None:
-        scores = scores + inputs.bias.at(distance.clamp(min=0).float()).to(dtype)
+        query = torch.arange(length)[:, None].float()
+        scores = scores + bias_of_pairs(inputs.bias, distance.clamp(min=0).float(), query).to(dtype)
     return torch.softmax(scores, dim=-1) @ inputs.value
 
 

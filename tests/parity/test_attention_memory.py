@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import BACKENDS, CASES, SERVED, Layout, inputs_of
+from attention_cases import BACKENDS, CASES, HEADS, SERVED, Layout, inputs_of
 from torch import Tensor
 
 pytestmark = pytest.mark.serial
@@ -23,7 +23,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def used(name: str, backend: str, length: int) -> tuple[int, int]:
+def used(name: str, backend: str, length: int, gated: bool = False) -> tuple[int, int]:
     """(bytes that autograd keeps, bytes of the largest tensor made forward or backward)."""
     sizes: dict[int, int] = {}
 
@@ -35,7 +35,9 @@ def used(name: str, backend: str, length: int) -> tuple[int, int]:
     operands = [x.float().requires_grad_() for x in layout.operands(torch.float32)]
     with Largest() as largest:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = BACKENDS[backend].attend(inputs_of(CASES[name], layout, operands, {}))
+            inputs = inputs_of(CASES[name], layout, operands, {})
+            gates = -torch.rand(1, HEADS, length, requires_grad=True) if gated else None
+            out = BACKENDS[backend].attend(inputs.replace(gates=gates))
         kept = sum(sizes.values())
         out.sum().backward()
     return kept, largest.bytes
@@ -45,7 +47,14 @@ def used(name: str, backend: str, length: int) -> tuple[int, int]:
 def test_memory_is_linear(name: str, backend: str) -> None:
     """Twice the length, about twice the bytes; from N x N scores it would be four times."""
     (kept, largest), (kept_twice, largest_twice) = (used(name, backend, length) for length in (2048, 4096))
-    assert kept_twice < 2.05 * kept
+    assert kept_twice <= 2.05 * kept
+    assert largest_twice < 2.05 * largest
+
+
+@pytest.mark.parametrize(("name", "backend"), [("coca", "sdpa"), ("alibi", "sdpa"), ("rerope-coca", "merge")])
+def test_memory_is_linear_with_forgetting_gates(name: str, backend: str) -> None:
+    (kept, largest), (kept_twice, largest_twice) = (used(name, backend, length, True) for length in (1024, 2048))
+    assert kept_twice <= 2.05 * kept
     assert largest_twice < 2.05 * largest
 
 

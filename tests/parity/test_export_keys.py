@@ -76,6 +76,7 @@ OTHER: dict[str, Any] = {
     "relative_positions": {"type": "rerope", "window": 5},
     "logit_scaling": "log_n",
     "sink_logits": True,
+    "forgetting_gate": "fox",
     "attention_chunk_size": 5,
     "sliding_window_width": 4,
     "rpe_num_buckets": 8,
@@ -162,13 +163,14 @@ def test_gpt_neox(name: str, base: dict[str, Any], tmp_path: Path) -> None:
 
 
 SINKS, SHARED = {"nope": {"pos_emb": "none", "sink_logits": True}}, {"nope": {"pos_emb": "rpe"}}
+GATES = {"nope": {"pos_emb": "none", "forgetting_gate": "fox"}}
 
 
 @pytest.mark.parametrize(
     ("write", "types", "message"),
     [
         (export_neox, {"nope": {"pos_emb": "none"}}, r"layer_types: the layers differ \(global, nope\)"),
-        *((export, types, "layer_types: layers of type nope have weights") for types in (SINKS, SHARED)),
+        *((export, types, "layer_types: layers of type nope have weights") for types in (SINKS, SHARED, GATES)),
     ],
 )
 def test_layers_that_differ_are_refused(write: Any, types: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Setting:
         training_length: L of the logit scaling.
         bias: the learned parameters of the bias by name: p and a [heads], or table [buckets, heads].
         documents: the document of every token, [batch, length], one run of equal numbers for each; None: one a row.
+        gate: "fox" or "cable", or None.
+        opened: [batch, heads, length], w x + b of the gate of every token.
     """
 
     multiplier: float = 1.0
@@ -50,6 +52,8 @@ class Setting:
     training_length: int = 1
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
+    gate: str | None = None
+    opened: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Pairs:
         distance: tokens from the key to the query, int64.
         visible: whether the query sees the key.
         query, key: the positions to which the two are rotated, float64.
+        place: the query's token within its document, from 0, float64.
         mapped: whether these depend on the pair, and not on the query or the key alone.
     """
 
@@ -67,6 +72,7 @@ class Pairs:
     visible: Tensor
     query: Tensor
     key: Tensor
+    place: Tensor
     mapped: bool
 
 
@@ -97,8 +103,21 @@ def attention(
     if name in BIASES:
         distance = pairs.distance.clamp(min=0).to(dtype)
         scores = scores + BIASES[name](distance, q.shape[1], head_dim, setting.bias).to(dtype)
+    if name == "fire":
+        scores = scores + _fire(pairs.distance.clamp(min=0).to(dtype), pairs.place.to(dtype), setting.bias)
+    if setting.gate is not None and setting.opened is not None:
+        scores = scores + forgotten(setting.gate, setting.opened.to(dtype), q.shape[2])
     weights = torch.softmax(scores.masked_fill(~pairs.visible, -math.inf), dim=-1)
     return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
+
+
+def forgotten(gate: str, opened: Tensor, queries: int) -> Tensor:
+    """F_m - F_n, F the running sum of ln sigmoid(x) (Lin et al. 2025, equations 5 to 8) or of -softplus(x) (Veisi et
+    al. 2025), of x [batch, heads, length], for the last `queries` tokens and all keys, in the dtype of x.
+    """
+    logarithms = torch.sigmoid(opened).log() if gate == "fox" else -torch.log(1 + opened.exp())
+    running = torch.cumsum(logarithms, dim=-1)
+    return running[..., -queries:, None] - running[..., None, :]
 
 
 def _row_factors(positions: Tensor, setting: Setting) -> Tensor:
@@ -123,14 +142,14 @@ def lay_out(positions: Tensor, queries: int, setting: Setting) -> Pairs:
     distance = token[-queries:, None] - token[None, :]
     visible = (same[:, -queries:] & (distance >= 0))[:, None]
     m, n = positions[:, None, -queries:, None], positions[:, None, None, :]
-    if setting.map is None:
-        return Pairs(distance, visible, m, n, mapped=False)
-    far = distance >= setting.map.window
     m_inner, n_inner = inner[:, None, -queries:, None], inner[:, None, None, :]
+    if setting.map is None:
+        return Pairs(distance, visible, m, n, m_inner, mapped=False)
+    far = distance >= setting.map.window
     m_far, n_far = FAR[setting.map.type](setting.map, m, n, m_inner, n_inner)
     if setting.map.type in FIRST_KEYS_ONLY:
         visible = visible & (~far | (n_inner < setting.map.sinks))
-    return Pairs(distance, visible, torch.where(far, m_far, m), torch.where(far, n_far, n), mapped=True)
+    return Pairs(distance, visible, torch.where(far, m_far, m), torch.where(far, n_far, n), m_inner, mapped=True)
 
 
 Far = Callable[[RelativeMap, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -298,7 +317,7 @@ SCORES: dict[str, Scores] = {
     "coca": _coca_scores,
     "coca_strict": _coca_strict_scores,
     **dict.fromkeys(
-        ("alibi", "kerple_log", "kerple_power", "sandwich", "rpe", "learned", "sinusoidal", "none"),
+        ("alibi", "kerple_log", "kerple_power", "sandwich", "rpe", "fire", "learned", "sinusoidal", "none"),
         _plain_scores,
     ),
 }
@@ -359,6 +378,20 @@ def _sandwich(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Te
     products = [sum(a * b for a, b in zip(embedding(r), origin, strict=True)) for r in range(int(distance.max()) + 1)]
     inner = torch.tensor(products, dtype=distance.dtype, device=distance.device)[distance.long()]
     return torch.stack([inner / (8 * (head + 1) / heads) for head in range(heads)])
+
+
+def _fire(distance: Tensor, query: Tensor, bias: Mapping[str, Tensor]) -> Tensor:
+    """f(psi(r)/psi(max(m, |a| 512))) of Li et al. 2024, unit by unit of the network f, without the constant of its
+    output: `query` m [batch, 1, queries, 1] -> [batch, heads, queries, keys].
+    """
+    given = {name: value.to(distance.dtype) for name, value in bias.items()}
+    furthest = torch.maximum(query, 512 * given["a"].abs())
+    share = torch.log(given["c"].abs() * distance + 1) / torch.log(given["c"].abs() * furthest + 1)
+    total = torch.zeros((), dtype=distance.dtype)
+    for unit, weights in enumerate(given["output_weight"].T):
+        hidden = torch.relu(given["hidden_weight"][unit] * share + given["hidden_bias"][unit])
+        total = total + weights[:, None, None] * hidden
+    return total
 
 
 BIASES: dict[str, Bias] = {

@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"pos_emb": "rotary", "sink_logits": True},
     "factors": {"pos_emb": "rotary", "logit_scaling": "ssmax"},
     "chunks": {"pos_emb": "rotary", "attention_chunk_size": 8},
+    "gates": {"pos_emb": "coca", "forgetting_gate": "fox"},
 }
 
 

@@ -1,5 +1,7 @@
 """Switches of the block: norms, biases, head width, scales and soft-capping, one by one against a plain computation."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import chunked_causal_mask_function
 
 from megatron_coca import build_model, load_config
+from megatron_coca.attention.build import build_method, find_backend
 from megatron_coca.attention.inputs import in_chunks
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ConfigError
@@ -41,6 +44,20 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks": {"attention_chunk_size": 37},
     "chunks with a bias": {"attention_chunk_size": 37, "pos_emb": "alibi", "attention_backend": "sdpa"},
     "learned factors": {"logit_scaling": {"type": "ssmax", "initial": 0.7}},
+    "forgetting gates": {"forgetting_gate": "fox"},
+    "forgetting gates in a window": {"forgetting_gate": "cable", "sliding_window_width": 40},
+    "forgetting gates with a map": {
+        "forgetting_gate": "fox",
+        "pos_emb": "coca",
+        "relative_positions": {"type": "rerope", "window": 9},
+    },
+    "forgetting gates with a bias": {"forgetting_gate": "cable", "pos_emb": "alibi"},
+    "forgetting gates with capping and factors": {
+        "forgetting_gate": "fox",
+        "attn_logit_softcapping": 1.5,
+        "logit_scaling": "ssmax",
+    },
+    "forgetting gates in chunks": {"forgetting_gate": "fox", "attention_chunk_size": 37},
     "learned factors and sinks": {"logit_scaling": "ssmax", "sink_logits": True, "pos_emb": "coca_strict"},
 }
 
@@ -72,6 +89,15 @@ def rotated(x: Tensor, config: Any) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def log_gates(linear: Callable[[str, Tensor], Tensor], own: str, x: Tensor, config: Any) -> Tensor:
+    """[length, heads] of hidden states x [length, width] before attention; 0 without gates."""
+    kind = config.position.forgetting_gate
+    if kind is None:
+        return torch.zeros(len(x), 3, dtype=x.dtype)
+    opened = linear(f"{own}attention.position_gates.projection", x)
+    return {"fox": torch.sigmoid(opened).log(), "cable": -(1 + opened.exp()).log()}[kind]
+
+
 def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
     """Logits [length, vocabulary] of ids [length] of a sequential model with rotary positions, written out."""
     keys, weights = config.model, dict(model.state_dict())
@@ -94,11 +120,13 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             q, k = (normed(f"{own}attention.{n}_layernorm", part) for n, part in (("query", q), ("key", k)))
         q, k = rotated(q, config), rotated(k, config)
         scores = torch.einsum("mhd,nd->hmn", q, k[:, 0]) * (keys.softmax_scale or width**-0.5)
+        total = log_gates(linear, own, normed(f"{own}input_layernorm", x), config).T.cumsum(-1)
         factors = weights.get(f"{own}attention.position_factor.weight")
         if factors is not None:
             scores = scores * factors[:, None, None] * torch.arange(1, len(ids) + 1).double().log()[:, None]
         if keys.attn_logit_softcapping:
             scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
+        scores = scores + total[:, :, None] - total[:, None]
         distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
         window = config.position.sliding_window_width
         chunk = torch.arange(len(ids)) // (config.position.attention_chunk_size or len(ids))
@@ -124,7 +152,7 @@ def tokens() -> Tensor:
 
 
 OF_BACKENDS = ("parallel", "projections", "capping with a map", "sinks with a map", "learned factors and sinks")
-OF_BACKENDS += ("chunks with a bias",)
+OF_BACKENDS += ("chunks with a bias", "forgetting gates with a map", "forgetting gates with a bias")
 WRITTEN_OUT = [name for name in CASES if name not in OF_BACKENDS]
 
 
@@ -155,7 +183,9 @@ DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections
 
 
 @pytest.mark.parametrize(
-    "name", [*DIFFERENTIATED, "chunks", "sinks in a window", "sinks with a map", "learned factors and sinks"]
+    "name",
+    [*DIFFERENTIATED, "chunks", "sinks in a window", "sinks with a map", "learned factors and sinks"]
+    + [name for name in CASES if name.startswith("forgetting gates")],
 )
 def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str) -> None:
     config = configured(**CASES[name], loss_chunk_size=128)
@@ -169,6 +199,18 @@ def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str)
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputed_blocks_have_the_gradients_of_their_gates(policy: str) -> None:
+    """Blocks of queries, which are computed again themselves, inside blocks of the model that are."""
+    config = configured(forgetting_gate="fox", pos_emb="coca")
+    again = config.override({"checkpoint_activations": True, "checkpoint_policy": policy})
+    models, ids = [random_model(each).train() for each in (config, again)], tokens()
+    for model in models:
+        model.loss(model.hidden_states(ids[:, :-1]), ids[:, 1:]).backward()
+    for (key, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14, msg=key)
+
+
 REFUSED = {
     "zero_centered_norms": {"zero_centered_norms": True, "norm": "layernorm"},
     "sliding_window_width: attention_chunk_size contradicts relative_positions": {
@@ -176,6 +218,7 @@ REFUSED = {
         "relative_positions": {"type": "rerope", "window": 4},
     },
     "qk_norm": {"qk_norm": "head", "model_parallel_size": 1, "use_qk_layernorm": True, "num_kv_heads": 3},
+    "forgetting_gate": {"forgetting_gate": "fox", "sink_logits": True},
     "final_logit_softcapping": {"final_logit_softcapping": 3.0, "loss_kernel": "triton"},
 }
 
@@ -210,7 +253,15 @@ def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
     torch.testing.assert_close(scores[0], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("keys", [{"sink_logits": True, "logit_scaling": "ssmax"}, {"attention_chunk_size": 8}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sink_logits": True, "logit_scaling": "ssmax"},
+        {"attention_chunk_size": 8},
+        {"forgetting_gate": "fox"},
+        {"forgetting_gate": "fox", "sliding_window_width": 3},
+    ],
+)
 def test_documents_have_their_own_sinks_factors_and_chunks(keys: dict[str, Any]) -> None:
     """Two packed documents have the outputs that each has alone."""
     config = configured(**keys)
@@ -229,6 +280,29 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
     assert chunks.spans == (tuple((start, min(start + 5, length)) for start in range(0, length, 5)),) * 2
     position = load_config([], SHAPE | {"attention_chunk_size": 5}).position
     assert position.mean_keys(length) == pytest.approx(float(theirs.sum()) / length)
+
+
+def test_a_backend_without_gates_says_so() -> None:
+    with pytest.raises(ValueError, match="attention_backend flex .* forgetting gates need a call for every block"):
+        config = configured(forgetting_gate="fox")
+        find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
+
+
+@pytest.mark.parametrize("key", ["sliding_window_width", "attention_chunk_size"])
+def test_fire_counts_tokens_that_windows_drop(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"sliding_window_width: .*not available with pos_emb fire, whose bias counts"
+    ):
+        configured(pos_emb="fire", **{key: 4})
+
+
+def test_gates_are_not_deterministic_on_cuda() -> None:
+    config = configured(forgetting_gate="fox")
+    needs = replace(build_method(config.position, config.model).needs("cuda", 0.0), deterministic=True)
+    with pytest.raises(
+        ValueError, match="deterministic: PyTorch adds the running sum of forgetting gates in any order"
+    ):
+        find_backend("auto", needs)
 
 
 def test_backends_without_capping_say_so() -> None:

@@ -13,6 +13,7 @@ from megatron_coca.config import KEYS, Config, load_config
 CLEX = {"rope_scaling": {"rope_type": "clex"}}
 INV_LEAKY = {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 256}}
 LOG_N = {"logit_scaling": "log_n_trained"}
+FOX, CABLE = {"forgetting_gate": "fox"}, {"forgetting_gate": "cable"}
 SSMAX = {"logit_scaling": {"type": "ssmax", "initial": 0.3}}
 
 
@@ -36,7 +37,7 @@ def test_evaluation_may_extend(wanted: dict[str, Any]) -> None:
     refuse_other_model(Path("run"), make(**wanted), make())
 
 
-@pytest.mark.parametrize("trained", [CLEX, INV_LEAKY, LOG_N, SSMAX])
+@pytest.mark.parametrize("trained", [CLEX, INV_LEAKY, LOG_N, SSMAX, FOX, CABLE])
 def test_what_was_learned_stays(trained: dict[str, Any]) -> None:
     (key,) = trained
     refuse_other_model(Path("run"), make(**trained), make(**trained))
@@ -54,8 +55,8 @@ def test_another_form_is_another_model() -> None:
 def test_the_choices_of_training_are_these() -> None:
     trained = {(key, name) for key in methods.TABLES for name in methods.names(key, trained=True, compute=None)}
     cases = (CLEX["rope_scaling"]["rope_type"], INV_LEAKY["relative_positions"]["type"], LOG_N["logit_scaling"])
-    ssmax = ("logit_scaling", SSMAX["logit_scaling"]["type"])
-    assert trained == {*zip(TRAINED_CHOICES, cases, strict=True), ssmax}
+    others = (("logit_scaling", SSMAX["logit_scaling"]["type"]), *CABLE.items())
+    assert trained == {*zip(TRAINED_CHOICES, (*cases, *FOX.values()), strict=True), *others}
     assert set(TRAINED_CHOICES) <= KEYS.keys()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from megatron_coca.attention.backends import gated
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
@@ -27,10 +28,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "num_kv_heads": 1},
         {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
         {"pos_emb": "coca", "hidden_dropout": 0.1},
+        {"pos_emb": "coca", "num_kv_heads": 1, "forgetting_gate": "fox"},
     ],
     "merge": [
         {"pos_emb": "coca", "sink_logits": True} | MAPS["rerope"],
         *({"pos_emb": "rotary"} | keys for keys in MAPS.values()),
+        {"pos_emb": "none", "forgetting_gate": "cable", "sliding_window_width": 5},
     ],
     "triton": [
         {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],
@@ -87,6 +90,14 @@ def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("backend", ["sdpa", "merge"])
+def test_gates_in_several_blocks_of_queries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the backward pass computes each again."""
+    monkeypatch.setattr(gated, "QUERY_ROWS", 10)
+    test_one_graph_without_a_break(backend, {"pos_emb": "coca", "forgetting_gate": "fox"})
+
+
 def test_every_backend_is_traced_or_refused() -> None:
     assert set(CASES) | set(building.UNCOMPILED) == set(BACKENDS)
     for backend in building.UNCOMPILED:
@@ -110,6 +121,17 @@ def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(torch_compile=True, **keys)
     assert building.refuses_compilation(configured(**keys), "sdpa", "cuda") is not None
+
+
+def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
+    """Both compile on no device or on one alone: FIRE's contractions, and the mask of later blocks on CUDA."""
+    reason = building.refuses_compilation(configured(pos_emb="fire"), "sdpa", "cpu")
+    assert reason is not None and reason.startswith("pos_emb fire: its scores are contracted by opt_einsum")
+    gates = configured(forgetting_gate="fox", seq_length=600)
+    reason = building.refuses_compilation(gates, "sdpa", "cuda")
+    assert reason is not None and reason.startswith("forgetting_gate: PyTorch's mask of the later blocks")
+    assert "forgetting_gate" not in (building.refuses_compilation(gates, "triton", "cuda") or "")
+    assert "forgetting_gate" not in (building.refuses_compilation(gates, "sdpa", "cpu") or "")
 
 
 def test_packed_documents_are_compiled_where_their_lengths_are_not_read() -> None:

@@ -41,7 +41,7 @@ OURS = {
     "synthetic",
     "training_positions",
     "logit_scaling",
-    *("sink_logits", "attention_chunk_size"),
+    *("sink_logits", "attention_chunk_size", "forgetting_gate"),
     "attention_backend",
     "operand_kernel",
     "checkpoint_policy",

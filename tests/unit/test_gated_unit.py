@@ -135,6 +135,7 @@ def test_initial_weights() -> None:
         ({"gau_width": 20}, "gau_key_width: the 20 features of its values are not a multiple of gau_key_width"),
         ({"pos_emb": "alibi"}, "gau do not support pos_emb alibi"),
         ({"sink_logits": True}, "gau do not support sink_logits"),
+        ({"forgetting_gate": "fox"}, "gau do not support forgetting_gate"),
         ({"logit_scaling": "ssmax"}, "gau do not support logit_scaling ssmax"),
         ({"attention_dropout": 0.1}, "gau do not support attention_dropout"),
         ({"model_parallel_size": 2}, "gau do not support model_parallel_size"),

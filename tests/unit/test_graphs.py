@@ -47,6 +47,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "checkpoint_activations": [{"checkpoint_activations": True, "hidden_dropout": 0.1}],
     "training_positions": [{"pos_emb": "rotary", "training_positions": {"type": "shifted", "max": "4L"}}],
     "rope_scaling": [{"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}}],
+    "pos_emb": [{"pos_emb": "fire"}],
 }
 
 

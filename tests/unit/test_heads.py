@@ -120,7 +120,7 @@ def test_every_part_of_a_model_takes_its_share() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_cuts_cover_the_matrices_of_a_block(keys: dict[str, Any], count: int) -> None:
     config = load_config([], [f"{name}={json.dumps(value)}" for name, value in (SHAPE | keys).items()])
-    block = build_model(config).blocks[0]
+    block = build_model(config.override({"forgetting_gate": "fox"})).blocks[0]
     for cut in layer_shards(config.model):
         weight = block.get_parameter(f"{cut.layer}.weight").detach()
         assert sum(cut.blocks) == weight.shape[cut.dim]

@@ -1,15 +1,18 @@
 """Position methods from a file of the user: the example of CONTRIBUTING.md, from training to an export."""
 
+import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_coca import build_model, load_config, load_model, methods
+from megatron_coca import build_model, load_config, load_model, methods, register
+from megatron_coca.attention.positions.bias import AlibiBias, BiasSource
 from megatron_coca.checkpoints.exports.huggingface_export import MODELLING_FILE, export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.files import CheckpointError
@@ -66,6 +69,24 @@ def test_it_computes_its_formula_trains_and_decodes(example: Path, keys: dict[st
         other = build_model(config.override(plain)).eval()
         other.load_state_dict(model.state_dict())
         assert not torch.allclose(other(ids), full, atol=1e-4), "the method has an effect"
+
+
+def test_a_gate_of_ones_own() -> None:
+    """A gate that is always 1/2 lowers scores by ln 2 for every token between, which is ALiBi with one slope."""
+    before = dict(methods.TABLES["forgetting_gate"])
+    try:
+        register(methods.ForgettingGate("half", "half", "here"), lambda x: torch.full_like(x, -math.log(2)))
+        model = build_model(load_config([], SHAPE | {"pos_emb": "none", "forgetting_gate": "half"})).double().eval()
+    finally:
+        methods.TABLES["forgetting_gate"].clear()
+        methods.TABLES["forgetting_gate"].update(before)
+    linear = build_model(load_config([], SHAPE | {"pos_emb": "alibi", "num_attention_heads": 4})).double().eval()
+    linear.load_state_dict(model.state_dict(), strict=False)
+    slopes = AlibiBias((math.log(2),) * 4)
+    linear.positions.method = replace(linear.positions.method, bias=BiasSource("linear", fixed=slopes))
+    ids = torch.randint(64, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), linear(ids), rtol=1e-9, atol=1e-9)
 
 
 def test_the_frequencies_are_those_of_the_file(example: Path) -> None:

@@ -22,6 +22,7 @@ from tests.checkpoint_files import run_alone, write_checkpoint
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
 SHAPE |= {"vocab_size": 96, "make_vocab_size_divisible_by": 1, "no_weight_tying": True, "pos_emb": "rotary"}
 CLEX = {"rope_type": "clex"}
+GATES = "blocks.1.attention.position_gates.projection"
 KERPLE = "blocks.{}.attention.position_bias.bias_{}"
 
 
@@ -60,6 +61,8 @@ def test_the_weights_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
         ({"pos_emb": "kerple_log"}, [KERPLE.format(0, "p"), KERPLE.format(1, "a")]),
         ({"rope_scaling": {"rope_type": "clex"}}, ["positions.clex.up", "positions.clex.down"]),
         ({"pos_emb": "rpe"}, ["positions.bias.weight"]),
+        ({"forgetting_gate": "fox"}, [f"{GATES}.weight"]),
+        ({"pos_emb": "fire"}, ["blocks.0.attention.position_bias.output_weight"]),
         ({"pos_emb": "learned"}, ["embedding.position_embeddings.weight"]),
     ],
 )
@@ -93,6 +96,7 @@ def test_what_the_former_method_learned_is_left_out(
     ("before", "after", "drawn"),
     [
         ({"pos_emb": "kerple_log"}, {"pos_emb": "kerple_power"}, KERPLE.format(0, "p")),
+        ({"forgetting_gate": "fox"}, {"forgetting_gate": "cable"}, f"{GATES}.weight"),
         ({"rope_scaling": CLEX}, {"rope_scaling": CLEX, "seq_length": 64}, "positions.clex.up"),
         ({"rope_scaling": CLEX}, {"rope_scaling": CLEX, "rotary_emb_base": 500.0}, "positions.clex.up"),
     ],

@@ -33,10 +33,10 @@ KEY_BLOCK = 1024
 
 
 def biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias, window: int | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias | None, window: int | None = None
 ) -> Tensor:
     """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype; with a
-    window for r < window only.
+    window for r < window only. Without a bias b is 0.
 
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
     """
@@ -45,13 +45,17 @@ def biased_attention(
     return _operation(query, key, value, along, scale)[0]
 
 
-def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor, window: int | None = None) -> Tensor:
+def diagonals(
+    bias: DistanceBias | None, key_length: int, rows: int, query: Tensor, window: int | None = None
+) -> Tensor:
     """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads, ...]; -inf
     too from the distance `window` on.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     distance = torch.arange(key_length - 1, -rows, -1)
     hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    if bias is None:
+        return torch.zeros(query.shape[1], len(distance), dtype=dtype).masked_fill(hidden, -math.inf)
     return bias.at(distance.clamp(min=0).to(dtype)).masked_fill(hidden, -math.inf)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend, missing_einsum
-from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs, Segment, made_once
+from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Band, DistanceBias, Needs, Segment, made_once
 
 if TYPE_CHECKING:  # imported where it is used: it imports TorchDynamo, which takes 2 seconds
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,6 +37,10 @@ class FlexBackend:
             return "FlexAttention takes one query and one key operand, not one pair for each band"
         if needs.dropout > 0:
             return "FlexAttention has no dropout"
+        if needs.bias in PAIRWISE:
+            return f"it looks a bias up by the distance, and that of {needs.bias} follows the query's position too"
+        if needs.gates:
+            return "it is compiled for every length, and forgetting gates need a call for every block of queries"
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
@@ -45,10 +49,12 @@ class FlexBackend:
         A single query does not use the kernel, which would be compiled for every generated token.
 
         Raises:
-            ValueError: there is dropout.
+            ValueError: there is dropout, or there are forgetting gates.
         """
-        if inputs.dropout > 0:
-            raise ValueError("attention_backend flex does not support dropout; build the model with training=True")
+        if inputs.dropout > 0 or inputs.gates is not None:
+            raise ValueError(
+                "attention_backend flex has neither dropout nor forgetting_gate; build the model with training=True"
+            )
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)

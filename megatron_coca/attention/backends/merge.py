@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.sdpa import flash_op
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
 from megatron_coca.kernels.operation import operation
@@ -144,6 +145,8 @@ class MergeBackend:
             raise ValueError(
                 "attention_backend merge supports neither bias nor dropout; build the model with training=True"
             )
+        if inputs.gates is not None:
+            return attend_gated(self.attend, inputs)
         return attend_by_document(_attend_row, inputs)
 
 

@@ -1,14 +1,13 @@
 """Dense attention with an N x N score tensor: slow, any dtype, the reference for the other backends."""
 
 import math
-from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
+from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Band, Needs, bias_of_pairs, query_block
 
 
 class ReferenceBackend:
@@ -30,26 +29,18 @@ class ReferenceBackend:
         return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
 
 
-QUERY_ROWS = 256
-"""Queries whose scores `attend_in_blocks` has in memory at once."""
+QUERY_ROWS, PAIRWISE_ROWS = 256, 64
+"""Queries whose scores `attend_in_blocks` has in memory at once; fewer where a pair has a network's hidden units."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """The same for inputs without documents, for blocks of queries in turn: memory is linear in the length, and the
     backward pass computes the scores again.
     """
-    block_of, (band, *others) = ReferenceBackend().attend, (segment.band for segment in inputs.segments)
-    window = band.high if not others and band.first_keys is None else None
-    outputs = []
-    for start in range(0, inputs.query.shape[2], QUERY_ROWS):
-        stop = min(start + QUERY_ROWS, inputs.query.shape[2])
-        first = 0 if window is None else max(inputs.past + start - window + 1, 0)
-        queries, keys = slice(start, stop), slice(first, inputs.past + stop)
-        segments = tuple(
-            replace(segment, query=segment.query[:, :, queries], key=segment.key[:, :, keys])
-            for segment in inputs.segments
-        )
-        block = inputs.replace(segments=segments, value=inputs.value[:, :, keys])
+    block_of, outputs = ReferenceBackend().attend, []
+    size = PAIRWISE_ROWS if inputs.bias is not None and inputs.bias.formula in PAIRWISE else QUERY_ROWS
+    for start in range(0, inputs.query.shape[2], size):
+        block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
     return torch.cat(outputs, dim=2)
@@ -60,6 +51,15 @@ def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return scores
     return torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+
+
+def gate_bias(gates: Tensor, queries: int | Tensor) -> Tensor:
+    """The sum of log gates [batch, heads, length] after every key, up to the query, for the tokens at the indices
+    `queries` or from that index on: [batch, heads, queries, length] float64, meaningless for keys after the query.
+    """
+    total = gates.double().cumsum(-1)
+    rows = total[:, :, queries:] if isinstance(queries, int) else total[:, :, queries]
+    return rows[..., None] - total[:, :, None]
 
 
 def missing_einsum() -> str | None:
@@ -80,10 +80,14 @@ def _scores(inputs: AttentionInputs) -> Tensor:
         if inputs.softcap is not None:
             product = inputs.softcap * torch.tanh(product / inputs.softcap)
         scores = torch.where(_visible(segment.band, distance, first), product, scores)
-    if inputs.bias is None:
-        return scores
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+    if inputs.bias is not None:
+        query = (distance[:, :1] - first[:, 0]).to(wide)  # [batch or 1, rows, 1]: the first key's distance is its token
+        bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(wide), query)
+        scores = scores + (bias.transpose(0, 1) if bias.dim() == 4 else bias)
+    if inputs.gates is not None:
+        scores = scores + gate_bias(inputs.gates, inputs.past).to(wide)
+    return scores
 
 
 def _visible(band: Band, distance: Tensor, first: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA.
 
-Its kernels have no soft-capping: that is computed in blocks of dense scores.
+Its kernels have no soft-capping, and no bias of more than the distance: both are computed in blocks of dense scores.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends.cpu_bias import biased_attention, diagonals, reversed_mask
+from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.reference import attend_in_blocks, missing_einsum
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, attend_by_document
+from megatron_coca.attention.inputs import (
+    CAUSAL,
+    PAIRWISE,
+    AttentionInputs,
+    Band,
+    DistanceBias,
+    Needs,
+    attend_by_document,
+)
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -173,7 +182,7 @@ class SdpaBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
-        if needs.softcap is not None:
+        if needs.softcap is not None or needs.bias in PAIRWISE:
             return missing_einsum()
         if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
             return BANDS_REASON
@@ -189,8 +198,10 @@ class SdpaBackend:
                 was built for evaluation.
             RuntimeError: there is a bias, off the CPU.
         """
-        if inputs.softcap is not None:
+        if inputs.softcap is not None or (inputs.bias is not None and inputs.bias.formula in PAIRWISE):
             return attend_by_document(attend_in_blocks, inputs)
+        if inputs.gates is not None:
+            return attend_gated(self.attend, inputs)
         if not _served(tuple(segment.band for segment in inputs.segments), inputs.bias is not None):
             raise ValueError(
                 f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "
@@ -218,6 +229,8 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
         return _sdpa(inputs, causal=True)
     if inputs.query.shape[2] == 1:
         return _sdpa(inputs)
+    if inputs.query.device.type == "cpu" and inputs.dropout == 0:  # a mask without its rows x keys numbers
+        return biased_attention(inputs.query, inputs.key, inputs.value, inputs.scale, None)
     from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo, 2 seconds
 
     return _sdpa(inputs, mask=causal_lower_right(inputs.query.shape[2], inputs.key.shape[2]))

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 from megatron_coca.kernels import missing_compiler
 
@@ -37,6 +38,8 @@ class TritonBackend:
         reason = _refused_bands(tuple(segment.band for segment in inputs.segments))
         if reason is not None or inputs.dropout > 0:
             raise ValueError(f"triton attention: {reason or 'its kernels have no attention dropout'}")
+        if inputs.gates is not None:
+            return attend_gated(self.attend, inputs)
         near, *far = inputs.segments
         return flash_attention(
             near.query,

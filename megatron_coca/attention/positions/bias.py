@@ -24,7 +24,9 @@ class DistanceBias(Protocol):
 
     @property
     def formula(self) -> str:
-        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function; any other."""
+        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function; any other. For
+        one of `PAIRWISE` use `bias_of_pairs` in place of `at`.
+        """
         ...
 
     @property
@@ -44,6 +46,8 @@ class DistanceBias(Protocol):
 
 
 CPU = torch.device("cpu")
+PAIRWISE = frozenset({"fire"})
+"""Formulas of the distance and the query's position, whose `at` takes both."""
 SMALLEST = 0.01
 """Lower bound of KERPLE's p and a, which must be positive (the authors' code)."""
 LARGEST_POWER = 2.0
@@ -148,6 +152,45 @@ class KerplePowerBias(_OfCoefficients):
         """The bias at `distance` [...]: [heads, ...]; 0 at r = 0, with zero gradients there."""
         a, p = _columns(self.coefficients, distance)
         return -a * distance.pow(p)
+
+
+FIRE_WIDTH, FIRE_THRESHOLD = 32, 512.0
+"""Hidden units of FIRE's network, and L0: both as in the authors' code."""
+
+
+@dataclass(frozen=True, eq=False)
+class FireBias(_OfCoefficients):
+    """f(psi(r) / psi(max(m, |a L0|))), psi(x) = ln(|c| x + 1), f a network with one hidden layer of ReLUs (Li et al.
+    2024, "Functional Interpolation for Relative Positions", section 3).
+
+    `coefficients` [heads, 3 W + 2] for W hidden units: output weights of each head, and for all heads the same hidden
+    weights, hidden biases, c and a. An output bias, which the authors' network has, would be cancelled by softmax.
+    """
+
+    formula: ClassVar[str] = "fire"
+
+    def at(self, distance: Tensor, query: Tensor | None = None) -> Tensor:
+        """The bias at `distance` [...] of queries at token `query` of their documents, counted from 0, which broadcast
+        against each other: [heads, ...].
+        """
+        if query is None:
+            raise ValueError("the bias of fire is of the distance and the query's position; call bias_of_pairs")
+        values = self.coefficients.to(distance)
+        weight, bias = values[0, FIRE_WIDTH:-2].chunk(2)
+        c, threshold = values[0, -2].abs(), (values[0, -1] * FIRE_THRESHOLD).abs()
+        furthest = torch.maximum(query.to(distance), threshold)
+        share = (c * distance).log1p() / (c * furthest).log1p().clamp(min=torch.finfo(distance.dtype).tiny)
+        hidden = (share[..., None] * weight + bias).relu()
+        return (hidden @ values[:, :FIRE_WIDTH].T).movedim(-1, 0)
+
+
+def bias_of_pairs(bias: DistanceBias, distance: Tensor, query: Tensor) -> Tensor:
+    """The bias [heads, ...] at `distance` [...] >= 0 of queries at token `query` [...] of their documents; both
+    broadcast against each other.
+    """
+    if bias.formula in PAIRWISE:
+        return bias.at(distance, query)  # type: ignore[call-arg]
+    return bias.at(distance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,6 +342,34 @@ class LearnedKerplePower(_LearnedKerple):
         return KerplePowerBias(self())
 
 
+class LearnedFire(LearnedBias):
+    """FIRE's network of one layer: `hidden_weight`, `hidden_bias` [32], `output_weight` [heads, 32], `c`, `a` [1]."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.hidden_weight, self.hidden_bias = (nn.Parameter(torch.empty(FIRE_WIDTH)) for _ in range(2))
+        self.output_weight = nn.Parameter(torch.empty(heads, FIRE_WIDTH))
+        self.c, self.a = (nn.Parameter(torch.empty(1)) for _ in range(2))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """c = 0.1, a = 1, and weights uniform within 1 / sqrt(inputs), PyTorch's default, as in the authors' code."""
+        for weights in (self.hidden_weight, self.hidden_bias):
+            weights.uniform_(-1.0, 1.0, generator=generator)
+        self.output_weight.uniform_(-(FIRE_WIDTH**-0.5), FIRE_WIDTH**-0.5, generator=generator)
+        self.c.fill_(0.1)
+        self.a.fill_(1.0)
+
+    def forward(self) -> Tensor:
+        """The coefficients of `FireBias`, float32."""
+        shared = torch.cat((self.hidden_weight, self.hidden_bias, self.c, self.a))
+        return torch.cat((self.output_weight, shared.expand(len(self.output_weight), -1)), dim=1).float()
+
+    def distance_bias(self) -> FireBias:
+        return FireBias(self())
+
+
 class LearnedBuckets(LearnedBias):
     """T5's bias, one for all layers: `weight` [buckets, heads], named, shaped and drawn as in GPT-NeoX.
 
@@ -377,6 +448,7 @@ BIASES: dict[str, Builder] = {
     "kerple_log": lambda heads, *_: BiasSource("log", by_layer=lambda: LearnedKerpleLog(heads)),
     "kerple_power": lambda heads, *_: BiasSource("power", by_layer=lambda: LearnedKerplePower(heads)),
     "rpe": _rpe,
+    "fire": lambda heads, *_: BiasSource("fire", by_layer=lambda: LearnedFire(heads)),
     "sandwich": lambda heads, *_: fixed_bias("sandwich", sandwich, heads),
 }
 """By `pos_emb`. GPT-NeoX learns one T5 table for all layers; KERPLE's authors learn a kernel for each."""

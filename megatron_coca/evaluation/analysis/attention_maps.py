@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.backends.reference import with_sinks
-from megatron_coca.attention.inputs import AttentionInputs, Band
+from megatron_coca.attention.backends.reference import gate_bias, with_sinks
+from megatron_coca.attention.inputs import AttentionInputs, Band, bias_of_pairs
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.model.layers import soft_capped
@@ -100,4 +100,8 @@ def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
         grouped = segment.query[:, :, queries].to(wide).unflatten(1, (segment.key.shape[1], -1))
         product = torch.einsum("bghmd,bgnd->bghmn", grouped, segment.key.to(wide)).flatten(1, 2) * inputs.scale
         scores = torch.where(visible, soft_capped(product, inputs.softcap), scores)
-    return scores if inputs.bias is None else scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+    if inputs.bias is not None:
+        counted = (queries[:, None] - (first if inputs.documents is None else first[:, 0])).to(wide)
+        bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(wide), counted)
+        scores = scores + (bias.transpose(0, 1) if bias.dim() == 4 else bias)
+    return scores if inputs.gates is None else scores + gate_bias(inputs.gates, queries).to(wide)

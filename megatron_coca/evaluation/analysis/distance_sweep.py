@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_coca import methods
 from megatron_coca.attention.context import mapped
-from megatron_coca.attention.inputs import Band, DistanceBias
+from megatron_coca.attention.inputs import Band, DistanceBias, bias_of_pairs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.analysis.attention_maps import in_band
 from megatron_coca.evaluation.analysis.records import Angles, Border, Borders, Quantiles, Share
@@ -169,7 +169,9 @@ class DistanceSweep:
         self.partial_sums = self._partial_sums(encoding, length) if bounded else None
 
     def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None) -> SweptScores:
-        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias."""
+        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias; without forgetting gates, which
+        belong to the tokens between the two.
+        """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
         inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias)
@@ -182,7 +184,8 @@ class DistanceSweep:
             product = soft_capped(product, inputs.softcap)
             scores, visible = torch.where(served, product, scores), visible | served
         if inputs.bias is not None:
-            scores = scores + inputs.bias.at((self.last - self.keys).double())
+            distances = (self.last - self.keys).double()
+            scores = scores + bias_of_pairs(inputs.bias, distances, self.last.double())
         scores, visible = scores.flip(-1).cpu(), visible.flip(0).cpu()
         if self.partial_sums is None:
             return SweptScores(scores, visible)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
-from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.attention.inputs import AttentionInputs, bias_of_pairs
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep, records
@@ -72,7 +72,7 @@ def log_distances(length: int) -> list[int]:
 
 def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor:
     """Scores of the queries at token indices `queries` [n] with the keys `distance` tokens before, [heads, visible],
-    scaled and with the bias; queries whose key is hidden or before the first token are left out. Batch size 1.
+    scaled and with bias and gates; queries whose key is hidden or before the first token are left out. Batch size 1.
     """
     queries = queries.to(inputs.value.device)
     keys = queries - distance
@@ -85,7 +85,13 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
         wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
         scores = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
-        return scores if inputs.bias is None else scores + inputs.bias.at(keys.new_full((1,), distance).to(wide))
+        if inputs.bias is not None:
+            counted = (queries - first)[kept].to(wide)
+            scores = scores + bias_of_pairs(inputs.bias, keys.new_full((1,), distance).to(wide), counted)
+        if inputs.gates is not None:
+            total = inputs.gates[0].double().cumsum(-1)
+            scores = scores + (total[:, queries[kept]] - total[:, keys[kept]]).to(wide)
+        return scores
     return inputs.value.new_empty(inputs.query.shape[1], 0)
 
 

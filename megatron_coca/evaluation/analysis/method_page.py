@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from megatron_coca.attention.build import build_method
-from megatron_coca.attention.inputs import DistanceBias
+from megatron_coca.attention.inputs import DistanceBias, bias_of_pairs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import Config, PositionConfig
 from megatron_coca.config.model import GAU
@@ -162,9 +162,20 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
             chosen(position.relative_positions),
             str(position.sliding_window_width or position.attention_chunk_size or "-"),
             chosen(position.logit_scaling),
+            chosen(position.forgetting_gate),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
-    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
+    header = (
+        "method",
+        "layers",
+        "pos_emb",
+        "base",
+        "extension",
+        "distance map",
+        "window or chunk",
+        "logit scaling",
+        "gate",
+    )
     return Table("methods", "What was compared", header, tuple(rows))
 
 
@@ -176,6 +187,12 @@ def _bias(shown: ShownMethod) -> DistanceBias | None:
     bias, encoding = shown.method.bias, shown.encoding
     layer = shown.method.layer_bias() if encoding.bias is None else encoding.bias
     return layer.distance_bias() if layer is not None else bias.fixed
+
+
+def _bias_at(bias: DistanceBias, distances: list[int]) -> Tensor:
+    """[heads, distances] float64, for the query at the end of the input."""
+    ascending = torch.tensor(distances, dtype=torch.float64)
+    return bias_of_pairs(bias, ascending, ascending[-1])
 
 
 def _mark(shown: Sequence[ShownMethod]) -> dict[float, str]:
@@ -202,7 +219,7 @@ def _scores(shown: Sequence[ShownMethod]) -> Drawing:
         drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(each)
         swept = sweep.scores(token, token, bias)
-        scores = swept.scores - (bias.at(torch.tensor(distances, dtype=torch.float64)) if bias is not None else 0.0)
+        scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
         scores = scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan))
         return Line(each.variant, tuple(map(float, distances)), tuple(scores.tolist()))
 
@@ -212,8 +229,8 @@ def _scores(shown: Sequence[ShownMethod]) -> Drawing:
     ]
     caption = (
         f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} normal"
-        " vectors and all heads, without bias. No line where the method hides the key. For CoCA the key's vector is"
-        " that of the T projection."
+        " vectors and all heads, without bias and gates. No line where the method hides the key. For CoCA the key's"
+        " vector is that of the T projection."
     )
     return _drawing("Score against distance", "scores", caption, drawn)
 
@@ -278,13 +295,13 @@ def _biases(shown: Sequence[ShownMethod]) -> Drawing:
     def panel(each: ShownMethod) -> Panel:
         distances, bias = _distances(each.length), _bias(each)
         assert bias is not None
-        values = bias.at(torch.tensor(distances, dtype=torch.float64)).detach()
+        values = _bias_at(bias, distances).detach()
         heads = sorted({round(head) for head in np.linspace(0, len(values) - 1, min(MOST_HEADS, len(values)))})
         x = tuple(map(float, distances))
         lines = tuple(Line(f"head {head + 1}", x, tuple(values[head].tolist())) for head in heads)
         return Panel(lines, "distance (tokens)", "bias", each.model, marks=_mark([each]), linear_x=True)
 
-    caption = f"What is added to the scores, of at most {MOST_HEADS} heads."
+    caption = f"What is added to the scores of a query at the end of the input, of at most {MOST_HEADS} heads."
     return _drawing("Bias by head", "biases", caption, [panel(each) for each in shown])
 
 

@@ -46,7 +46,8 @@ def method_key(result: Result) -> MethodKey | None:
         return None
     before = result.checkpoint.trained_with
     settings = {**before, **result.overrides}
-    if settings.keys() & {"layer_types", "sliding_window_width", "attention_chunk_size", "sink_logits"}:
+    others = {"layer_types", "sliding_window_width", "attention_chunk_size", "sink_logits", "forgetting_gate"}
+    if settings.keys() & others:
         return None  # no paper's table has such models
     trained, used = _key(before, result), _key(settings, result)
     return replace(used, trained=trained if trained != MethodKey(trained.pos_emb) else None)

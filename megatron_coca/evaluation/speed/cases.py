@@ -71,7 +71,7 @@ def contract(model: nn.Module) -> None:
         layer.method = layer.backend = Contraction(method.scale)  # type: ignore[assignment]
 
 
-PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none"}
+PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+"""Values of `forgetting_gate`: a learned bias of every pair by the tokens between its query and its key."""
+
+from megatron_coca.methods.declaration import ForgettingGate, declare
+
+_FILE = "its gates have no place in the modelling file"
+_NEOX = "GPT-NeoX's model does not have its weights"
+
+declare(
+    (
+        ForgettingGate(
+            "fox",
+            "FoX",
+            "Forgetting Transformer, Lin et al. 2025",
+            rule="`ln sigmoid(w x + b)`",
+            trained=True,
+            huggingface=_FILE,
+            neox=_NEOX,
+        ),
+        ForgettingGate(
+            "cable",
+            "CABLE",
+            "Veisi et al. 2025",
+            rule="`-softplus(w x + b)`",
+            trained=True,
+            huggingface=_FILE,
+            neox=_NEOX,
+        ),
+    )
+)

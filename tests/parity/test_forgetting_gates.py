@@ -1,0 +1,176 @@
+"""Forgetting gates against the float64 oracle: values and gradients of every backend that serves them, in every
+precision, and the precision that remains after 32,768 tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import (
+    BACKENDS,
+    HEADS,
+    Case,
+    Layout,
+    Result,
+    differentiated,
+    error,
+    inputs_of,
+    with_gradients,
+)
+from torch import Tensor
+
+from megatron_coca.attention.backends import gated
+from megatron_coca.attention.backends.triton import TritonBackend
+from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.attention.positions.gates import GATES
+from tests.reference.dense import attention
+
+CASES = {name: Case(name) for name in ("none", "rotary", "coca", "coca_strict", "alibi", "kerple_log")} | {
+    "rerope-coca": Case("coca", relative={"type": "rerope", "window": 20}),
+    "streaming": Case("coca_strict", relative={"type": "streaming", "window": 20, "sinks": 4}),
+    "log_n": Case("coca", logit_scaling="log_n"),
+}
+UNBIASED = ("none", "rotary", "coca", "coca_strict", "log_n")
+SERVED = [(name, backend) for backend in ("sdpa", "merge", "reference") for name in UNBIASED]
+SERVED += [(name, backend) for backend in ("sdpa", "reference") for name in ("alibi", "kerple_log")]
+SERVED += [(name, backend) for backend in ("merge", "reference") for name in ("rerope-coca", "streaming")]
+FAST = [(name, backend) for name, backend in SERVED if backend != "reference"]
+DOCUMENTS = ((0,) * 30 + (1,) * 1 + (2,) * 50, (4,) * 64 + (3,) * 17)
+
+
+def opened(layout: Layout) -> Tensor:
+    """w x + b of every token, [batch, heads, length] float64 of values that bfloat16 holds."""
+    generator = torch.Generator().manual_seed(17)
+    drawn = 2 * torch.randn(layout.batch, HEADS, layout.length, generator=generator, dtype=torch.float64) + 1
+    return drawn.bfloat16().double()
+
+
+def exact(case: Case, gate: str, layout: Layout, dtype: torch.dtype, computed_in: torch.dtype) -> Result:
+    def compute(operands: Sequence[Tensor], learned: Mapping[str, Tensor]) -> Tensor:
+        weights = {name: value for name, value in learned.items() if name != "opened"}
+        setting = replace(case.setting(layout.scored, weights, layout.documents), gate=gate, opened=learned["opened"])
+        theta = case.theta(layout.scored, weights)
+        return attention(case.pos_emb, *operands, theta, layout.place, computed_in, setting)
+
+    operands = [x.to(computed_in) for x in layout.operands(dtype)]
+    return with_gradients(compute, operands, case.learned() | {"opened": opened(layout).to(computed_in)})
+
+
+def production(case: Case, gate: str, layout: Layout, dtype: torch.dtype, backend: str) -> Result:
+    leaves = [x.to(dtype).requires_grad_() for x in layout.operands(dtype)]
+    of_gate = opened(layout).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    weights: dict[str, Tensor] = {}
+    inputs = inputs_of(case, layout, leaves, weights).replace(gates=GATES[gate](of_gate))
+    return differentiated(BACKENDS[backend].attend(inputs), leaves, weights | {"opened": of_gate})
+
+
+def check(name: str, backend: str, layout: Layout, dtype: torch.dtype = torch.float32, gate: str = "fox") -> None:
+    """At most twice the error of the oracle's formulas in the same precision, with gates in float32 as everywhere; or
+    that of a score rounded where the bias is largest, half a block's sum of log gates.
+    """
+    case = CASES[name]
+    true = exact(case, gate, layout, dtype, torch.float64).all
+    plain = exact(case, gate, layout, dtype, torch.promote_types(dtype, torch.float32)).all
+    logarithms = GATES[gate](opened(layout))
+    largest = float(-logarithms.mean(-1).min()) * min(gated.QUERY_ROWS, layout.length) / 2
+    rounding = max(16 * torch.finfo(dtype).eps, torch.finfo(torch.float32).eps / 2 * largest)
+    for what, got in production(case, gate, layout, dtype, backend).all.items():
+        off, allowed = error(got, true[what]), error(plain[what], true[what])
+        assert off <= max(2 * allowed, rounding), f"{what}: {off:.2e} against {allowed:.2e} of a plain run"
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("name", "backend"), SERVED)
+def test_float32(name: str, backend: str, gate: str) -> None:
+    check(name, backend, Layout(111, kv_heads=2), gate=gate)
+
+
+@pytest.mark.parametrize(("name", "backend"), FAST)
+def test_several_blocks(name: str, backend: str) -> None:
+    check(name, backend, Layout(2 * gated.QUERY_ROWS + 77, batch=1, kv_heads=1))
+
+
+@pytest.mark.parametrize(("name", "backend"), SERVED)
+def test_float64(name: str, backend: str) -> None:
+    layout = Layout(gated.QUERY_ROWS + 9, batch=1, kv_heads=4)
+    ours = production(CASES[name], "cable", layout, torch.float64, backend).all
+    for what, expected in exact(CASES[name], "cable", layout, torch.float64, torch.float64).all.items():
+        allowed = 1e-10 if what in ("out", "q", "k", "v", "opened") else 1e-6  # learned biases are float32
+        assert error(ours[what], expected) < allowed, what
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in FAST if name != "kerple_log"])
+def test_half_precision(name: str, backend: str, dtype: torch.dtype) -> None:
+    check(name, backend, Layout(gated.QUERY_ROWS + 77, batch=1, kv_heads=2), dtype)
+
+
+@pytest.mark.parametrize("name", ["coca", "alibi", "rerope-coca"])
+def test_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels, on a CPU in Triton's interpreter, with heads of 24 features in two blocks of queries."""
+    pytest.importorskip("triton")
+    monkeypatch.setitem(BACKENDS, "triton", TritonBackend())
+    monkeypatch.setattr(gated, "QUERY_ROWS", 40)
+    check(name, "triton", Layout(70, batch=1, kv_heads=2))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize(("name", "backend"), FAST)
+def test_one_and_two_tokens(name: str, backend: str, length: int) -> None:
+    check(name, backend, Layout(length))
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+@pytest.mark.parametrize(("name", "backend"), SERVED)
+def test_packed_documents_and_late_queries(name: str, backend: str, queries: int) -> None:
+    """The gates of other documents cancel, that of a document's first token counts for none of its pairs."""
+    if CASES[name].relative.get("type") == "streaming":
+        check(name, backend, Layout(63, queries=queries, kv_heads=2))
+        return
+    places = tuple(tuple(index - ids.index(each) for index, each in enumerate(ids)) for ids in DOCUMENTS)
+    check(name, backend, Layout(81, queries=queries, kv_heads=2, positions=places, ids=DOCUMENTS))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "merge"])
+def test_documents_in_several_blocks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "QUERY_ROWS", 16)
+    check("coca_strict", backend, Layout(81, kv_heads=2, ids=DOCUMENTS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_32768_tokens_are_as_exact_as_512(dtype: torch.dtype) -> None:
+    """F is near -20,000 at the last token; in float32 its neighbours are 0.002 apart, and in bfloat16 128."""
+    errors = {}
+    for length in (512, 32768):
+        layout = Layout(length, queries=100, batch=1)
+        assert length < 32768 or float(torch.sigmoid(opened(layout)).log().sum(-1).max()) < -15000
+        true = exact(CASES["coca"], "fox", layout, dtype, torch.float64).all
+        ours = production(CASES["coca"], "fox", layout, dtype, "sdpa").all
+        errors[length] = {what: error(ours[what], true[what]) for what in true}
+    for what, short in errors[512].items():
+        assert errors[32768][what] < 1.5 * short, what
+
+
+def test_a_common_origin_loses_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an origin for every block of queries the first rows would have biases of thousands."""
+    layout = Layout(4096, batch=1)
+    true = exact(CASES["none"], "fox", layout, torch.float32, torch.float64).out
+    near = error(production(CASES["none"], "fox", layout, torch.float32, "sdpa").out, true)
+    monkeypatch.setattr(gated, "QUERY_ROWS", 1 << 20)
+    assert error(production(CASES["none"], "fox", layout, torch.float32, "sdpa").out, true) > 8 * near
+
+
+def test_gates_that_close_hide_what_was_before() -> None:
+    """A gate of e^-1e4 in float16: the row is that of the tokens from there on, and nothing overflows."""
+    layout = Layout(40, batch=1)
+    q, k, v = (x.half() for x in layout.operands(torch.float16))
+    inputs = inputs_of(CASES["none"], layout, (q, k, v), {})
+    gates = torch.zeros(1, HEADS, 40)
+    gates[:, :, 25] = -1e4
+    cut = AttentionInputs(
+        (replace(inputs.segments[0], query=q[:, :, 25:], key=k[:, :, 25:]),), v[:, :, 25:], inputs.scale
+    )
+    for backend in ("sdpa", "merge", "reference"):
+        out = BACKENDS[backend].attend(inputs.replace(gates=gates))[:, :, 25:]
+        torch.testing.assert_close(out, BACKENDS[backend].attend(cut), rtol=1e-2, atol=2e-3)
