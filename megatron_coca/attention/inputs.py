@@ -54,7 +54,8 @@ class AttentionInputs:
 
     The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length
     + i. The distance r of a pair is the difference of token indices. A pair is scored by the segment whose band
-    contains r; it is masked if there is none, or if the tokens belong to different documents.
+    contains r, or the number of chunks between its tokens; it is masked if there is none, or if the tokens belong to
+    different documents.
 
     Attributes:
         segments: one, or several with disjoint bands; the first band contains r = 0, so every query sees itself.

@@ -612,7 +612,13 @@ def _training_positions(settings: Settings) -> str | None:
         return f"no effect with pos_emb {position.pos_emb}, which reads the order of tokens and no positions; remove it"
     if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
         return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
-    counting = (f"{choice.key} {choice.name}" for kind in types for choice, _ in kind.choices() if choice.trained)
+    gaps = given.type != "shifted"
+    counting = (
+        f"{choice.key} {choice.name}"
+        for kind in types
+        for choice, _ in kind.choices()
+        if choice.trained or (gaps and getattr(choice, "counts_tokens", False))
+    )
     if found := next(counting, None):
         return f"not available with {found}, which reads the number of tokens from the positions in training"
     return None

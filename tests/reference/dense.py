@@ -20,15 +20,18 @@ class RelativeMap:
     tokens.
 
     `leak` is k of Leaky ReRoPE, `group_size` G of SelfExtend, `sinks` the number of first keys that stay visible,
-    `local` the smallest distance of STRING's shifted pairs.
+    `local` the smallest distance of STRING's shifted pairs. Dual chunk attention has no window, but chunks of
+    `chunk_size` tokens and the largest position `max_position` of a query.
     """
 
     type: str
-    window: int
+    window: int = 0
     leak: float = 16.0
     group_size: int = 8
     sinks: int = 0
     local: int = 0
+    chunk_size: int = 1
+    max_position: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,16 @@ def _far_streaming(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inne
     return m_inner.clamp(max=s.sinks + s.window - 1), n_inner
 
 
+def _dual_chunk(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Section 3 of the paper on dual chunk attention, by the chunks of query and key; of every pair."""
+    m_chunk, n_chunk = torch.floor(m_inner / s.chunk_size), torch.floor(n_inner / s.chunk_size)
+    m_offset, n_offset = m_inner - m_chunk * s.chunk_size, n_inner - n_chunk * s.chunk_size
+    successive = torch.clamp(m_offset + s.chunk_size, max=s.max_position)
+    inter = torch.full_like(m_offset, min(2 * s.chunk_size - 1, s.max_position))
+    query = torch.where(m_chunk - n_chunk == 1, successive, inter)
+    return torch.where(m_chunk == n_chunk, m_offset, query), n_offset
+
+
 def _far_string(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
     """The distance m - n becomes m - n - S + w."""
     return m - (s.window - s.local), n
@@ -166,6 +179,7 @@ FAR: dict[str, Far] = {
     "inv_leaky_rerope": _far_leaky,
     "self_extend": _far_self_extend,
     "string": _far_string,
+    "dual_chunk": _dual_chunk,
     "lm_infinite": _far_rerope,
     "streaming": _far_streaming,
 }

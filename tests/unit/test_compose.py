@@ -97,6 +97,7 @@ def test_every_option_belongs_to_a_choice(key: str, name: str) -> None:
         ({"type": "lm_infinite", "sinks": 2, "window": 7}, (Band(0, 7), Band(7, None, 2))),
         ({"type": "streaming"}, (Band(0, 60), Band(60, None, 4))),
         ({"type": "streaming", "sinks": 0}, (Band(0, 64),)),
+        ({"type": "dual_chunk"}, (Band(0, 1, chunk=48), Band(1, 2, chunk=48), Band(2, chunk=48))),
     ],
 )
 def test_default_windows(given: dict[str, Any], bands: tuple[Band, ...]) -> None:
