@@ -61,7 +61,9 @@ def make_inputs(
     return AttentionInputs(segments, operand(heads[1], length), SCALE)
 
 
-@pytest.mark.parametrize("bands", [NEAR_AND_FAR, THREE, (Band(0, 4),), (Band(first_keys=2),)], ids=str)
+@pytest.mark.parametrize(
+    "bands", [NEAR_AND_FAR, THREE, (Band(0, 4),), (Band(first_keys=2),), (Band(0, 1, chunk=4),)], ids=str
+)
 @pytest.mark.parametrize("documents", [False, True])
 def test_sdpa_refuses_bands_that_it_would_leave_out(bands: tuple[Band, ...], documents: bool) -> None:
     inputs = make_inputs(bands, 12)

@@ -173,3 +173,13 @@ def test_xpos_says_where_it_ends(dtype: torch.dtype, reach: int) -> None:
     assert all(100 * float(table.abs().max()) < torch.finfo(dtype).max for table in (*tables.query, *tables.key))
     with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
         encoding(torch.arange(2 * reach), 2 * reach, dtype)
+
+
+def test_chunks_keep_xpos_in_its_range() -> None:
+    """Positions end at that of training, whatever the length; with chunks beyond the range it is an error."""
+    encoding = PositionEncoding(make(pos_emb="xpos", relative_positions={"type": "dual_chunk"}))
+    context = encoding(torch.arange(20000), 20000, torch.float16)
+    assert all(tables.query.cos.abs().max() < 2 and tables.key.cos.abs().max() < 2 for tables in context.segments)
+    wide = {"type": "dual_chunk", "chunk_size": 15000, "max_position": 20000}
+    with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
+        PositionEncoding(make(pos_emb="xpos", relative_positions=wide))(torch.arange(20000), 20000, torch.float16)

@@ -314,8 +314,8 @@ def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tupl
     length = value.shape[2]
     for index, start in enumerate(range(0, len(bands), 4)):
         low, *limits = bands[start : start + 4]
-        band = Band(low, *(None if limit < 0 else limit for limit in limits))
-        for piece in cover(band, length - query.shape[2], length):
+        high, first_keys, chunk = (None if limit < 0 else limit for limit in limits)
+        for piece in cover(Band(low, high, first_keys, chunk), length - query.shape[2], length):
             yield index, piece
 
 

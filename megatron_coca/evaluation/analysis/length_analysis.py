@@ -77,16 +77,16 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
     queries = queries.to(inputs.value.device)
     keys = queries - distance
     first = torch.zeros_like(queries) if inputs.documents is None else inputs.documents.starts[0, queries]
+    wide, visible = torch.promote_types(inputs.query.dtype, torch.float32), torch.zeros_like(queries, dtype=torch.bool)
+    scores = torch.zeros(inputs.query.shape[1], len(queries), dtype=wide, device=queries.device)
     for segment in inputs.segments:
         kept = in_band(segment.band, queries - keys, keys - first) & (keys >= first)
-        if not kept.any():
-            continue
         query, key = segment.query[0][:, queries[kept]], segment.key[0][:, keys[kept]]
-        wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-        scores = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
-        return scores if inputs.bias is None else scores + inputs.bias.at(keys.new_full((1,), distance).to(wide))
-    return inputs.value.new_empty(inputs.query.shape[1], 0)
+        scores[:, kept] = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
+        visible |= kept
+    scores = scores[:, visible]
+    return scores if inputs.bias is None else scores + inputs.bias.at(keys.new_full((1,), distance).to(wide))
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
