@@ -41,10 +41,12 @@ class Setting:
     Attributes:
         multiplier: of cosine and sine each.
         map: the relative-position map, or None.
-        logit_scaling: "none", "log_n" (never below 1), "log_n_trained", or (a, p, first) of the temperature.
+        logit_scaling: "none", "log_n" (never below 1), "log_n_trained", "ssmax", or (a, p, first) of the temperature.
         training_length: L of the logit scaling.
         bias: the learned parameters of the bias by name: p and a [heads], or table [buckets, heads].
         documents: the document of every token, [batch, length], one run of equal numbers for each; None: one a row.
+        factors: [heads], learned, on the logits of every head, or None.
+        sinks: [heads], learned, the score of one more key whose value is 0, or None.
     """
 
     multiplier: float = 1.0
@@ -53,6 +55,8 @@ class Setting:
     training_length: int = 1
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
+    factors: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,17 @@ def attention(
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
     scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
     scores = scores * _row_factors(positions[:, -q.shape[2] :], setting).to(dtype)
+    if setting.factors is not None:
+        scores = scores * setting.factors.to(dtype)[:, None, None]
     if name in BIASES:
         distance = pairs.distance.clamp(min=0).to(dtype)
         scores = scores + BIASES[name](distance, q.shape[1], head_dim, setting.bias).to(dtype)
-    weights = torch.softmax(scores.masked_fill(~pairs.visible, -math.inf), dim=-1)
+    scores = scores.masked_fill(~pairs.visible, -math.inf)
+    if setting.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sink = setting.sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
     return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
 
 
@@ -112,6 +123,8 @@ def _row_factors(positions: Tensor, setting: Setting) -> Tensor:
         strength, period, first = setting.logit_scaling
         periods = torch.div(positions + first, period, rounding_mode="floor")
         return (1 + strength * torch.log(1 + periods))[:, None, :, None]
+    if setting.logit_scaling == "ssmax":
+        return torch.log(positions + 1)[:, None, :, None]
     factors = torch.log(positions + 1) / math.log(setting.training_length)
     factors = factors.clamp(min=1.0) if setting.logit_scaling == "log_n" else factors
     return factors[:, None, :, None]
