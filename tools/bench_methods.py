@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,16 +31,14 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca import Attention, build_model, load_config, methods
+from megatron_coca import build_model, load_config, methods
 from megatron_coca.evaluation.results import measured
 from megatron_coca.model import LanguageModelLoss
 from tests.parity import stock_layers
-from tests.parity.layer_oracle import layer_by_oracle
+from tests.parity.layer_oracle import SHAPE, layer_of, oracle_error
 from tools import bench_families
 from tools.records import ChildProcess, append_records, benchmark_parser, quartiles
 
-SHAPE: dict[str, Any] = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512}
-SHAPE |= {"vocab_size": 512, "pos_emb": "rotary"}
 ERROR_LENGTH, MEMORY_LENGTH = 512, 16384
 OPTIONS: dict[str, Any] = {"factor": 4.0, "target_length": 4096, "proportion": 0.5}
 OPTIONS |= {"short_factor": [1.0] * 32, "long_factor": [1.0 + j / 8 for j in range(32)]}
@@ -83,27 +80,6 @@ LAYERS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 """The same for single layers of gpt-oss and Llama 4."""
 
 
-def layer_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Attention, Any]:
-    """Return the method's layer in training, with weights away from their initial values, and its configuration."""
-    config, generator = load_config([], SHAPE | METHODS[name] | changes), torch.Generator().manual_seed(0)
-    layer = Attention(config).to(dtype).train()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-    return layer, config
-
-
-@torch.no_grad()
-def oracle_error(name: str, length: int = ERROR_LENGTH, dtype: torch.dtype = torch.float32) -> float:
-    """Return the relative error of the layer in `dtype`, trained at a quarter of `length`."""
-    layer, config = layer_of(name, dtype, seq_length=length // 4)
-    if layer.encoding.clex is not None:
-        layer.eval()  # training draws positions
-    hidden = torch.randn(1, length, config.model.hidden_size, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    exact = layer_by_oracle(layer, config, hidden)
-    return float((layer(hidden) - exact).norm() / exact.norm())
-
-
 def stock_error(name: str) -> float | None:
     """Return the error against transformers, None where it has no model of this."""
     if name in LAYERS:
@@ -121,7 +97,7 @@ def memory_of(name: str) -> Callable[[int], int]:
     """Return a function of a number of tokens: growth of memory in bytes, in the process that calls this."""
 
     def grown(length: int) -> int:
-        layer, config = layer_of(name)
+        layer, config = layer_of(METHODS[name])
         for tokens in (64, length):  # the first loads libraries
             hidden = torch.randn(1, tokens, config.model.hidden_size, requires_grad=True)
             with measured(torch.device("cpu")) as meter:
@@ -137,9 +113,9 @@ def stepper(name: str) -> Callable[[], float]:
     loss, tokens = LanguageModelLoss(build_model(config)).train(), torch.randint(512, (4, 513))
 
     def step() -> float:
-        start = time.perf_counter()
-        loss(tokens).backward()
-        return time.perf_counter() - start
+        with measured(torch.device("cpu")) as meter:
+            loss(tokens).backward()
+        return meter.seconds
 
     return step
 
@@ -160,8 +136,14 @@ def launches(name: str) -> float:
     return float(said.partition("launches per layer: ")[2].split()[0])
 
 
+def errors(name: str, rounds: int) -> dict[str, Any]:
+    """Return both errors of a method, or of a pattern of layers that against transformers."""
+    own = oracle_error(METHODS[name], ERROR_LENGTH) if name in METHODS else None
+    return {"oracle_error": own, "stock": FAMILIES.get(name), "stock_error": stock_error(name)}
+
+
 MEASURES: dict[str, Callable[[str, int], dict[str, Any]]] = {
-    "errors": lambda name, rounds: {"oracle_error": oracle_error(name)},
+    "errors": errors,
     "memory": lambda name, rounds: {"memory_bytes": ChildProcess(memory_of, name)(MEMORY_LENGTH)},
     "time": time_ratio,
     "launches": lambda name, rounds: {"launches": launches(name)},
@@ -185,12 +167,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for name in options.only or every:
         found: dict[str, Any] = {"benchmark": "position method", "method": name}
-        for measure in options.measure if name in METHODS else ():
+        measures = [each for each in options.measure if name in METHODS or each == "errors"]
+        for measure in measures:
             found |= MEASURES[measure](name, options.rounds)
-        if "errors" in options.measure:
-            found |= {"stock": FAMILIES.get(name), "stock_error": stock_error(name)}
-        append_records(options.output, [found])
-        print(row(found), flush=True)
+        if measures:
+            append_records(options.output, [found])
+            print(row(found), flush=True)
     return 0
 
 

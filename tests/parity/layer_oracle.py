@@ -1,13 +1,42 @@
 """A whole attention layer by the float64 oracle, from the layer's weights and its configuration."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_coca import Attention
+from megatron_coca import Attention, load_config
 from megatron_coca.config import Config
 from tests.reference.clex import clex_frequencies
 from tests.reference.dense import RelativeMap, Setting, attention, inverse_leak
 from tests.reference.frequencies import frequencies, multiplier
+
+SHAPE: dict[str, Any] = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512}
+SHAPE |= {"vocab_size": 512, "pos_emb": "rotary"}
+
+
+def layer_of(
+    keys: Mapping[str, Any], dtype: torch.dtype = torch.float32, trained: int = 512
+) -> tuple[Attention, Config]:
+    """The layer of a rotary model with these keys, in training, its weights away from their initial values."""
+    config, generator = load_config([], SHAPE | {"seq_length": trained} | keys), torch.Generator().manual_seed(0)
+    layer = Attention(config).to(dtype).train()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return layer, config
+
+
+@torch.no_grad()
+def oracle_error(keys: Mapping[str, Any], length: int, dtype: torch.dtype = torch.float32) -> float:
+    """Norm of the layer's difference to the oracle, by that of the oracle, at four times the trained length."""
+    layer, config = layer_of(keys, dtype, length // 4)
+    if layer.encoding.clex is not None:
+        layer.eval()  # training draws positions
+    hidden = torch.randn(1, length, config.model.hidden_size, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    exact = layer_by_oracle(layer, config, hidden)
+    return float((layer(hidden) - exact).norm() / exact.norm())
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@ gpt-oss and Llama 4 against transformers.
 import pytest
 import torch
 
+from tests.parity.layer_oracle import layer_of, oracle_error
 from tests.parity.stock_layers import gpt_oss, llama4
-from tools.bench_methods import METHODS, layer_of, oracle_error
+from tools.bench_methods import METHODS
 
 LENGTH = 300  # beyond the window and the chunk
 ALLOWED = {"clex": 1e-5}
@@ -15,14 +16,14 @@ ALLOWED = {"clex": 1e-5}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_layer_is_that_of_the_oracle(name: str) -> None:
-    assert oracle_error(name, LENGTH, torch.float64) < ALLOWED.get(name, 1e-12)
+    assert oracle_error(METHODS[name], LENGTH, torch.float64) < ALLOWED.get(name, 1e-12)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "rotary"])
 def test_no_row_is_rotary_under_another_name(name: str) -> None:
     hidden = torch.randn(1, LENGTH, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    (layer, _), (rotary, _) = (layer_of(each, torch.float64, seq_length=LENGTH // 4) for each in (name, "rotary"))
+    (layer, _), (rotary, _) = (layer_of(keys, torch.float64, LENGTH // 4) for keys in (METHODS[name], {}))
     rotary.load_state_dict(layer.state_dict(), strict=False)
     torch.manual_seed(0)
     assert float((layer(hidden) - rotary(hidden)).norm() / rotary(hidden).norm()) > 1e-4

@@ -19,7 +19,7 @@ def test_every_map_extension_and_scaling_is_a_row() -> None:
 
 def test_records_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """One line for each method, with what was asked for alone; a pattern of layers is compared with its family."""
-    monkeypatch.setattr(bench_methods, "oracle_error", lambda name: 1e-7)
+    monkeypatch.setattr(bench_methods, "oracle_error", lambda keys, length: 1e-7)
     monkeypatch.setattr(bench_methods, "stock_error", lambda name: {"layers of gemma3": 2e-6}.get(name))
     measures = bench_methods.MEASURES | {"memory": lambda name, rounds: {"memory_bytes": 3 * 2**20}}
     monkeypatch.setattr(bench_methods, "MEASURES", measures)
@@ -29,7 +29,9 @@ def test_records_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     rerope, gemma = map(json.loads, output.read_text().splitlines())
     assert rerope["method"] == "rerope" and rerope["oracle_error"] == 1e-7 and rerope["memory_bytes"] == 3 * 2**20
     assert rerope["stock_error"] is None and "ratio" not in rerope and {"device", "threads", "versions"} <= gemma.keys()
-    assert gemma["stock"] == "gemma3" and gemma["stock_error"] == 2e-6 and "oracle_error" not in gemma
+    assert gemma["stock"] == "gemma3" and gemma["stock_error"] == 2e-6 and gemma["oracle_error"] is None
+    assert main(["--only", "layers of gemma3", "--measure", "memory", "--output", str(tmp_path / "none")]) == 0
+    assert not (tmp_path / "none").exists(), "a pattern of layers has no memory of one layer"
     rows = capsys.readouterr().out.splitlines()
     assert rows == ["| rerope | 1.0e-07 |  | 3 |  |  |", "| layers of gemma3 |  | 2.0e-06 |  |  |  |"]
 
