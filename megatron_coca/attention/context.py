@@ -12,8 +12,6 @@ from megatron_coca.attention.positions.distance_maps import Band, MapPositions
 from megatron_coca.attention.positions.forms import RotaryTables, check_range, growth, rotary_tables
 
 Bias = TypeVar("Bias", bound=DistanceBias | None)
-Draw = tuple[int, Tensor]
-"""A scaling factor and positions, as CLEX draws them in training."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,6 @@ class HeadShard:
     def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
         """The mean loss over all tokens from that over this rank's; `loss_mask` [batch, length] selects tokens."""
         return loss
-
-    def agreed(self, draw: Draw, device: torch.device) -> Draw:
-        """One random draw for all ranks of a sequence; `device` is used for communication."""
-        return draw
 
 
 WHOLE = HeadShard()

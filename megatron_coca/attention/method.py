@@ -275,12 +275,14 @@ class PositionEncoding(ShardedModule):
             of_new_keys: make tables of the keys at `positions` only, because the cache holds K' of the others.
             batch: rows, for chunks.
         """
-        method, drawing = self.method, self.clex is not None and self.training
-        rotary, positions = (
-            self._drawn(positions) if drawing else (self._frequencies(length, positions.device), positions)
-        )
-        own = positions if key_positions is None or drawing else key_positions
-        keys = _token_positions(own, documents, None if drawing else reached)
+        method, extended = self.method, 1
+        if self.clex is not None and self.training:
+            extended, positions = self.clex.in_training(positions, length, reached or length)
+            reached = None
+        elif self.clex is not None:
+            extended = self.clex.factor_for(length)
+        rotary = self._frequencies(length, extended, positions.device)
+        keys = _token_positions(positions if key_positions is None else key_positions, documents, reached)
         queries = keys
         if key_positions is not None:
             first = keys.first if keys.first.shape[-1] == 1 else keys.first[..., -positions.shape[-1] :]
@@ -304,21 +306,15 @@ class PositionEncoding(ShardedModule):
             of_new_keys,
         )
 
-    def _frequencies(self, length: int, device: torch.device) -> RotaryFrequencies | None:
+    def _frequencies(self, length: int, extended: int, device: torch.device) -> RotaryFrequencies | None:
+        """Frequencies for `length` tokens; those of CLEX for its factor `extended`."""
         rotary, decay = self.method.rotary, self.method.form.decay
         if rotary is None:
             return None
         if self.clex is not None:
-            return RotaryFrequencies(self.clex.inverse_frequencies(self.clex.factor_for(length)), 1.0, decay)
+            return RotaryFrequencies(self.clex.inverse_frequencies(extended), 1.0, decay)
         measured = length if rotary.depends_on_length else rotary.original_length
         return RotaryFrequencies(_frequencies_on(rotary, measured, device), rotary.multiplier(length), decay)
-
-    def _drawn(self, positions: Tensor) -> tuple[RotaryFrequencies, Tensor]:
-        """CLEX in training: a random extension, and random positions in the extended length, the same for all rows."""
-        assert self.clex is not None
-        factor, drawn = self.share.agreed(self.clex.training_draw(positions.shape[-1]), positions.device)
-        rotary = RotaryFrequencies(self.clex.inverse_frequencies(factor), 1.0, self.method.form.decay)
-        return rotary, drawn.to(positions.device)
 
 
 def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:

@@ -399,7 +399,10 @@ def _recomputed_dropout(settings: Settings) -> str | None:
 
 def _drawn_positions(settings: Settings) -> str | None:
     drawn = next((kind.extension for kind in _types(settings).values() if kind.extension.learned), None)
-    return f"{drawn.name} draws a factor and positions on the host in every forward pass" if drawn else None
+    return f"{drawn.name} is trained with stretched positions, and {_HOST_POSITIONS}" if drawn else None
+
+
+_HOST_POSITIONS = "the host reads the positions of every batch"
 
 
 def _outside_of_graph(settings: Settings) -> str | None:
@@ -427,9 +430,7 @@ GRAPH_REFUSALS: Refusals = {
     "reset_position_ids": lambda settings: _BOUNDARIES if settings.data.reset_position_ids else None,
     "checkpoint_activations": _recomputed_dropout,
     "rope_scaling": _drawn_positions,
-    "training_positions": lambda settings: (
-        "the host reads the positions of every batch" if settings.general.training_positions is not None else None
-    ),
+    "training_positions": lambda settings: _HOST_POSITIONS if settings.general.training_positions is not None else None,
 }
 """By key, the reason why a micro-batch cannot be captured as a CUDA graph, or None."""
 
@@ -612,15 +613,17 @@ def _training_positions(settings: Settings) -> str | None:
         return f"no effect with pos_emb {position.pos_emb}, which reads the order of tokens and no positions; remove it"
     if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
         return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
-    gaps = given.type != "shifted"
-    counting = (
-        f"{choice.key} {choice.name}"
-        for kind in types
-        for choice, _ in kind.choices()
-        if choice.trained or (gaps and getattr(choice, "counts_tokens", False))
-    )
-    if found := next(counting, None):
-        return f"not available with {found}, which reads the number of tokens from the positions in training"
+    gaps, choices = given.type != "shifted", [choice for kind in types for choice, _ in kind.choices()]
+    counting = [choice for choice in choices if choice.trained and choice.key != "rope_scaling"]
+    counting += [choice for choice in choices if gaps and getattr(choice, "counts_tokens", False)]
+    if counting:
+        counted = f"{counting[0].key} {counting[0].name}"
+        return f"not available with {counted}, which reads the number of tokens from the positions in training"
+    if given.type == "stretched" and largest % length:
+        return f"max {given.max} must be a multiple of seq_length {length} with stretched positions"
+    learned = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
+    if learned and (given.type != "stretched" or largest > max(learned) * length):
+        return f"rope_type clex is trained with {{type: stretched, max: {max(learned)}L}}, the default; remove it"
     return None
 
 

@@ -23,7 +23,6 @@ from megatron_coca.config.neox_keys import (
     UNSUPPORTED_CHOICES,
     is_inert,
 )
-from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.run_stages import RunStage, resolve_stages, stage_faults
 from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, SECTIONS, SELECTORS, Settings, nested_names
 from megatron_coca.config.source import (
@@ -316,11 +315,6 @@ class Config(Settings):
     def seed(self) -> int:
         """Seed of initialization, dropout and data order."""
         return self.general.seed
-
-    @property
-    def layer_types(self) -> dict[str, PositionConfig]:
-        """The position keys of every type of layers, in the order of their first layers."""
-        return self.position.of_types(self.model.layer_names)
 
     @property
     def gpu_keys(self) -> tuple[str, ...]:

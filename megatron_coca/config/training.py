@@ -315,9 +315,10 @@ class SyntheticConfig(ConfigGroup):
 class TrainingPositions(ConfigGroup):
     """Positions of training samples other than 0, 1, ...; evaluation always has those."""
 
-    type: Literal["randomized", "shifted", "pose"] = Field(
+    type: Literal["randomized", "shifted", "pose", "stretched"] = Field(
         description="randomized: a sorted random subset of 0 .. max-1; shifted: one random offset; pose: two chunks,"
-        " the second at a random offset (PoSE)."
+        " the second at a random offset (PoSE); stretched: a sorted random subset with both ends of t times the length,"
+        " for a random integer t in every step (CLEX)."
     )
     max: Count | str = Field(description="Positions are below it: a number, or a multiple of seq_length such as 16L.")
 

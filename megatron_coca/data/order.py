@@ -486,8 +486,10 @@ class Packing:
 class PositionDraw(Protocol):
     """Draws positions of samples: `DrawnPositions`."""
 
-    def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None) -> np.ndarray:
-        """Positions int64 [n, length] of samples by number int64 [n], for each document that ``begins`` marks."""
+    def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
+        """Positions int64 [n, length] of the samples of ``step`` by number int64 [n], for each document that ``begins``
+        marks.
+        """
 
 
 class Loader:
@@ -590,7 +592,7 @@ class Loader:
         batch = self._packing.batch(tokens, begins, None if mask is None else mask[:, first:])
         if self._positions is not None:
             restarts = begins if self._packing.reset_position_ids else None
-            batch = replace(batch, positions=self._positions.draw(numbers, tokens.shape[1] - 1, restarts))
+            batch = replace(batch, positions=self._positions.draw(numbers, tokens.shape[1] - 1, restarts, step))
         return list(batch.split(self._micro_batch))
 
     def _outside(self, numbers: np.ndarray, tokens: np.ndarray, vocab_size: int) -> DataError:

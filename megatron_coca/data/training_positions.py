@@ -1,8 +1,9 @@
 """Positions of training samples other than 0, 1, ..., so that a model meets larger ones than its training length.
 
 Randomised positions are those of Ruoss et al. (2023), "Randomized Positional Encodings Boost Length Generalization of
-Transformers", and `pose` those of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
-Skip-wise Training". They are drawn on the host, as a function of (seed, sample number) alone.
+Transformers", `pose` those of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
+Skip-wise Training", and `stretched` those of Chen et al. (2024), "CLEX: Continuous Length Extrapolation for Large
+Language Models". They are drawn on the host, as a function of (seed, sample number) alone.
 """
 
 from collections.abc import Callable
@@ -29,10 +30,17 @@ def _pose(words: np.ndarray, length: int, largest: int) -> np.ndarray:
     return np.arange(length) + (np.arange(length) >= cut) * int(words[1] % np.uint64(largest - length + 1))
 
 
+def _stretched(words: np.ndarray, length: int, largest: int) -> np.ndarray:
+    """A sorted random subset of 0 .. largest-1 that has both ends in it."""
+    inner = _subset(words[: largest - 2], length - 2, largest - 2) + 1 if length > 2 else np.arange(0)
+    return np.concatenate(([0], inner, [largest - 1]))[-length:] if length > 1 else np.arange(length)
+
+
 DRAWN: dict[str, tuple[Callable[[int], int], Callable[[np.ndarray, int, int], np.ndarray]]] = {
     "randomized": (lambda largest: largest, _subset),
     "shifted": (lambda largest: 1, _shifted),
     "pose": (lambda largest: 2, _pose),
+    "stretched": (lambda largest: largest, _stretched),
 }
 """By `training_positions.type`: the random words needed for positions below a bound, and (words, tokens, bound) ->
 increasing positions int64 [tokens].
@@ -45,7 +53,8 @@ class DrawnPositions:
 
     Attributes:
         type: a key of `DRAWN`.
-        largest: positions are below it; at least the length of a sample.
+        largest: positions are below it; at least the length of a sample. With `stretched` a multiple of that length:
+            the samples of a step reach t times their length, for one integer t drawn for the step.
         seed: of the run.
     """
 
@@ -53,12 +62,16 @@ class DrawnPositions:
     largest: int
     seed: int
 
-    def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None) -> np.ndarray:
-        """Positions int64 [n, length] of samples by global number, int64 [n].
+    def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
+        """Positions int64 [n, length] of samples by global number, int64 [n], which are read at `step`.
 
-        With `begins`, bool [n, length], every document of a sample draws its own.
+        With `begins`, bool [n, length], every document of a sample draws its own; not with `stretched`.
         """
-        count, make = DRAWN[self.type][0](self.largest), DRAWN[self.type][1]
+        (words_for, make), largest = DRAWN[self.type], self.largest
+        if self.type == "stretched":
+            word = random_words(np.array([step]), 1, derive_key("stretch", self.seed))[0, 0]
+            largest, begins = length * (1 + int(word % np.uint64(largest // length))), None
+        count = words_for(largest)
         starts = np.zeros((len(numbers), length), dtype=bool) if begins is None else begins.copy()
         starts[:, 0] = True
         rows, firsts = np.nonzero(starts)
@@ -66,5 +79,5 @@ class DrawnPositions:
         words = random_words(numbers[rows] * length + firsts, count, derive_key("positions", self.seed))
         drawn = np.empty((len(numbers), length), dtype=np.int64)
         for row, first, end, own in zip(rows.tolist(), firsts.tolist(), ends.tolist(), words, strict=True):
-            drawn[row, first:end] = make(own, end - first, self.largest)
+            drawn[row, first:end] = make(own, end - first, largest)
         return drawn

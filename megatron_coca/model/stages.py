@@ -4,10 +4,8 @@ Only hidden states are sent between stages; each computes positions, document bo
 the micro-batch, which every stage receives.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -145,11 +143,7 @@ class Stage(nn.Module):
         self, samples: Tensor, positions: Tensor, reached: int, dtype: torch.dtype, documents: PackedDocuments | None
     ) -> Contexts:
         length = min(reached, samples.shape[1] - 1)  # drawn positions do not count tokens
-        drawing = self.training and any(method.clex is not None for method in self.model.methods.values())
-        with _draws_of(samples) if drawing else nullcontext():
-            return self.model.contexts(
-                positions, length, dtype, documents=documents, reached=reached, batch=len(samples)
-            )
+        return self.model.contexts(positions, length, dtype, documents=documents, reached=reached, batch=len(samples))
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
         hidden = x if self.span.blocks else self.model.norm(x)
@@ -186,13 +180,3 @@ def _keep(model: GPT, span: Span) -> None:
     for name, encoding in model.encodings().items() if span.blocks else ():
         if name not in model.layer_types:
             encoding.bias = encoding.clex = None
-
-
-@contextmanager
-def _draws_of(samples: Tensor) -> Iterator[None]:
-    """Seed the CPU generator from the samples, so that all stages draw the same numbers for one micro-batch without
-    communication.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(zlib.crc32(samples.cpu().numpy().tobytes()))
-        yield

@@ -185,7 +185,7 @@ def open_loader(
     if layout is None:
         sizes = corpus.config.batch.resolve(1)
         layout = sizes.total, sizes.micro, 0, 1
-    given, drawn = corpus.config.general.training_positions, None
+    given, drawn = corpus.config.training_positions, None
     start = corpus.start if blend is corpus.train else (0, 0)
     if given is not None and blend is corpus.train:
         largest = window_tokens(given.max, corpus.config.model.seq_length)

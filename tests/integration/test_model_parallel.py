@@ -17,7 +17,7 @@ import torch
 
 from megatron_coca.checkpoints.state import file_name, write_pieces
 from megatron_coca.config import Config, load_config
-from megatron_coca.data import Batch
+from megatron_coca.data import Batch, DrawnPositions
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import saving
 from megatron_coca.training.engine import Engine
@@ -124,7 +124,9 @@ def batches(config: Config, step: int, place: int, copies: int) -> list[Batch]:
     begins[:, : LENGTH // 2] = False  # the ranks of a sequence have unequal numbers of counted tokens
     packed = config.data.reset_attention_mask
     documents, mask = (np.cumsum(begins, axis=1, dtype=np.int32), ~begins) if packed else (None, None)
-    return list(Batch(tokens, documents, None, mask).split(sizes.micro))[place::copies]
+    drawn, positions = config.training_positions is not None, DrawnPositions("stretched", 4 * LENGTH, 0)
+    places = positions.draw(np.arange(sizes.total), LENGTH, step=step) if drawn else None
+    return list(Batch(tokens, documents, places, mask).split(sizes.micro))[place::copies]
 
 
 def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:

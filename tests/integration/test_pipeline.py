@@ -4,6 +4,7 @@ Many small runs share the processes of one launch: this file is also the program
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from megatron_coca.checkpoints.state import file_name, write_pieces
 from megatron_coca.config import load_config
-from megatron_coca.data import Batch
+from megatron_coca.data import Batch, DrawnPositions
 from megatron_coca.model import assemble_model
 from megatron_coca.training import saving
 from megatron_coca.training.engine import build_engine
@@ -77,6 +78,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
         "use_qk_layernorm": True,
     },
+    "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -95,7 +97,7 @@ class Trained:
         self.topology = Topology.of(config.parallel, dist.world_size())
         self.place = self.topology.coordinates(dist.rank())
         self.sizes = config.batch.resolve(self.topology.data)
-        self.packed = config.data.reset_attention_mask
+        self.packed, self.drawn = config.data.reset_attention_mask, config.training_positions is not None
         saving.seed_everything(config.seed, dist.rank())
         optimizer = partial(build_optimizer, config=config.optimizer)
         self.engine = build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
@@ -105,8 +107,13 @@ class Trained:
         shape = (self.sizes.accumulation, self.topology.data, samples or self.sizes.micro)
         tokens = random.integers(0, 64, (*shape, LENGTH + 1))
         documents = np.cumsum(random.random((*shape, LENGTH)) < 0.2, axis=-1).astype(np.int32)
-        own = zip(tokens[:, self.place.data], documents[:, self.place.data], strict=True)
-        return [Batch(row, marks, None, marks != 1) if self.packed else Batch(row) for row, marks in own]
+        draw = DrawnPositions("stretched", 4 * LENGTH, 0)
+        positions = draw.draw(np.arange(math.prod(shape)), LENGTH, step=seed).reshape(documents.shape)
+        own = zip(*(of_all[:, self.place.data] for of_all in (tokens, documents, positions)), strict=True)
+        return [
+            Batch(row, marks, None, marks != 1) if self.packed else Batch(row, None, places if self.drawn else None)
+            for row, marks, places in own
+        ]
 
     def steps(self, first: int, last: int, limits: Limits | None = None) -> list[list[Any]]:
         return [list(self.engine.train_step(self.batches(step), RATE, limits)) for step in range(first, last)]

@@ -234,10 +234,11 @@ def inputs_of(case: Case, layout: Layout, operands: Sequence[Tensor], weights: d
     ids, places = layout.documents, layout.place
     frame = encoding(
         places if layout.queries is None else places[..., -layout.queries :],
-        layout.scored,
+        layout.length if case.training else layout.scored,
         operands[0].dtype,
         None if layout.queries is None else places,
         None if ids is None else documents_from_ids(ids),
+        layout.scored if case.training else None,
     )
     return method.prepare(*operands, frame, bias=None if bias is None else bias.distance_bias())
 

@@ -5,6 +5,7 @@ numbers up to rounding, within the training length of 32 and beyond it.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import (
@@ -20,7 +21,7 @@ from attention_cases import (
     production,
 )
 
-from megatron_coca.attention.method import PositionEncoding
+from megatron_coca.data import DrawnPositions
 from tests.reference.clex import clex_frequencies
 from tests.reference.dense import attention
 
@@ -111,15 +112,15 @@ def test_every_extension_changes_what_it_should() -> None:
 
 @pytest.mark.parametrize("form", ROTATED)
 def test_clex_in_training(form: str) -> None:
-    """The extension and the positions that training draws, with the gradients of the network."""
-    case, layout = Case(form, EXTENSIONS["clex"] | {"max_factor": 4}, training=True), Layout(40)
-    torch.manual_seed(11)
-    t, positions = PositionEncoding(case.method).clex.training_draw(40)
-    assert t > 1 and positions[-1] > 40, "the draw is an extension"
+    """The extension of the positions that training draws, with the gradients of the network."""
+    drawn = DrawnPositions("stretched", 160, 0).draw(np.arange(2), 40, step=2)
+    t, positions = int(drawn.max() + 1) // 40, torch.from_numpy(drawn)
+    assert t == 4, "the draw is an extension"
+    layout = Layout(40, positions=tuple(map(tuple, drawn.tolist())))
+    case = Case(form, EXTENSIONS["clex"] | {"max_factor": 4}, training=True)
 
     leaves = [x.requires_grad_() for x in layout.operands(torch.float64)]
     weights: dict[str, torch.Tensor] = {}
-    torch.manual_seed(11)
     out = BACKENDS["reference"].attend(inputs_of(case, layout, leaves, weights))
     learned = {name: value.requires_grad_() for name, value in case.learned().items()}
     theta = clex_frequencies(learned["up"], learned["down"], t, step=0.004)

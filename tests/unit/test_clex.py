@@ -131,30 +131,12 @@ def test_what_is_remembered_is_not_saved() -> None:
     assert stream.tell() < 8000
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 512, 1023, 1024, 1500])
-def test_training_positions_are_a_scaled_sorted_subset_with_both_ends(length: int) -> None:
-    clex, generator, seen = Clex(8, 1e4, 512, max_factor=4), torch.Generator().manual_seed(1), set()
-    for _ in range(40):
-        t, positions = clex.training_draw(length, generator)
-        scale = max(1, length // 512)
-        indices = positions * scale
-        assert positions.shape == (length,) and positions.dtype == torch.float64
-        assert torch.equal(indices, indices.round()) and (positions.diff() > 0).all()
-        assert indices[0] == 0 and (length == 1 or indices[-1] == t * length - 1)
-        if t == 1:
-            assert indices.tolist() == list(range(length))
-        seen.add(t)
-    assert seen == {1, 2, 3, 4}
-
-
-def test_training_draws_repeat_with_the_global_generator() -> None:
-    clex = Clex(8, 1e4, 512)
-    state = torch.get_rng_state()
-    first = clex.training_draw(100)
-    assert not torch.equal(torch.get_rng_state(), state)
-    torch.set_rng_state(state)
-    again = clex.training_draw(100)
-    assert first[0] == again[0] and torch.equal(first[1], again[1])
+@pytest.mark.parametrize(("length", "reached", "t", "scale"), [(512, 512, 1, 1), (512, 2048, 4, 1), (1500, 4500, 3, 2)])
+def test_the_positions_of_training_name_the_factor(length: int, reached: int, t: int, scale: int) -> None:
+    """Beyond L positions are divided by floor(length/L), as in the authors' code."""
+    positions = torch.tensor([[0, 7, reached - 1]])
+    factor, rotated = Clex(8, 1e4, 512, max_factor=4).in_training(positions, length, reached)
+    assert factor == t and rotated.dtype == torch.float64 and torch.equal(rotated * scale, positions.double())
 
 
 @pytest.mark.parametrize("keys", [{"max_factor": 0}, {"ode_step": 0.0}])

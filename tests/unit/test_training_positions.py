@@ -58,6 +58,35 @@ def test_every_document_of_a_sample_draws_its_own(name: str) -> None:
     assert positions.max() < 200
 
 
+def test_a_step_is_stretched_by_one_factor() -> None:
+    draw, factors = DrawnPositions("stretched", 256, 3), []
+    for step in range(40):
+        positions = draw.draw(NUMBERS[:3], 64, step=step)
+        factors.append(int(positions.max() + 1) // 64)
+        assert (positions[:, 0] == 0).all() and (positions[:, -1] == 64 * factors[-1] - 1).all()
+        assert factors[-1] == 1 or (positions[0] != positions[1]).any()
+    assert set(factors) == {1, 2, 3, 4} and (draw.draw(NUMBERS[:1], 2, step=0)[0] >= [0, 1]).all()
+
+
+def test_clex_is_trained_with_stretched_positions() -> None:
+    """They reach the layers, and the factor of the frequencies follows from them."""
+    clex = load_config([MODEL], ["rope_scaling={rope_type: clex, max_factor: 4}"])
+    assert clex.training_positions is not None and clex.training_positions.max == "4L"
+    corpus = open_corpus(clex)
+    with open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader:
+        reached = {int(loader.micro_batches(step)[0].positions.max()) + 1 for step in range(12)}
+    assert reached == {64, 128, 192, 256}
+    model = build_model(corpus.config, training=True)
+    seen: list[int] = []
+    model.positions.clex.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    tokens = torch.from_numpy(SyntheticSamples(TaskSettings(), 64, 0).read(NUMBERS[:2]).tokens)
+    for factor in (1, 3):
+        positions = torch.arange(64).expand(2, -1).clone()
+        positions[:, -1] = 64 * factor - 1
+        LanguageModelLoss(model)(tokens, positions=positions)
+    assert seen == [1, 3]
+
+
 def test_the_bound_may_be_the_length() -> None:
     for name in DRAWN:
         assert (DrawnPositions(name, 64, 0).draw(NUMBERS[:5], 64) == np.arange(64)).all()
@@ -125,7 +154,8 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
         (["pos_emb=alibi"], "no effect with pos_emb alibi"),
         (["pos_emb=none"], "no effect with pos_emb none"),
         (["pos_emb=learned"], "max 16L exceeds max_position_embeddings 64"),
-        (["rope_scaling={rope_type: clex}"], "rope_scaling clex, which reads the number of tokens"),
+        (["rope_scaling={rope_type: clex}"], "rope_type clex is trained with {type: stretched, max: 16L}, the default"),
+        (["training_positions={type: stretched, max: 100}"], "max 100 must be a multiple of seq_length 64"),
         (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which reads the number of tokens"),
         (
             ["relative_positions={type: inv_leaky_rerope, target_length: 1024}"],

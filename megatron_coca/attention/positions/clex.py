@@ -8,6 +8,8 @@ theta_ntk(t) are the NTK-aware frequencies with alpha = 2t - 1. Their part of th
 integrated numerically: y = z - ln theta_ntk obeys dy/dt = tanh([y + 2 ln theta_ntk(t)] W_up) W_down, y(1) = 0.
 
 The authors' code takes base 10000 for theta_ntk, independent of the model's base; here both are the model's.
+
+In training t and the positions are those of `training_positions: {type: stretched}` (data/training_positions.py).
 """
 
 import math
@@ -56,6 +58,16 @@ class Clex(nn.Module):
     def factor_for(self, length: int) -> int:
         """t for an input of `length` tokens: ceil(l/L), at least 1 and at most `max_factor`."""
         return max(1, min(math.ceil(length / self.original_length), self.max_factor))
+
+    def in_training(self, positions: Tensor, length: int, reached: int) -> tuple[int, Tensor]:
+        """t and the positions to rotate by, float64, for `length` tokens of training at `positions` below `reached`.
+
+        Positions that reach t times the length are those of the factor t. They are divided by floor(length/L) where
+        that is above 1. The authors' last position is t*length/floor(length/L) - 1, which can then be smaller than the
+        one before it; here it is divided as all others are.
+        """
+        t = min(math.ceil(reached / length), self.max_factor)
+        return t, positions.to(torch.float64) / max(1, length // self.original_length)
 
     def inverse_frequencies(self, t: int) -> Tensor:
         """exp(z(t)) for an integer t >= 1: [dim/2] float64, in radians per position, on the device of the weights.
@@ -120,18 +132,3 @@ class Clex(nn.Module):
         """ln theta_ntk at `times` [n]: [n, dim/2] float64; theta_ntk,j = theta_j (2t - 1)^(-2j/(dim-2))."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64) / max(self.dim - 2, 1)
         return geometric(self.dim, self.base).log() - torch.log(2 * times - 1)[:, None] * exponents
-
-    def training_draw(self, length: int, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
-        """(t, positions [length] float64 on the CPU) for a training input of `length` tokens.
-
-        t is uniform in 1..max_factor; positions are a sorted random subset of 0 .. t*length - 1 that has both ends in
-        it, divided by floor(length/L) where that is above 1. Draws come from PyTorch's global CPU generator unless
-        one is given, so that a resumed run repeats them. The authors' last position is t*length/floor(length/L) - 1,
-        which for a floor above 1 can be smaller than the one before it; here it is divided as all others are.
-        """
-        t = int(torch.randint(1, self.max_factor + 1, (), generator=generator))
-        last = t * length - 1
-        inner = torch.randperm(max(last - 1, 0), generator=generator)[: max(length - 2, 0)].sort().values + 1
-        ends = torch.tensor([0, last])[: min(length, 2)]
-        positions = torch.cat((ends[:1], inner, ends[1:]))
-        return t, positions.to(torch.float64) / max(1, length // self.original_length)

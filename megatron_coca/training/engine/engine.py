@@ -15,7 +15,7 @@ import torch.nn as nn
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import Tensor
 
-from megatron_coca.attention.context import WHOLE, Draw, HeadShard, assign_shard
+from megatron_coca.attention.context import WHOLE, HeadShard, assign_shard
 from megatron_coca.attention.layer import PARTS
 from megatron_coca.checkpoints.state import LayerShards, ParameterSlice, StatePiece, TensorShard, layer_shards
 from megatron_coca.config import BatchSizes, Config, ConfigError
@@ -361,12 +361,6 @@ class SequenceShard(HeadShard):
         if loss_mask is not None:
             weight = self.split(loss_mask).sum() / loss_mask.sum().clamp(min=1)
         return _SumOverRanks.apply(loss * weight, self.group, self.count if self.averaged else 1)
-
-    def agreed(self, draw: Draw, device: torch.device) -> Draw:
-        factor, positions = draw
-        first = torch.cat((positions.new_tensor([factor]), positions)).to(device)
-        dist.broadcast(first, group=self.group, group_src=0)
-        return int(first[0]), first[1:].cpu()
 
 
 class _SumOverRanks(torch.autograd.Function):
