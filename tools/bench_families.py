@@ -117,10 +117,11 @@ def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         for way, found in costs.items():
             found.append(ChildProcess(importer, way, folder)(str(scratch / f"{way}_{number}")))
+    summaries: list[tuple[str, Callable[[list[float]], float]]] = [("seconds", statistics.median), ("bytes", max)]
     return {
-        f"import_{unit}_{way}": choose(cost[place] for cost in found)
+        f"import_{unit}_{way}": choose([cost[place] for cost in found])
         for way, found in costs.items()
-        for place, (unit, choose) in enumerate((("seconds", statistics.median), ("bytes", max)))
+        for place, (unit, choose) in enumerate(summaries)
     }
 
 

@@ -155,9 +155,12 @@ def segment_tables(
     if rotary.decay:
         # Read from the device the host would wait for it; maps keep the order of positions.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
+        last = last if band.chunk is None else min(last, band.chunk - 1)
         furthest = torch.tensor([last], dtype=torch.float64)
-        centre = mapped(furthest, torch.zeros_like(furthest), band.key_positions).tolist()[0] / 2
-        check_range(centre, dtype)
+        places = (mapped(furthest, torch.zeros_like(furthest), to) for to in (band.key_positions, band.query_positions))
+        last_key, last_query = (place.tolist()[0] for place in places)
+        centre = last_key / 2
+        check_range(max(centre, last_query - centre), dtype)
         query_scale = query_scale * growth(at_query, rotary.dim, centre)
         key_scale = 1.0 / growth(at_key, rotary.dim, centre)
     return SegmentTables(

@@ -56,7 +56,8 @@ class AttentionInputs:
 
     The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length
     + i. The distance r of a pair is the difference of token indices. A pair is scored by the segment whose band
-    contains r; it is masked if there is none, or if the tokens belong to different documents.
+    contains r, or the number of chunks between its tokens; it is masked if there is none, or if the tokens belong to
+    different documents.
 
     Attributes:
         segments: one, or several with disjoint bands; the first band contains r = 0, so every query sees itself.
@@ -202,8 +203,8 @@ def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
 def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, slice]:
     """The inputs of `rows` queries from row `start` on, with the keys that these may see, and their indices."""
     stop, (band, *others) = min(start + rows, inputs.query.shape[2]), (segment.band for segment in inputs.segments)
-    windowed = band.high is not None and band.first_keys is None and not others
-    first = max(inputs.past + start - band.high + 1, 0) if windowed and band.high is not None else 0
+    window = band.high if not others and band == Band(band.low, band.high) else None
+    first = 0 if window is None else max(inputs.past + start - window + 1, 0)
     queries, keys = slice(start, stop), slice(first, inputs.past + stop)
     block = inputs.replace(
         segments=tuple(

@@ -170,7 +170,8 @@ class PositionMethod:
     @property
     def window(self) -> int | None:
         """Tokens that a query sees, its own included, or None for all; a cache keeps as many."""
-        return self.bands[0].high if len(self.bands) == 1 else None
+        (band, *others) = self.bands
+        return band.high if not others and band.chunk is None else None
 
     def layer_bias(self) -> LearnedBias | None:
         """A new module for one layer's own bias, or None."""

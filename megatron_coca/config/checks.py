@@ -634,11 +634,11 @@ def _training_positions(settings: Settings) -> str | None:
         return f"no effect with pos_emb {position.pos_emb}, which reads the order of tokens and no positions; remove it"
     if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
         return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
-    trained = (
-        choice for kind in types for choice, _ in kind.choices() if choice.trained and choice.key != "rope_scaling"
-    )
-    if counting := next(trained, None):
-        counted = f"{counting.key} {counting.name}"
+    gaps, choices = given.type != "shifted", [choice for kind in types for choice, _ in kind.choices()]
+    counting = [choice for choice in choices if choice.trained and choice.key != "rope_scaling"]
+    counting += [choice for choice in choices if gaps and getattr(choice, "counts_tokens", False)]
+    if counting:
+        counted = f"{counting[0].key} {counting[0].name}"
         return f"not available with {counted}, which reads the number of tokens from the positions in training"
     if given.type == "stretched" and largest % length:
         return f"max {given.max} must be a multiple of seq_length {length} with stretched positions"

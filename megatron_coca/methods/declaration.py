@@ -213,12 +213,14 @@ class DistanceMap(Choice):
         rule: the far pairs, for tables.
         training_only: a model is trained with it and evaluated without.
         shifts_positions: pairs keep their distances and not their positions, so the score form must be shift-invariant.
+        counts_tokens: it reads positions as numbers of tokens, so training cannot draw positions with gaps.
     """
 
     key: ClassVar[str] = "relative_positions"
     rule: str
     training_only: bool = False
     shifts_positions: bool = False
+    counts_tokens: bool = False
 
     def refusal(self, use: Use) -> str | None:
         if not use.pos_emb.rotary:

@@ -37,6 +37,15 @@ def _beyond_half(use: Use) -> str | None:
     return f"target_length {target} must exceed {length // 2}, half of the training length"
 
 
+def _within_reach(use: Use) -> str | None:
+    size, furthest = use.options["chunk_size"], use.options["max_position"]
+    if size <= furthest:
+        return None
+    return (
+        f"chunk_size {size} exceeds max_position {furthest}, so a key of the chunk before would stand after its query"
+    )
+
+
 def _shifted_back(use: Use) -> str | None:
     window, local = use.options["window"], use.options["local"]
     return None if local <= window else f"local {local} exceeds window {window}, so distances would grow"
@@ -95,6 +104,32 @@ declare(
                 ),
             ),
             checks=(_shifted_back,),
+        ),
+        DistanceMap(
+            "dual_chunk",
+            "dual chunk attention",
+            "An et al. 2024",
+            rule="`n' = n mod c`; `m' = m mod c` in the same chunk of c tokens, `min(m mod c + c, C)` for the chunk"
+            " before, `min(2c - 1, C)` for older ones",
+            options=(
+                Option(
+                    "chunk_size",
+                    "count",
+                    "Tokens c of a chunk.",
+                    by_length=lambda length, _: max(3 * length // 4, 1),
+                    shown="3L/4",
+                ),
+                Option(
+                    "max_position",
+                    "count",
+                    "Largest position C of a query.",
+                    by_length=lambda length, _: max(length - 1, 1),
+                    shown="L - 1",
+                ),
+            ),
+            counts_tokens=True,
+            checks=(_within_reach,),
+            neox="the plugin has not been tested with chunks",
         ),
         DistanceMap(
             "lm_infinite",

@@ -141,9 +141,10 @@ def resolve(neox_args: Any) -> Config:
     kinds = set(neox_args.attention_config or ()) - {"global", "flash"}
     problems += [f"attention_config: {', '.join(sorted(kinds))} is not supported; use global or flash"] if kinds else []
     scaling = neox_args.rope_scaling or {}
-    extension = methods.TABLES["rope_scaling"].get(str(scaling.get("rope_type", scaling.get("type"))))
-    if extension is not None and extension.neox != "plugin":
-        problems.append(f"rope_scaling: {extension.name}: {extension.neox}")
+    given = {"rope_scaling": scaling.get("rope_type", scaling.get("type"))}
+    given["relative_positions"] = (neox_args.relative_positions or {}).get("type")
+    chosen = [methods.TABLES[key][name] for key, name in given.items() if name in methods.TABLES[key]]
+    problems += [f"{choice.key}: {choice.name}: {choice.neox}" for choice in chosen if choice.neox != "plugin"]
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
             f"pos_emb: {neox_args.pos_emb} is a bias of GPT-NeoX's own attention, which supports none of"

@@ -16,6 +16,7 @@ BANDS = {
     "odd window": (Band(0, 100), Band(100)),
     "three": (Band(0, 32), Band(32, 200), Band(200, None, first_keys=10)),
     "window": (Band(0, 96),),
+    "chunks": (Band(0, 1, chunk=100), Band(1, 2, chunk=100), Band(2, chunk=100)),
     "narrow window": (Band(0, 2), Band(2)),
 }
 FLOOR = 16 * torch.finfo(torch.float32).eps

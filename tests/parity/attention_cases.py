@@ -314,6 +314,7 @@ _MAPS: dict[str, dict[str, Any]] = {
     "inv_leaky_rerope": {"type": "inv_leaky_rerope", "window": 8, "target_length": 128},
     "self_extend": {"type": "self_extend", "window": 21, "group_size": 4},
     "string": {"type": "string", "window": 20, "local": 7},
+    "dual_chunk": {"type": "dual_chunk", "chunk_size": 13, "max_position": 20},
     "lm_infinite": {"type": "lm_infinite", "window": 20, "sinks": 10},
     "streaming": {"type": "streaming", "window": 20, "sinks": 4},
 }
@@ -326,7 +327,9 @@ MAPS = {
 
 
 def with_window(case: Case, window: int) -> Case:
-    """The same map with another window."""
+    """The same map with another window, or chunks of that size."""
+    if "chunk_size" in case.relative:
+        return replace(case, relative=dict(case.relative) | {"chunk_size": window, "max_position": window + 3})
     relative = dict(case.relative) | {"window": window}
     if "local" in relative:
         relative["local"] = min(relative["local"], window)
@@ -341,6 +344,7 @@ _ONE_FORM_PER_MAP = (
     "inv_leaky_rerope-coca_strict",
     "self_extend-coca",
     "string-coca",
+    "dual_chunk-coca",
     "lm_infinite-rotary",
     "streaming-coca_strict",
 )

@@ -25,6 +25,7 @@ DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
 REROPE = {"relative_positions": {"type": "rerope", "window": 6}}
 INFINITE = {"relative_positions": {"type": "lm_infinite", "window": 6, "sinks": 3}}
+CHUNKED = {"relative_positions": {"type": "dual_chunk", "chunk_size": 7, "max_position": 10}}
 PROBABILITIES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
@@ -155,7 +156,7 @@ def test_the_angles_of_coca_come_out_as_zero(pos_emb: str) -> None:
 def scores_by_oracle(pos_emb: str, keys: dict[str, Any], model: GPT, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Scores [heads, length, length] as softmax takes them, and which pairs are visible, by the oracle's formulas."""
     given = keys.get("relative_positions")
-    relative = None if given is None else dense.RelativeMap(given["type"], given["window"], sinks=given.get("sinks", 0))
+    relative = None if given is None else dense.RelativeMap(**given)
     multiplier = 0.1 * math.log(4) + 1 if keys == YARN else 1.0
     setting = dense.Setting(map=relative)
     pairs = dense.lay_out(torch.arange(LENGTH, dtype=torch.float64)[None], LENGTH, setting)
@@ -174,10 +175,12 @@ CASES = [
     ("rotary", YARN),
     ("rotary", REROPE),
     ("rotary", INFINITE),
+    ("rotary", CHUNKED),
     ("rotary", {"logit_scaling": "log_n"}),
     ("xpos", {}),
     ("coca", {}),
     ("coca", REROPE),
+    ("coca", CHUNKED),
     ("coca_strict", DYNAMIC),
     ("alibi", {}),
     ("none", {}),

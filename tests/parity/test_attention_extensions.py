@@ -63,6 +63,9 @@ COMBINED = {
     "rotary-dynamic-string-temperature": Case(
         "rotary", EXTENSIONS["dynamic"], {"type": "string", "window": 20, "local": 5}, {"type": "temperature"}
     ),
+    "coca-dynamic-dual_chunk-log_n": Case(
+        "coca", EXTENSIONS["dynamic"], {"type": "dual_chunk", "chunk_size": 24, "max_position": 31}, "log_n", 0.5
+    ),
     "coca-temperature": Case(
         "coca", logit_scaling={"type": "temperature", "period": 16, "first": 1, "strength": 0.4}, rotary_pct=0.5
     ),

@@ -58,6 +58,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "inv_leaky_rerope": {"target_length": 64},
     "self_extend": {"group_size": 3},
     "string": {"window": 9, "local": 3},
+    "dual_chunk": {"chunk_size": 5, "max_position": 8},
     "lm_infinite": {"window": 12, "sinks": 3},
     "streaming": {"window": 12},
 }

@@ -20,15 +20,18 @@ class RelativeMap:
     tokens.
 
     `leak` is k of Leaky ReRoPE, `group_size` G of SelfExtend, `sinks` the number of first keys that stay visible,
-    `local` the smallest distance of STRING's shifted pairs.
+    `local` the smallest distance of STRING's shifted pairs. Dual chunk attention has no window, but chunks of
+    `chunk_size` tokens and the largest position `max_position` of a query.
     """
 
     type: str
-    window: int
+    window: int = 0
     leak: float = 16.0
     group_size: int = 8
     sinks: int = 0
     local: int = 0
+    chunk_size: int = 1
+    max_position: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,14 @@ class Setting:
     Attributes:
         multiplier: of cosine and sine each.
         map: the relative-position map, or None.
-        logit_scaling: "none", "log_n" (never below 1), "log_n_trained", or (a, p, first) of the temperature.
+        logit_scaling: "none", "log_n" (never below 1), "log_n_trained", "ssmax", or (a, p, first) of the temperature.
         training_length: L of the logit scaling.
         bias: the learned parameters of the bias by name: p and a [heads], or table [buckets, heads].
         documents: the document of every token, [batch, length], one run of equal numbers for each; None: one a row.
         gate: "fox" or "cable", or None.
         opened: [batch, heads, length], w x + b of the gate of every token.
+        factors: [heads], learned, on the logits of every head, or None.
+        sinks: [heads], learned, the score of one more key whose value is 0, or None.
     """
 
     multiplier: float = 1.0
@@ -54,6 +59,8 @@ class Setting:
     documents: Tensor | None = None
     gate: str | None = None
     opened: Tensor | None = None
+    factors: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ def attention(
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
     scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
     scores = scores * _row_factors(positions[:, -q.shape[2] :], setting).to(dtype)
+    if setting.factors is not None:
+        scores = scores * setting.factors.to(dtype)[:, None, None]
     if name in BIASES:
         distance = pairs.distance.clamp(min=0).to(dtype)
         scores = scores + BIASES[name](distance, q.shape[1], head_dim, setting.bias).to(dtype)
@@ -107,7 +116,12 @@ def attention(
         scores = scores + _fire(pairs.distance.clamp(min=0).to(dtype), pairs.place.to(dtype), setting.bias)
     if setting.gate is not None and setting.opened is not None:
         scores = scores + forgotten(setting.gate, setting.opened.to(dtype), q.shape[2])
-    weights = torch.softmax(scores.masked_fill(~pairs.visible, -math.inf), dim=-1)
+    scores = scores.masked_fill(~pairs.visible, -math.inf)
+    if setting.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sink = setting.sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
     return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
 
 
@@ -128,6 +142,8 @@ def _row_factors(positions: Tensor, setting: Setting) -> Tensor:
         strength, period, first = setting.logit_scaling
         periods = torch.div(positions + first, period, rounding_mode="floor")
         return (1 + strength * torch.log(1 + periods))[:, None, :, None]
+    if setting.logit_scaling == "ssmax":
+        return torch.log(positions + 1)[:, None, :, None]
     factors = torch.log(positions + 1) / math.log(setting.training_length)
     factors = factors.clamp(min=1.0) if setting.logit_scaling == "log_n" else factors
     return factors[:, None, :, None]
@@ -174,6 +190,16 @@ def _far_streaming(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inne
     return m_inner.clamp(max=s.sinks + s.window - 1), n_inner
 
 
+def _dual_chunk(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Section 3 of the paper on dual chunk attention, by the chunks of query and key; of every pair."""
+    m_chunk, n_chunk = torch.floor(m_inner / s.chunk_size), torch.floor(n_inner / s.chunk_size)
+    m_offset, n_offset = m_inner - m_chunk * s.chunk_size, n_inner - n_chunk * s.chunk_size
+    successive = torch.clamp(m_offset + s.chunk_size, max=s.max_position)
+    inter = torch.full_like(m_offset, min(2 * s.chunk_size - 1, s.max_position))
+    query = torch.where(m_chunk - n_chunk == 1, successive, inter)
+    return torch.where(m_chunk == n_chunk, m_offset, query), n_offset
+
+
 def _far_string(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
     """The distance m - n becomes m - n - S + w."""
     return m - (s.window - s.local), n
@@ -185,6 +211,7 @@ FAR: dict[str, Far] = {
     "inv_leaky_rerope": _far_leaky,
     "self_extend": _far_self_extend,
     "string": _far_string,
+    "dual_chunk": _dual_chunk,
     "lm_infinite": _far_rerope,
     "streaming": _far_streaming,
 }

@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dynamic": {"pos_emb": "rotary", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     "rerope": {"pos_emb": "rotary", "relative_positions": {"type": "rerope", "window": 4}},
     "streaming": {"pos_emb": "rotary", "relative_positions": {"type": "streaming", "window": 4}},
+    "dual chunk": {"pos_emb": "coca", "relative_positions": {"type": "dual_chunk", "chunk_size": 6}},
     "rpe": {"pos_emb": "rpe"},
     "alibi capped": {"pos_emb": "alibi", "attn_logit_softcapping": 0.1},
     "sinks": {"pos_emb": "rotary", "sink_logits": True},

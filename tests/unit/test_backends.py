@@ -25,6 +25,8 @@ from megatron_coca.attention.inputs import (
 
 NEAR_AND_FAR = (Band(0, 4), Band(4))
 THREE = (Band(0, 5), Band(5, 11), Band(11, None, first_keys=2))
+CHUNKS = (Band(0, 1, chunk=5), Band(1, 2, chunk=5), Band(2, chunk=5))
+CHUNKS_OF_512 = (Band(0, 1, chunk=512), Band(1, 2, chunk=512), Band(2, chunk=512))
 HEAD_DIM, SCALE = 8, 0.3
 
 
@@ -59,7 +61,9 @@ def make_inputs(
     return AttentionInputs(segments, operand(heads[1], length), SCALE)
 
 
-@pytest.mark.parametrize("bands", [NEAR_AND_FAR, THREE, (Band(0, 4),), (Band(first_keys=2),)], ids=str)
+@pytest.mark.parametrize(
+    "bands", [NEAR_AND_FAR, THREE, (Band(0, 4),), (Band(first_keys=2),), (Band(0, 1, chunk=4),)], ids=str
+)
 @pytest.mark.parametrize("documents", [False, True])
 def test_sdpa_refuses_bands_that_it_would_leave_out(bands: tuple[Band, ...], documents: bool) -> None:
     inputs = make_inputs(bands, 12)
@@ -127,6 +131,29 @@ def test_pieces_cover_every_visible_pair_once(length: int) -> None:
         assert torch.equal(found, visible.long()), (past, low, high, first)
 
 
+@pytest.mark.parametrize("length", [1, 2, 7, 12])
+def test_pieces_cover_every_pair_of_chunks_once(length: int) -> None:
+    for past, low, high, size in product(range(length), (0, 1, 2), (None, 1, 2, 3), (1, 2, 5, 20)):
+        if high is not None and high <= low:
+            continue
+        query, key = torch.arange(past, length)[:, None], torch.arange(length)
+        apart = query // size - key // size
+        visible = (query >= key) & (apart >= low) & (apart < (high or length))
+        found = pairs(cover(Band(low, high, chunk=size), past, length), length - past, length)
+        assert torch.equal(found, visible.long()), (past, low, high, size)
+
+
+def test_three_bands_of_chunks_are_half_the_pairs_in_two_calls_and_one_per_older_chunk() -> None:
+    near, following, older = (cover(band, 0, 4096) for band in CHUNKS_OF_512)
+    assert near == (Piece(0, 0, 512, 512, "lower", 8, 512),) and following == (Piece(512, 0, 512, 512, "full", 7, 512),)
+    assert [(piece.rows, piece.columns) for piece in older] == [(512, 512 * chunks) for chunks in range(1, 7)]
+
+
+def test_a_band_of_chunks_shows_all_of_their_keys() -> None:
+    with pytest.raises(ValueError, match="leave out first_keys"):
+        Band(1, first_keys=4, chunk=8)
+
+
 def test_triangles_are_square_and_no_piece_is_empty() -> None:
     for past, high, first in product((0, 5, 40), (3, 7, 16, None), (None, 4)):
         for piece in cover(Band(0, high, first), past, 41):
@@ -156,8 +183,8 @@ def test_one_query_takes_one_rectangle_a_segment() -> None:
 @pytest.mark.parametrize(("length", "past"), [(1, 0), (2, 0), (3, 1), (33, 0), (33, 5), (33, 32), (64, 0), (70, 13)])
 @pytest.mark.parametrize(
     "bands",
-    [(CAUSAL,), NEAR_AND_FAR, THREE, (Band(0, 6),), (Band(0, 1), Band(1)), (Band(0, 100), Band(100))],
-    ids=["causal", "near and far", "three", "window", "window of 1", "window beyond the length"],
+    [(CAUSAL,), NEAR_AND_FAR, THREE, (Band(0, 6),), (Band(0, 1), Band(1)), (Band(0, 100), Band(100)), CHUNKS],
+    ids=["causal", "near and far", "three", "window", "window of 1", "window beyond the length", "chunks"],
 )
 def test_merge_values_and_gradients(bands: tuple[Band, ...], length: int, past: int, heads: tuple[int, int]) -> None:
     assert_merge_is_exact(make_inputs(bands, length, past, heads=heads))
@@ -340,19 +367,23 @@ def by_loops(inputs: AttentionInputs, documents: PackedDocuments, slopes: Tensor
         scores = {}
         for key, part in product(range(begin, query + 1), inputs.segments):
             r, band = query - key, part.band
+            if band.chunk is not None:
+                r = (query - begin) // band.chunk - (key - begin) // band.chunk
             if band.low <= r < (band.high or math.inf) and key - begin < (band.first_keys or math.inf):
                 dot = part.query[row, head, index] @ part.key[row, head // groups, key]
-                scores[key] = math.exp(inputs.scale * float(dot) - float(slopes[head, 0]) * r)
+                scores[key] = math.exp(inputs.scale * float(dot) - float(slopes[head, 0]) * (query - key))
         for key, weight in scores.items():
             out[row, head, index] += weight / sum(scores.values()) * inputs.value[row, head // groups, key]
     return out
 
 
+@pytest.mark.parametrize(
+    "bands", [(Band(0, 3), Band(3, 6), Band(6, None, first_keys=2)), CHUNKS], ids=["three", "chunks"]
+)
 @pytest.mark.parametrize("past", [0, 6])
-def test_the_reference_is_the_contract_pair_by_pair(past: int) -> None:
+def test_the_reference_is_the_contract_pair_by_pair(past: int, bands: tuple[Band, ...]) -> None:
     """Bands, first keys of a document, bias, fewer key heads, late queries, all at once."""
     documents, slopes = packed(((9, 4), (2, 11))), torch.rand(4, 1, generator=torch.Generator().manual_seed(0))
-    bands = (Band(0, 3), Band(3, 6), Band(6, None, first_keys=2))
     inputs = make_inputs(bands, 13, past)
     with torch.no_grad():
         expected = by_loops(inputs, documents, slopes)

@@ -26,7 +26,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "dynamic_max": {"target_length": 64},
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * j for j in range(8)], "factor": 4.0},
     "proportional": {"proportion": 0.5},
-    "inv_leaky_rerope": {"target_length": 64},
+    **{kind: {"window": 6} for kind in methods.names("relative_positions") if kind != "dual_chunk"},
+    "inv_leaky_rerope": {"window": 6, "target_length": 64},
+    "dual_chunk": {"chunk_size": 5, "max_position": 8},
 }
 
 
@@ -57,7 +59,7 @@ def scaling(rope_type: str) -> dict[str, Any]:
 FORMS = [{"pos_emb": name} for name in methods.names("pos_emb")]
 EXTENDED = [{"pos_emb": "coca", "rope_scaling": scaling(name)} for name in methods.names("rope_scaling")]
 MAPPED = [
-    {"pos_emb": name, "relative_positions": {"type": kind, "window": 6} | REQUIRED.get(kind, {})}
+    {"pos_emb": name, "relative_positions": {"type": kind} | REQUIRED[kind]}
     for kind in methods.names("relative_positions")
     for name in sorted(methods.names("pos_emb", rotary=True))
     if (kind, name) != ("streaming", "coca")

@@ -18,7 +18,7 @@ from megatron_coca.model import build as building
 KEYS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 24, "vocab_size": 48}
 MAPS: dict[str, dict[str, Any]] = {
     kind: {"relative_positions": {"type": kind, "window": 8}} for kind in ("rerope", "lm_infinite", "streaming")
-}
+} | {"dual_chunk": {"relative_positions": {"type": "dual_chunk", "chunk_size": 10}}}
 LEARNED = ("kerple_log", "kerple_power", "rpe")
 PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
 CASES: dict[str, list[dict[str, Any]]] = {

@@ -97,6 +97,7 @@ def test_every_option_belongs_to_a_choice(key: str, name: str) -> None:
         ({"type": "lm_infinite", "sinks": 2, "window": 7}, (Band(0, 7), Band(7, None, 2))),
         ({"type": "streaming"}, (Band(0, 60), Band(60, None, 4))),
         ({"type": "streaming", "sinks": 0}, (Band(0, 64),)),
+        ({"type": "dual_chunk"}, (Band(0, 1, chunk=48), Band(1, 2, chunk=48), Band(2, chunk=48))),
     ],
 )
 def test_default_windows(given: dict[str, Any], bands: tuple[Band, ...]) -> None:
@@ -172,3 +173,13 @@ def test_xpos_says_where_it_ends(dtype: torch.dtype, reach: int) -> None:
     assert all(100 * float(table.abs().max()) < torch.finfo(dtype).max for table in (*tables.query, *tables.key))
     with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
         encoding(torch.arange(2 * reach), 2 * reach, dtype)
+
+
+def test_chunks_keep_xpos_in_its_range() -> None:
+    """Positions end at that of training, whatever the length; with chunks beyond the range it is an error."""
+    encoding = PositionEncoding(make(pos_emb="xpos", relative_positions={"type": "dual_chunk"}))
+    context = encoding(torch.arange(20000), 20000, torch.float16)
+    assert all(tables.query.cos.abs().max() < 2 and tables.key.cos.abs().max() < 2 for tables in context.segments)
+    wide = {"type": "dual_chunk", "chunk_size": 15000, "max_position": 20000}
+    with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
+        PositionEncoding(make(pos_emb="xpos", relative_positions=wide))(torch.arange(20000), 20000, torch.float16)

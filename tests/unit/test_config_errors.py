@@ -195,6 +195,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "relative_positions: target_length 4 must exceed 32, half of the training length",
         ),
         (
+            "pos_emb: rotary\nrelative_positions: {type: dual_chunk, chunk_size: 64}",
+            "relative_positions: chunk_size 64 exceeds max_position 63",
+        ),
+        (
             "pos_emb: rotary\nrelative_positions: {type: streaming, sinks: 4000}",
             "relative_positions: 4000 sinks leave no window",
         ),

@@ -152,6 +152,7 @@ def test_operands_refuse_with_the_reason() -> None:
         (Needs("cuda", bands=(Band(0, 7), Band(7, 20))), "from 7 on"),
         (Needs("cuda", bands=(Band(0, 7), Band(7, 9), Band(9))), "two segments, not 3"),
         (Needs("cuda", bands=(Band(0, None, 4),)), "first band"),
+        (Needs("cuda", bands=(Band(0, 1, chunk=8), Band(1, chunk=8))), "in tokens, not in chunks"),
         (Needs("xpu"), "no compiler for xpu"),
     ],
 )

@@ -75,6 +75,18 @@ def test_a_distance_map_reaches_no_new_phase(tmp_path: Path, rotary: str) -> Non
     np.testing.assert_allclose(factor, np.maximum(np.log(distance + 1) / math.log(64), 1), rtol=1e-12)
 
 
+def test_dual_chunk_attention_is_drawn_for_the_last_query(tmp_path: Path, rotary: str) -> None:
+    """Token 255 is the 16th of its chunk of 48: 15 distances of its own, then up to 63, then falling in every chunk."""
+    change = ["DCA", "relative_positions={type: dual_chunk}"]
+    facts = drawn(tmp_path, rotary, "--variant", "plain", "--variant", *change, "--length", "256")
+    plain, score = values(facts, "scores"), values(facts, "scores", line=1)
+    distance = np.array(facts["scores"][0]["lines"][0]["x"]).astype(int)
+    assert np.array_equal(distance, np.arange(256)) and values(facts, "phases", line=1).max() == 0
+    key = 255 - distance
+    turned = np.where(key // 48 == 5, 15 - key % 48, 63 - key % 48)
+    np.testing.assert_allclose(score, plain[turned], rtol=1e-12)
+
+
 def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary: str) -> None:
     pattern = "attention_config: [[[sliding, global], 2]]\nlayer_types: {sliding: {sliding_window_width: 15}}\n"
     layers = write(tmp_path, "layers.yml", pattern)

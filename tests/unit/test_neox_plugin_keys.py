@@ -69,6 +69,10 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
         ({"pos_emb": "none", "relative_positions": {"type": "rerope"}}, "relative_positions"),
         ({"pos_emb": "coca", "rope_scaling": "linear"}, "^rope_scaling: expected a mapping, .*got 'linear'"),
+        (
+            {"pos_emb": "coca", "relative_positions": {"type": "dual_chunk"}},
+            "dual_chunk: the plugin has not been tested",
+        ),
         ({"pos_emb": "rotary", "relative_positions": ["rerope"]}, "^relative_positions: expected a mapping"),
         ({"vocab_size": "10"}, "^vocab_size: expected an integer, got '10'"),
         ({"lr_warmup_init": "tiny"}, "^lr_warmup_init: expected a number"),

@@ -150,7 +150,7 @@ def needs_of(**keys: Any) -> Needs:
 
 def outline(needs: Needs) -> tuple[Any, ...]:
     """All that decides about a row of the page: lengths of windows do not."""
-    bands = [(band.low > 0, band.high is None, band.first_keys is None) for band in needs.bands]
+    bands = [(band.low > 0, *(end is None for end in (band.high, band.first_keys, band.chunk))) for band in needs.bands]
     return needs.device_type, needs.bias, needs.dropout > 0, bands
 
 
@@ -166,8 +166,10 @@ def test_the_page_knows_every_method(pos_emb: str) -> None:
 
 @pytest.mark.parametrize("kind", methods.names("relative_positions"))
 def test_the_page_knows_every_map(kind: str) -> None:
-    given = {"type": kind, "window": 8} | ({"target_length": 64} if kind == "inv_leaky_rerope" else {})
-    assert outline(needs_of(relative_positions=given)) == outline(row(kind, "relative_positions"))
+    wanted = {"window": 8, "chunk_size": 8, "target_length": 64}
+    known = (option.name for option in methods.find("relative_positions", kind).options)
+    given = {name: wanted[name] for name in known if name in wanted}
+    assert outline(needs_of(relative_positions={"type": kind} | given)) == outline(row(kind, "relative_positions"))
 
 
 def test_the_page_knows_a_window_alone() -> None:

@@ -161,12 +161,17 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
             ["relative_positions={type: inv_leaky_rerope, target_length: 1024}"],
             "inv_leaky_rerope, which reads the number",
         ),
+        (["relative_positions={type: dual_chunk}"], "relative_positions dual_chunk, which reads the number of tokens"),
         (["cuda_graphs=true"], "the host reads the positions of every batch"),
     ],
 )
 def test_contradictions_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config("randomized", *changes)
+
+
+def test_a_shift_leaves_chunks_where_they_are() -> None:
+    config("shifted", "relative_positions={type: dual_chunk}")
 
 
 def test_gpt_neox_refuses_them_with_the_reason() -> None:

@@ -35,6 +35,8 @@ class FlexBackend:
             return "its compiled kernel has no backward pass off CUDA"
         if len(needs.bands) > 1:
             return "FlexAttention takes one query and one key operand, not one pair for each band"
+        if needs.bands[0].chunk is not None:
+            return "its masks are of distances in tokens, not in chunks"
         if needs.dropout > 0:
             return "FlexAttention has no dropout"
         if needs.bias in PAIRWISE:

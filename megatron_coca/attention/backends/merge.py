@@ -47,6 +47,8 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
     keys. Going down the rows, the range of keys first grows by one per row, then slides (or stays, if the first keys
     are exhausted before the width), and then shrinks.
     """
+    if band.chunk is not None:
+        return tuple(_fold(_chunks(band, band.chunk, past, length)))
     stop = length - band.low
     start = max(past - band.low, 0)
     width = stop if band.high is None else min(band.high - band.low, stop)
@@ -61,6 +63,18 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
     pieces += _shrinking(below, stop, below - width + 1, first)
     offset = band.low - past
     return tuple(_fold(replace(piece, query=piece.query + offset) for piece in pieces))
+
+
+def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
+    """The queries of a chunk see whole chunks, and of their own the keys up to themselves."""
+    for start in range(past // size * size, length, size):
+        top, bottom = max(start, past), min(start + size, length)
+        left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
+        right = top if band.low == 0 else max(start - (band.low - 1) * size, 0)
+        pieces = [*_rectangle(top, bottom, left, right)]
+        if band.low == 0:
+            pieces += _triangle(top, top, bottom - top, "lower")
+        yield from (replace(piece, query=piece.query - past) for piece in pieces)
 
 
 def _rectangle(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:
@@ -233,7 +247,7 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
 
-    `operands` are query and key of each segment; `bands` three numbers of each, as `_numbers` gives them; `repeated` as
+    `operands` are query and key of each segment; `bands` four numbers of each, as `_numbers` gives them; `repeated` as
     in `flash_op`; `sinks` none or one tensor [heads], which counts in the log-sum-exp.
     """
     op, query = flash_op(value, repeated), operands[0]
@@ -301,16 +315,16 @@ def _results(value: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tuple[int, Piece]]:
     length = value.shape[2]
-    for index, start in enumerate(range(0, len(bands), 3)):
-        low, *ends = bands[start : start + 3]
-        high, first_keys = (None if end < 0 else end for end in ends)
-        for piece in cover(Band(low, high, first_keys), length - query.shape[2], length):
+    for index, start in enumerate(range(0, len(bands), 4)):
+        low, *limits = bands[start : start + 4]
+        high, first_keys, chunk = (None if limit < 0 else limit for limit in limits)
+        for piece in cover(Band(low, high, first_keys, chunk), length - query.shape[2], length):
             yield index, piece
 
 
 def _numbers(bands: Sequence[Band]) -> list[int]:
-    """low, high and first_keys of each band, -1 for None."""
-    numbers = [number for band in bands for number in (band.low, band.high, band.first_keys)]
+    """low, high, first_keys and chunk of each band, -1 for None."""
+    numbers = [number for band in bands for number in (band.low, band.high, band.first_keys, band.chunk)]
     return [-1 if number is None else number for number in numbers]
 
 

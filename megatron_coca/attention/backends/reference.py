@@ -94,7 +94,8 @@ def _visible(band: Band, distance: Tensor, first: Tensor) -> Tensor:
     """Pairs in the band, [batch or 1, 1, query_length, key_length]; `first` is the query's document's first key."""
     key = torch.arange(distance.shape[1], device=distance.device)
     high = distance.shape[1] if band.high is None else band.high
-    inside = (distance >= band.low) & (distance < high) & (key >= first)
+    apart = band.apart(key + distance - first, key - first)
+    inside = (distance >= 0) & (apart >= band.low) & (apart < high) & (key >= first)
     return inside if band.first_keys is None else inside & (key < first + band.first_keys)
 
 

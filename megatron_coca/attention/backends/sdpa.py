@@ -216,7 +216,7 @@ class SdpaBackend:
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:
     """Whether the bands are all distances, or with a bias, which can hide keys, those below a window."""
-    return bands == (CAUSAL,) or (biased and len(bands) == 1 and bands[0].low == 0 and bands[0].first_keys is None)
+    return bands == (CAUSAL,) or (biased and bands == (Band(high=bands[0].high),))
 
 
 def _attend_row(inputs: AttentionInputs) -> Tensor:

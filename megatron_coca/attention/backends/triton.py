@@ -59,6 +59,8 @@ class TritonBackend:
 def _refused_bands(bands: tuple[Band, ...]) -> str | None:
     """None for [0, high) alone, or followed by [high, no end)."""
     near, *far = bands
+    if any(band.chunk is not None for band in bands):
+        return "its kernels choose the segment of a pair by distances in tokens, not in chunks"
     if near.low != 0 or near.first_keys is not None or (near.high is None and far):
         return f"its first band must be all distances from 0 to an end, not {near}"
     if len(far) > 1:

@@ -1,7 +1,7 @@
 """Relative-position maps: pairs at a large distance are scored as if at another one.
 
-A map divides the pairs into bands of their distance r = m - n. Each band rotates its queries and keys to positions of
-its own, so a band is ordinary attention, and all bands share one softmax.
+A map divides the pairs into bands of their distance r = m - n, in tokens or in chunks. Each band rotates its queries
+and keys to positions of its own, so a band is ordinary attention, and all bands share one softmax.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,16 +23,29 @@ def _constant(position: float) -> MapPositions:
 class Band:
     """The range low <= r < high of relative distances that one segment serves (`high` None: no upper end).
 
-    With `first_keys` only that many keys at the start of the sequence, or document, are visible. The two functions give
-    the positions to which queries and keys are rotated, None their own; backends do not use them and equality ignores
-    them.
+    With `first_keys` only that many keys at the start of the sequence, or document, are visible. With `chunk` the range
+    counts chunks: low <= floor(m / chunk) - floor(n / chunk) < high, for m and n from the start of the document. The
+    two functions give the positions to which queries and keys are rotated, None their own; backends do not use them and
+    equality ignores them.
+
+    Raises:
+        ValueError: there are both `chunk` and `first_keys`.
     """
 
     low: int = 0
     high: int | None = None
     first_keys: int | None = None
+    chunk: int | None = None
     query_positions: MapPositions | None = field(default=None, compare=False, repr=False)
     key_positions: MapPositions | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.first_keys is not None:
+            raise ValueError("a band of chunks shows all of their keys; leave out first_keys")
+
+    def apart(self, query: Tensor, key: Tensor) -> Tensor:
+        """The distance that `low` and `high` limit, for indices of tokens within their document."""
+        return query - key if self.chunk is None else query // self.chunk - key // self.chunk
 
 
 CAUSAL = Band()
@@ -96,6 +109,29 @@ def _string(s: Options, training_length: int) -> tuple[Band, ...]:
     return Band(high=s["window"]), Band(low=s["window"], query_positions=query)
 
 
+def _dual_chunk(s: Options, training_length: int) -> tuple[Band, ...]:
+    """Dual chunk attention (An et al. 2024, "Training-Free Long-Context Scaling of Large Language Models", section 3).
+
+    Keys are at n mod c. A query is at m mod c for the keys of its own chunk, c further for those of the chunk before,
+    and at 2c - 1 for older ones, but nowhere beyond C, `max_position`: the paper has the largest position of training,
+    its code 3L/4 with c = 11L/16. Within a chunk, and from its first C - c tokens to the chunk before, distances stay.
+    """
+    size, furthest = s["chunk_size"], s["max_position"]
+
+    def inside(positions: Tensor, first: Tensor) -> Tensor:
+        return (positions - first) % size
+
+    def one_further(positions: Tensor, first: Tensor) -> Tensor:
+        return (inside(positions, first) + size).clamp(max=furthest)
+
+    queries = (inside, one_further, _constant(min(2 * size - 1, furthest)))
+    ends = ((0, 1), (1, 2), (2, None))
+    return tuple(
+        Band(low, high, chunk=size, query_positions=query, key_positions=inside)
+        for (low, high), query in zip(ends, queries, strict=True)
+    )
+
+
 def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
     """LM-Infinite (Han et al. 2023, section 3): the near window, and the first keys at distance w."""
     return Band(high=s["window"]), Band(
@@ -127,6 +163,7 @@ DISTANCE_MAPS: dict[str, Callable[[Options, int], tuple[Band, ...]]] = {
     "inv_leaky_rerope": _inv_leaky_rerope,
     "self_extend": _self_extend,
     "string": _string,
+    "dual_chunk": _dual_chunk,
     "lm_infinite": _lm_infinite,
     "streaming": _streaming,
 }

@@ -211,7 +211,8 @@ class Positions:
         if bands != UNMAPPED:
             ends = [(b.low, *(math.inf if end is None else end for end in (b.high, b.first_keys))) for b in bands]
             index = keys[:, None]
-            inside = [(distance >= low) & (distance < high) & (index < first) for low, high, first in ends]
+            apart = [band.apart(queries[..., None], index) for band in bands]
+            inside = [(r >= b[0]) & (r < b[1]) & (index < b[2]) for r, b in zip(apart, ends, strict=True)]
             inside = torch.stack(inside)[:, :, None]
         segments = tuple(segment_tables(band, at_query, at_key, rotary, scaled, dtype) for band in bands)
         factor = None if factor is None else column(factor, dtype)

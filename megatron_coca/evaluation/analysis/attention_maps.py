@@ -80,8 +80,9 @@ def attention_maps(model: nn.Module, *inputs: Any, **options: Any) -> list[Atten
 
 def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
     """Return a mask of the `keys`, by their positions, that a band contains for queries at these distances."""
-    inside = distance >= max(band.low, 0)
-    inside = inside if band.high is None else inside & (distance < band.high)
+    apart = band.apart(keys + distance, keys)
+    inside = (distance >= 0) & (apart >= band.low)
+    inside = inside if band.high is None else inside & (apart < band.high)
     return inside if band.first_keys is None else inside & (keys < band.first_keys)
 
 

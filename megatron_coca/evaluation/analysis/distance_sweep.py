@@ -6,7 +6,7 @@ own position method.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Te
     relative = torch.zeros_like(keys)
     for band in bands:
         distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
-        relative = torch.where(in_band(Band(band.low, band.high), last - keys, keys), distance, relative)
+        relative = torch.where(in_band(replace(band, first_keys=None), last - keys, keys), distance, relative)
     return relative
 
 

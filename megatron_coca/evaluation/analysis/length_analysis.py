@@ -77,22 +77,20 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
     queries = queries.to(inputs.value.device)
     keys = queries - distance
     first = torch.zeros_like(queries) if inputs.documents is None else inputs.documents.starts[0, queries]
+    wide, visible = torch.promote_types(inputs.query.dtype, torch.float32), torch.zeros_like(queries, dtype=torch.bool)
+    scores = torch.zeros(inputs.query.shape[1], len(queries), dtype=wide, device=queries.device)
     for segment in inputs.segments:
         kept = in_band(segment.band, queries - keys, keys - first) & (keys >= first)
-        if not kept.any():
-            continue
         query, key = segment.query[0][:, queries[kept]], segment.key[0][:, keys[kept]]
-        wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-        scores = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
-        if inputs.bias is not None:
-            counted = (queries - first)[kept].to(wide)
-            scores = scores + bias_of_pairs(inputs.bias, keys.new_full((1,), distance).to(wide), counted)
-        if inputs.gates is not None:
-            total = inputs.gates[0].double().cumsum(-1)
-            scores = scores + (total[:, queries[kept]] - total[:, keys[kept]]).to(wide)
-        return scores
-    return inputs.value.new_empty(inputs.query.shape[1], 0)
+        scores[:, kept] = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
+        visible |= kept
+    if inputs.bias is not None:
+        scores = scores + bias_of_pairs(inputs.bias, keys.new_full((1,), distance).to(wide), (queries - first).to(wide))
+    if inputs.gates is not None:
+        total = inputs.gates[0].double().cumsum(-1)
+        scores = scores + (total[:, queries] - total[:, keys.clamp(min=0)]).to(wide)
+    return scores[:, visible]
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
