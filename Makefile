@@ -50,7 +50,7 @@ test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
 	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build: name one, make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
 	touch $@
 
-# On a machine with a GPU: expected against measured, in results/gpu/gpu_report.md (docs/gpu_report.md).
+# On a machine with a GPU: the first measurements, in results/gpu/gpu_report.md (docs/gpu_report.md).
 gpu-report: .venv/ready-dev
 	$(BIN)/python tools/gpu_report.py
 

@@ -21,7 +21,7 @@ COMMANDS = {
     "inspect": ("commands.inspect", "show and verify prepared data, samples of a run, and checkpoints"),
     "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
-    "estimate": ("commands.estimate", "parameters, memory, step time and days of a run"),
+    "estimate": ("commands.estimate", "parameters, memory and days of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
     "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
     "configs": ("commands.configs", "copy the configuration files"),

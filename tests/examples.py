@@ -220,7 +220,6 @@ def make_workspace(folder: Path) -> None:
         (folder / name).mkdir()
     for path in (*(ROOT / "docs").glob("*.md"), ROOT / "docs/generate.py"):
         shutil.copy(path, folder / "docs")
-    shutil.copy(ROOT / "benchmarks/gpu_expected.json", folder / "benchmarks")
     make_configs(folder)
     make_data(folder)
     pieces = "data/builtin/tokenizer.model"

@@ -1,14 +1,13 @@
-"""The first measurements on a GPU, in one page: expected against measured.
+"""The first measurements on a GPU, in one page.
 
     python tools/gpu_report.py --output results/gpu            # or: make gpu-report
-    python tools/gpu_report.py --dry-run                       # parts, commands and expectations; needs no GPU
+    python tools/gpu_report.py --dry-run                       # parts and commands; needs no GPU
 
 Checks driver, compiler and one kernel first, then runs the gpu tests, the training step as train.py takes it by
 default and with CUDA graphs, beside transformers and GPT-NeoX's published speed, attention by method and length,
 decoding, the tuner of the Triton kernels, and a pass over 32,768 tokens. Every part has a time limit. The same command
 continues after an interruption: parts that were finished on this GPU with this code are not repeated, failed ones are,
-and none stops the others. Expectations are predictions (benchmarks/gpu_expected.json). Exit status 1 if a part failed,
-2 if the machine lacks something.
+and none stops the others. Exit status 1 if a part failed, 2 if the machine lacks something.
 """
 
 import argparse
@@ -31,16 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.atomic_write import write_file
 
-EXPECTED = ROOT / "benchmarks/gpu_expected.json"
 TEMPLATE = Path(__file__).with_suffix(".md.j2")
-TOLERANCE = 0.25
-"""Relative distance from a prediction within which a measurement is called as expected."""
-SENSES: dict[str, Callable[[float, float], bool]] = {
-    "about": lambda measured, expected: abs(measured - expected) <= TOLERANCE * expected,
-    "at least": lambda measured, expected: measured >= expected,
-    "at most": lambda measured, expected: measured <= expected,
-    "exactly": lambda measured, expected: measured == expected,
-}
 
 Figures = dict[str, float]
 MODEL = "configs/350M/roformer_coca.yml"
@@ -163,9 +153,10 @@ PARTS: dict[str, Part] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing parts and write the page; return the exit status."""
     options = parser().parse_args(arguments)
-    expected = json.loads(EXPECTED.read_text())
     if options.dry_run:
-        print("\n".join(plan(expected, options.output)))
+        for name, part in PARTS.items():
+            print(f"{name}: {part.title} ({part.minutes:g} minutes and {part.gib:g} GiB at most)")
+            print(f"  {shlex.join(command_of(part, result_file(options.output, name)))}")
         return 0
     problems = preflight()
     if problems:
@@ -184,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {record['status']} after {record['seconds']:.0f} s", file=sys.stderr)
     records = {name: read_record(options.output, name) for name in PARTS}
     page = options.output / "gpu_report.md"
-    write_file(page, render(here, records, expected))
+    write_file(page, render(here, records))
     print(page)
     return int(any(record["status"] == "failed" for record in records.values()))
 
@@ -266,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="records and page (default: %(default)s)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print parts, commands and expectations")
+    parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
     return parser
 
 
@@ -322,52 +313,17 @@ def read_record(folder: Path, name: str) -> dict[str, Any]:
         return {}
 
 
-def plan(expected: dict[str, Any], folder: Path) -> list[str]:
-    """Lines with the command and the expectations of every part."""
-    lines = []
-    for name, part in PARTS.items():
-        lines += [
-            f"{name}: {part.title} ({part.minutes:g} minutes and {part.gib:g} GiB at most)",
-            f"  {shlex.join(command_of(part, result_file(folder, name)))}",
-        ]
-        for row in expected[name]:
-            values = ", ".join(f"{gpu} {value:,g}" for gpu, value in row["values"].items())
-            lines.append(f"  {row['figure']}: {row['sense']} {values} ({row['from']})")
-    return lines
-
-
-def rows(name: str, kind: str, figures: Figures, expected: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a part's table: expectations on this kind of GPU with their measurements, then other figures."""
-    lines, left = [], dict(figures)
-    for row in expected[name]:
-        value, measured = row["values"].get(kind, row["values"].get("any")), figures.get(row["figure"])
-        left.pop(row["figure"], None)
-        verdict = "-"
-        if value is not None and measured is not None:
-            verdict = "yes" if SENSES[row["sense"]](measured, value) else "NO"
-        lines.append(row | {"expected": value, "measured": measured, "verdict": verdict})
-    return lines + [{"figure": figure, "measured": measured} for figure, measured in left.items()]
-
-
-def render(machine: dict[str, Any], records: dict[str, dict[str, Any]], expected: dict[str, Any]) -> str:
-    """The page, in Markdown."""
+def render(machine: dict[str, Any], records: dict[str, dict[str, Any]]) -> str:
+    """Return the page in Markdown."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    from megatron_coca.training.step_time import DEVICES
-
-    gpu = machine["gpu"]
-    kind = next((kind for kind, device in DEVICES.items() if device.name == gpu), "other")
     loader = FileSystemLoader(TEMPLATE.parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = lambda value: "-" if value is None else f"{value:,.4g}"
     parts = [
         {"name": name, "title": part.title, "command": part.command, "record": records[name]}
-        | {"rows": rows(name, kind, records[name]["figures"], expected)}
         for name, part in PARTS.items()
     ]
-    return environment.get_template(TEMPLATE.name).render(
-        gpu=gpu, machine=machine, kind=kind, parts=parts, tolerance=TOLERANCE
-    )
+    return environment.get_template(TEMPLATE.name).render(machine=machine, parts=parts)
 
 
 if __name__ == "__main__":

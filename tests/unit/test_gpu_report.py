@@ -1,7 +1,6 @@
 """The report of the first measurements on a GPU, with quick stand-ins for the measurements."""
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_coca.training.step_time import DEVICES
 from tests.documents import ROOT
 from tools import gpu_report
 from tools.gpu_report import (
     PARTS,
-    SENSES,
     main,
     measure,
     read_speed,
@@ -24,7 +21,6 @@ from tools.gpu_report import (
     read_tests,
     read_tuner,
     reusable,
-    rows,
 )
 
 SUITE = '<testsuites><testsuite tests="{}" failures="{}" errors="{}" skipped="{}"/></testsuites>'
@@ -37,7 +33,7 @@ RESULTS = {
     "attention": "-c 'print(\"no file\")'",
 }
 HERE = {
-    "gpu": DEVICES["A100-80"].name,
+    "gpu": "NVIDIA A100-SXM4-80GB",
     "versions": {"torch": "2.13.0", "commit": "abc"},
     "nvidia-smi": [{"uuid": "GPU-1", "driver_version": "580.1", "power.limit": "400 W"}],
 }
@@ -64,10 +60,10 @@ def test_parts_are_resumed_and_a_failed_one_stops_no_other(
     assert records["neox"]["reason"] == "exit status 1" and records["neox"]["output"] == ["no memory left"]
     assert records["attention"]["reason"].startswith("its result cannot be read: FileNotFoundError")
     page = (tmp_path / "gpu_report.md").read_text()
-    assert re.search(r"\| coca, MFU % \| about \| [\d.]+ \| 51 \| (yes|NO) \|", page)
+    assert "| coca, MFU % | 51 |" in page and "| passed | 7 |" in page
     assert "neox | failed: exit status 1" in page and "driver_version 580.1" in page and "commit abc" in page
-    assert "| failed | exactly | 0 | 0 | yes | all tests pass |" in page and "no memory left" in page
-    assert "| coca, ratio to transformers |  | - | 0.9 | - |  |" in page, "what was not expected is shown too"
+    assert "| failed | 0 |" in page and "no memory left" in page
+    assert "| coca, ratio to transformers | 0.9 |" in page
 
     again = {name: PARTS[name]._replace(command="-c 'raise SystemExit(3)'") for name in RESULTS}
     again["neox"] = PARTS["neox"]._replace(command=RESULTS["step"])
@@ -156,19 +152,11 @@ def test_without_a_gpu_it_says_what_to_do(
     assert "nvidia-smi" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
-def test_a_dry_run_prints_commands_and_expectations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert [line.partition(":")[0] for line in shown.splitlines() if line[0] != " "] == list(PARTS)
-    assert "coca, MFU %: about A100-80" in shown and "tools/bench_train.py configs/350M" in shown
-
-
-def test_every_part_has_expectations_that_can_be_judged() -> None:
-    expected = json.loads((ROOT / "benchmarks/gpu_expected.json").read_text())
-    assert expected.keys() == PARTS.keys()
-    for part in expected.values():
-        for row in part:
-            assert row["sense"] in SENSES and row["values"].keys() <= {*DEVICES, "any"}
+    assert "tools/bench_train.py configs/350M" in shown
 
 
 def test_figures_are_read_from_results(tmp_path: Path) -> None:
@@ -187,23 +175,6 @@ def test_figures_are_read_from_results(tmp_path: Path) -> None:
     assert read_speed(file, "") == {"coca, 8, ms": 2.0, "coca, 8, GB": 3.0, "coca, 9, ms": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("sense", "measured", "verdict"),
-    [
-        ("about", 1.2, "yes"),
-        ("about", 1.3, "NO"),
-        ("at most", 1.3, "NO"),
-        ("at least", 1.3, "yes"),
-        ("exactly", 1, "yes"),
-    ],
-)
-def test_verdicts(sense: str, measured: float, verdict: str) -> None:
-    expected = {"step": [{"figure": "f", "sense": sense, "values": {"H100": 1.0}, "from": "x"}]}
-    assert rows("step", "H100", {"f": measured}, expected)[0]["verdict"] == verdict
-    assert rows("step", "other", {"f": measured}, expected)[0]["verdict"] == "-"
-    assert rows("step", "H100", {}, expected)[0]["measured"] is None
-
-
 def test_commands_are_those_of_this_project() -> None:
     """Every part's program exists."""
     for part in PARTS.values():
@@ -215,4 +186,4 @@ def test_help_needs_no_pytorch() -> None:
     code = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', '--help']; "
     code += "runpy.run_path('tools/gpu_report.py')['main']()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "benchmarks/gpu_expected.json" in done.stdout
+    assert "--dry-run" in done.stdout
