@@ -130,7 +130,6 @@ NOT_RUN = {
     "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
     "python tools/bench_train.py": TIMED,
     "python tools/bench_evaluation.py": TIMED,
-    "python tools/bench_prepare.py": "needs half a gigabyte of text",
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
 
