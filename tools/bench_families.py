@@ -113,14 +113,15 @@ def importer(way: str, folder: Path) -> Callable[[str], tuple[float, int]]:
 
 def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
     """Return the median seconds and the largest peak of both ways, a process for every measurement."""
+    units: dict[str, Callable[[list[float]], float]] = {"seconds": statistics.median, "bytes": max}
     costs: dict[str, list[tuple[float, int]]] = {"ours": [], "transformers": []}
     for number in range(rounds):
         for way, found in costs.items():
             found.append(ChildProcess(importer, way, folder)(str(scratch / f"{way}_{number}")))
     return {
-        f"import_{unit}_{way}": choose(cost[place] for cost in found)
+        f"import_{unit}_{way}": choose([cost[place] for cost in found])
         for way, found in costs.items()
-        for place, (unit, choose) in enumerate((("seconds", statistics.median), ("bytes", max)))
+        for place, (unit, choose) in enumerate(units.items())
     }
 
 

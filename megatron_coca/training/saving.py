@@ -36,12 +36,15 @@ from megatron_coca.checkpoints.state import (
     write_pieces,
 )
 from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
-from megatron_coca.config import CheckpointConfig
+from megatron_coca.config import CheckpointConfig, Config
+from megatron_coca.model.cost import BYTES
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.estimate import STATES
 from megatron_coca.training.loss_guard import DataSkips
+from megatron_coca.training.optimizer import trainable_share
 from megatron_coca.training.remote_checkpoints import LAST_SECONDS, RemoteCheckpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
@@ -50,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 60.0
 """Time after which a stage of a save is logged as slow; logged again after twice that time, and so on."""
+MOST_COUNTED = 100_000
+"""Regular saves that are counted, to warn of a disk that they fill."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,6 +121,53 @@ def _scheduled(config: CheckpointConfig, start: int, last: int) -> set[int]:
         while factor > 1 and (power := power * factor) <= last:
             steps.add(power)
     return {step for step in steps if start < step <= last}
+
+
+def warn_of_full_disk(config: Config, step: int) -> None:
+    """On rank 0, log a warning if the checkpoints that this launch adds, from `step` on, do not fit on the disk."""
+    save = config.checkpoint.save
+    if save is None or not dist.is_main():
+        return
+    free, size, added = shutil.disk_usage(save).free, checkpoint_bytes(config), added_checkpoints(config, save, step)
+    if free < added * size:
+        logger.warning(
+            "%s: %.3g GiB free, but this run will write %d checkpoints of about %.3g GiB, of which %d fit; "
+            "free some space, set keep_last_n_checkpoints, or save less often",
+            save,
+            free / 2**30,
+            added,
+            size / 2**30,
+            free // size,
+        )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Estimate the size of a checkpoint: weights in the training dtype, and the state to resume from. The tokenizer and
+    random states come on top.
+    """
+    share, size = trainable_share(config), BYTES[config.precision.dtype]
+    state = share.trained * 4 * (1 + STATES[config.optimizer.type]) + (share.total - share.trained) * size
+    return int(share.total * size + state)
+
+
+def added_checkpoints(config: Config, folder: str, step: int) -> int:
+    """Return the largest number of checkpoints that this launch, which starts from `step`, adds to `folder`.
+
+    Of regular saves at most `MOST_COUNTED` are counted.
+    """
+    keys, schedule = config.checkpoint, config.schedule
+    assert schedule.train_iters is not None
+    last = min(schedule.train_iters, config.logging.exit_interval or schedule.train_iters)
+    if keys.checkpoint_factor is not None and keys.checkpoint_scale == "linear":
+        last = min(last, step + MOST_COUNTED * keys.checkpoint_factor)
+    saved, due = set(native.steps(Path(folder))), due_steps(keys, step, last)
+    if keys.keep_last_n_checkpoints is None or not due:
+        return len(due - saved)
+    every = keys.keep_every_n_steps
+    permanent = {number for number in saved | due if every is not None and number % every == 0}
+    newest = sorted((saved | due) - permanent)[-keys.keep_last_n_checkpoints :]
+    # One more while the next is written, before the oldest is removed.
+    return max(0, len(permanent) + len(newest) - len(saved)) + 1
 
 
 class Snapshot(NamedTuple):

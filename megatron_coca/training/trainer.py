@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,6 @@ from megatron_coca.training.corpus import (
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
-from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.monitor import Monitor
 from megatron_coca.training.neox_resume import goes_on_from_neox, take_over
@@ -127,10 +126,9 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         watchdog.beat("data and checkpoint are checked")
         quarantine_newer(keys, chosen)
 
-        folder, step = chosen.folder, -1
+        folder = chosen.folder
         for opened in stages[number:]:
-            health = config.faults.health_check and step < 0  # once
-            step = _train_stage(opened, topology, folder, health, remotes, preemption, watchdog)
+            step = _train_stage(opened, topology, folder, remotes, preemption, watchdog)
             if step < opened.stage.last or step == config.logging.exit_interval:
                 break
             folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
@@ -153,7 +151,6 @@ def _train_stage(
     opened: OpenedStage,
     topology: Topology,
     folder: Path | None,
-    health_check: bool,
     remotes: RemoteCheckpoints,
     preemption: CaughtSignals,
     watchdog: Watchdog,
@@ -172,12 +169,10 @@ def _train_stage(
         trainer.restore(folder)
         checkpoints.catch_up(trainer.step)
     _log_summary(opened, trainer.step)
-    watchdog.beat("measuring disk, clocks and network")
-    health = check_health(corpus.config, trainer.step) if health_check else {}
-    watchdog.beat("disk, clocks and network are measured")
+    saving.warn_of_full_disk(corpus.config, trainer.step)
     preemption.save_on_interrupt()  # before, there is nothing to save
     try:
-        trainer.run(health)
+        trainer.run()
     except BaseException:
         checkpoints.leave()
         raise
@@ -294,8 +289,8 @@ class Trainer:
         self._unvalidated = postponed and not from_main(lambda: is_validated(run_folder(self._config), self.step))
         return meta["progress"]
 
-    def run(self, health: Mapping[str, float] | None = None) -> None:
-        """Train to the last step of the stage or of this launch, and save. `health` are figures to report first.
+    def run(self) -> None:
+        """Train to the last step of the stage or of this launch, and save.
 
         Raises:
             Stopped: by a signal or by the loss guard, after saving what is valid.
@@ -311,9 +306,6 @@ class Trainer:
         while self.step < last or self._unvalidated:  # again after each rollback
             monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, hosts, dist.rank(), self._skipped)
             monitor.watch(self._engine.module)
-            if health:
-                monitor.report(self.step, health)
-                health = None
             if self.step == self._stage.first > 0:
                 monitor.note(self.step, f"stage begins: {self._stage.text}")
             if self._rollback_note is not None:

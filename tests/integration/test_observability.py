@@ -99,25 +99,3 @@ def test_a_rank_that_holds_up_the_others_is_named(
     (event,) = open_run(tmp_path / "run").events
     assert told.format(host=os.uname().nodename) in event
     assert sum(output.count(event) for output in outputs) == 1, "one line, from the first rank"
-
-
-@pytest.mark.slow
-def test_what_is_measured_at_the_start(live: Any, whole: Any, open_run: Any, tmp_path: Path) -> None:
-    """Once a launch, in the log and in metrics.jsonl; and without it the run is the same, bit by bit."""
-    lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
-    (measured,) = [line for line in lines if "health/disk_mb_per_second" in line]
-    assert measured["step"] == 0
-    files = (whole.folder / "global_step12").rglob("*.safetensors")
-    written = sum(path.stat().st_size for path in files)
-    assert measured["health/checkpoint_gib"] * 2**30 == pytest.approx(written, rel=0.05)
-    assert "health" not in live({"save": str(tmp_path / "run"), "health_check": False}).output
-    without = open_run(tmp_path / "run")
-    assert "health/" not in (without.folder / "metrics.jsonl").read_text()
-    assert without.records == whole.records and without.weights(12) == whole.weights(12)
-
-
-def test_two_processes_measure_their_network(live: Any, tmp_path: Path) -> None:
-    finished = live({"train_iters": 2, "train_batch_size": 8, "eval_iters": 0, "save": str(tmp_path)}, ranks=2)
-    assert finished.output.count("health: ") == 1 and "all-reduce " in finished.output, finished.output
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert line["health/allreduce_gb_per_second"] > 0 and "health/clock_skew_seconds" not in line, "one host, one clock"
