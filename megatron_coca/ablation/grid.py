@@ -46,7 +46,7 @@ RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
 size and the dtype do name it.
 """
 RESULTS = Path("results")
-SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
+SHARED_PATHS = ("log_dir", "tensorboard_dir")
 """Folders that all cells would write into."""
 
 

@@ -384,9 +384,6 @@ class CheckpointConfig(ConfigGroup):
         None, "Never delete checkpoints whose step is a multiple of this, regardless of keep_last_n_checkpoints."
     )
     async_save: bool = key(True, "Write checkpoints in the background during training.")
-    save_copy: PathName | None = key(
-        None, "Folder or URL to copy every complete checkpoint to, for example on a different disk."
-    )
     checkpoint_cache: PathName = key(
         "runs/object_store",
         "Local folder for checkpoints before upload to a URL and after download; with several hosts it must be on a"

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.state import (
     WEIGHT,
@@ -51,8 +49,6 @@ from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-SLOW_SECONDS = 60.0
-"""Time after which a stage of a save is logged as slow; logged again after twice that time, and so on."""
 MOST_COUNTED = 100_000
 """Regular saves that are counted, to warn of a disk that they fill."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,8 +209,6 @@ class Checkpoints:
         self._run, self._origin = uuid4().hex, origin
         self._versions = code_versions()  # once: this calls git
         self._watchdog = watchdog or Watchdog(None, None, dist.rank())
-        self._stage, self._stage_start, self._warn_after = "", 0.0, SLOW_SECONDS
-        self._inode = _inode(self._keys.save)
 
     @property
     def failed(self) -> bool:
@@ -272,20 +266,19 @@ class Checkpoints:
             self.wait()
 
     def catch_up(self, step: int) -> None:
-        """Begin to bring the checkpoint of `step`, which the run resumes from, to where the last launch did not."""
+        """Begin to upload the checkpoint of `step`, which the run resumes from, and what the last launch left."""
         self._remotes.deliver(step, catch_up=True)
 
-    def wait(self, last: bool = False, hurry: bool = False) -> None:
-        """Wait until the save in progress is complete, and uploaded and copied. Every rank must call it.
-
-        Arguments as of `RemoteCheckpoints.wait`.
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until the save in progress is complete, and uploaded; `hurry` as of `RemoteCheckpoints.wait`. Every rank
+        must call it.
 
         Raises:
             ServiceError: the object store does not answer.
             CheckpointError: it could not be written, or uploaded; raised once.
         """
         self._wait_for_save()
-        self._remotes.wait(last, hurry)
+        self._remotes.wait(hurry)
 
     def _wait_for_save(self) -> None:
         if self._thread is not None:
@@ -302,28 +295,6 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
         self._remotes.leave()
-
-    def warn_if_slow(self) -> None:
-        """Log the stage of a save in progress that takes very long: it may hang."""
-        seconds = time.monotonic() - self._stage_start
-        if self._thread is not None and self._thread.is_alive() and seconds >= self._warn_after:
-            self._warn_after *= 2
-            message = "%s: %s has taken %.0f s and is not done; the file system may hang"
-            logger.warning(message, self._keys.save, self._stage, seconds)
-
-    def folder_lost(self) -> tuple[bool, bool]:
-        """Check that `save` still is the folder that the run started with.
-
-        Returns whether it is another one or gone, and if so, whether the new one holds checkpoints.
-        """
-        if self._inode is None or self._keys.save is None:
-            return False, False
-        try:
-            lost = _inode(self._keys.save) != self._inode
-            return lost, lost and bool(native.begun_steps(Path(self._keys.save)))
-        except (OSError, UnreadableError) as error:
-            logger.warning("%s: cannot be read (%s)", self._keys.save, error)
-            return False, False
 
     def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
         slices = self._engine.parameter_slices()
@@ -392,7 +363,6 @@ class Checkpoints:
 
     def _enter(self, stage: str) -> None:
         """Enter the next stage of a save; one that hangs makes the watchdog end the run."""
-        self._stage, self._stage_start, self._warn_after = stage, time.monotonic(), SLOW_SECONDS
         self._watchdog.follow(f"saving {stage}")
 
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
@@ -431,7 +401,7 @@ class Checkpoints:
         native.commit(root, snapshot.step, {**described, native.WEIGHTS: weights_entry})
 
     def _prune(self, root: Path) -> None:
-        """Remove old checkpoints, except those that are still to be uploaded or copied."""
+        """Remove old checkpoints, except those that are still to be uploaded."""
         keys = self._keys
         try:
             native.prune(root, keys.keep_last_n_checkpoints, keys.keep_every_n_steps, self._remotes.owed())
@@ -478,15 +448,6 @@ class WeightTransfer:
         if rank == dist.rank():
             return self._own[weight.name, weight.start].to(self._dtype)
         return dist.receive(rank, weight.numel, self._dtype, self._group)
-
-
-def _inode(folder: str | None) -> tuple[int, int] | None:
-    """Device and inode of a folder; None if there is none."""
-    try:
-        status = os.stat(folder) if folder is not None else None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
