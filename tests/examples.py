@@ -129,7 +129,6 @@ NOT_RUN = {
     "megatron-coca import runs/finetune": CHAIN,
     "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
     "python tools/bench_train.py": TIMED,
-    "python tools/bench_evaluation.py": TIMED,
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
 
