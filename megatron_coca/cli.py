@@ -28,6 +28,8 @@ COMMANDS = {
 }
 """Module with `main`, and help, of every subcommand."""
 
+RESUMABLE = ("prepare", "ablate")
+
 EPILOG = """for example:
     megatron-coca configs copy configs
     megatron-coca train configs/quickstart/roformer_coca.yml
@@ -52,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(name, error)
         return error.status
     except KeyboardInterrupt:
-        print(f"megatron-coca {name}: interrupted", file=sys.stderr)
+        resumes = "; the same command resumes" if name in RESUMABLE else ""
+        print(f"megatron-coca {name}: interrupted{resumes}", file=sys.stderr)
         return 130
 
 
