@@ -5,7 +5,6 @@
 to resume from, `initial_model` builds the model.
 """
 
-import heapq
 import logging
 import os
 import re
@@ -183,20 +182,8 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
 
     beat(f"verifying {folder}")
     files = from_main(list_files)
-    sizes = [size for _, size, _ in files]
-    own = {Path(files[number][0]): files[number][2] for number in divide(sizes, dist.world_size())[dist.rank()]}
-    _compare(folder, own, sum(sizes), beat)
-
-
-def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assign files with descending `sizes` to ranks, about as many bytes to each; returns file numbers by rank."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for number, size in enumerate(sizes):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(number)
-        heapq.heappush(loads, (load + size, rank))
-    return shares
+    own = {Path(path): digest for path, _, digest in files[dist.rank() :: dist.world_size()]}  # by descending size
+    _compare(folder, own, sum(size for _, size, _ in files), beat)
 
 
 def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
