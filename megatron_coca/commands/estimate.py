@@ -164,7 +164,7 @@ def _verdict(result: "Estimate", gib: float, fitting: bool, changes: list["Chang
     for change in changes:
         yield f"  fits with {change.keys}: {_gib(change.memory.total)}"
     if not fitting and not changes:
-        yield "  no change of ZeRO stage, micro batch, loss or checkpointing, nor two of them, suffices: try three,"
+        yield "  no single change of ZeRO stage, micro batch, loss or checkpointing suffices: try several,"
         yield "  more GPUs with zero_optimization.stage=3, pipe_parallel_size, model_parallel_size,"
         yield "  sequence_parallel_size, or a larger GPU (--gpu)"
 

@@ -23,7 +23,6 @@ from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.resume import (
     Choice,
     candidates,
-    divide,
     first_valid,
     quarantine_newer,
     refuse_other_run,
@@ -433,15 +432,9 @@ def test_what_no_run_can_be_resumed_from_gives_way(tmp_path: Path, manifest: dic
         first_valid(folders[:1])
 
 
-def test_files_are_divided_by_their_bytes() -> None:
-    assert divide([9, 5, 4, 3, 1], 2) == [[0, 3], [1, 2, 4]]
-    assert divide([9], 3) == [[0], [], []]
-    assert sorted(number for share in divide([1] * 10, 3) for number in share) == list(range(10))
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two ranks, which has nothing to read: the first one reads 10 bytes between two agreements."""
+    """The last of many ranks, which has nothing to read: the first one reads 10 bytes between two agreements."""
     read = iter([10.0, 20.0, 20.0, 30.0])
 
     def agree(mine: list[float]) -> list[float]:
@@ -449,10 +442,9 @@ def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monk
         total = next(read)
         return [total, float(total < 30), 0.0]
 
-    monkeypatch.setattr("megatron_coca.training.engine.group.rank", lambda: 1)
-    monkeypatch.setattr("megatron_coca.training.engine.group.world_size", lambda: 2)
+    monkeypatch.setattr("megatron_coca.training.engine.group.rank", lambda: 99)
+    monkeypatch.setattr("megatron_coca.training.engine.group.world_size", lambda: 100)
     monkeypatch.setattr("megatron_coca.training.engine.group.sum_over_ranks", agree)
-    monkeypatch.setattr("megatron_coca.training.resume.divide", lambda sizes, ranks: [list(range(len(sizes))), []])
     beats: list[str] = []
     verify_distributed(checkpoint(tmp_path, 2), beats.append)
     assert len(beats) == 4, "one at the start, and none where nothing was read"
