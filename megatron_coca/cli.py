@@ -21,12 +21,14 @@ COMMANDS = {
     "inspect": ("commands.inspect", "show and verify prepared data, samples of a run, and checkpoints"),
     "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
-    "estimate": ("commands.estimate", "parameters, memory, step time and days of a run"),
+    "estimate": ("commands.estimate", "parameters, memory and days of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
     "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
     "configs": ("commands.configs", "copy the configuration files"),
 }
 """Module with `main`, and help, of every subcommand."""
+
+RESUMABLE = ("prepare", "ablate")
 
 EPILOG = """for example:
     megatron-coca configs copy configs
@@ -52,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(name, error)
         return error.status
     except KeyboardInterrupt:
-        print(f"megatron-coca {name}: interrupted", file=sys.stderr)
+        resumes = "; the same command resumes" if name in RESUMABLE else ""
+        print(f"megatron-coca {name}: interrupted{resumes}", file=sys.stderr)
         return 130
 
 

@@ -13,12 +13,10 @@ import yaml
 MAX_BYTES = 1 << 20  # of a file
 MAX_NODES = 100_000  # values, keys included, with every alias expanded
 MAX_DEPTH = 64  # nested mappings and sequences, also through aliases; a level takes six frames of Python's stack
-MAX_NUMBER = 1000  # characters of a number, which take quadratic time to read
 
 NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 """NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode; escapes can spell both."""
 
-_TEXT = "tag:yaml.org,2002:str"
 _TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; is it the right file?"
 
 
@@ -76,8 +74,6 @@ class LimitedLoader(yaml.SafeLoader):
             raise _error(f"nested deeper than {MAX_DEPTH} levels", mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        if isinstance(node, yaml.ScalarNode) and node.tag != _TEXT and len(node.value) > MAX_NUMBER:
-            raise _error(f"a number or date of more than {MAX_NUMBER} characters", node.start_mark)
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

@@ -94,10 +94,8 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The reports in metrics.jsonl without what no two runs share: the timings, notes, and what was measured when a
-        launch began.
-        """
-        reports = [line for line in self._lines if "event" not in line and not any(map(is_of_health, line))]
+        """The reports in metrics.jsonl without what no two runs share: the timings and notes."""
+        reports = [line for line in self._lines if "event" not in line]
         return [{name: value for name, value in line.items() if name not in TIMINGS} for line in reports]
 
     @property
@@ -127,11 +125,6 @@ class Run:
             for path in sorted((folder / name).iterdir()):
                 found |= {f"{path.relative_to(folder)}{place}": value for place, value in _leaves(read(path))}
         return found
-
-
-def is_of_health(name: str) -> bool:
-    """Whether a figure was measured when a launch began."""
-    return name.startswith("health/")
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

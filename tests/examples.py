@@ -42,7 +42,6 @@ RUN = {
     "python train.py configs/finetune": "save=runs/new",
     "python train.py configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
     "megatron-coca estimate": "",
-    "python tools/gpu_report.py --dry-run": "",
     "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",
@@ -129,9 +128,7 @@ NOT_RUN = {
     "megatron-coca import runs/finetune": CHAIN,
     "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
     "python tools/bench_train.py": TIMED,
-    "python tools/bench_evaluation.py": TIMED,
     "python tools/bench_methods.py": "times two methods side by side, for minutes",
-    "python tools/bench_prepare.py": "needs half a gigabyte of text",
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
 
@@ -221,7 +218,6 @@ def make_workspace(folder: Path) -> None:
         (folder / name).mkdir()
     for path in (*(ROOT / "docs").glob("*.md"), ROOT / "docs/generate.py"):
         shutil.copy(path, folder / "docs")
-    shutil.copy(ROOT / "benchmarks/gpu_expected.json", folder / "benchmarks")
     make_configs(folder)
     make_data(folder)
     pieces = "data/builtin/tokenizer.model"

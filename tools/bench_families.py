@@ -9,13 +9,13 @@ Ours and transformers' own class read it and are compared:
 - logits in float32 at one and four times the trained length: the largest difference, beside the standard deviation;
 - import: seconds and growth of resident memory of `import_checkpoint`, and of `from_pretrained` with `save_pretrained`,
   each in a process of its own that has loaded the libraries;
-- scored tokens per second of sliding-window perplexity at 1, 4 and 16 times the length, in alternating rounds
-  (bench_evaluation.py).
+- scored tokens per second of sliding-window perplexity at 1, 4 and 16 times the length, each in its own process, in
+  alternating rounds; transformers by the plain loop of its documentation: one window at a time, labels ignored outside
+  the scored tokens, logits of every position. The negative log-likelihoods must agree to 1e-4 per token.
 
 Appends one JSON line per family to --output and prints it as a row of the table in docs/models.md.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -31,10 +31,13 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.evaluation.perplexity import plan_windows, score_document
 from megatron_coca.evaluation.results import measured
-from tools.bench_evaluation import measure_window, measured_scorer
+from megatron_coca.model import keep_freed_memory
 from tools.records import ChildProcess, append_records, benchmark_parser, quartiles
 
+AGREEMENT = 1e-4
+"""Largest difference between two implementations, in nats per token."""
 TRAINED = 256
 BLOCK = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
 BLOCK |= {"intermediate_size": 1408, "num_key_value_heads": 4, "max_position_embeddings": 16 * TRAINED}
@@ -113,26 +116,64 @@ def importer(way: str, folder: Path) -> Callable[[str], tuple[float, int]]:
 
 def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
     """Return the median seconds and the largest peak of both ways, a process for every measurement."""
+    units: dict[str, Callable[[list[float]], float]] = {"seconds": statistics.median, "bytes": max}
     costs: dict[str, list[tuple[float, int]]] = {"ours": [], "transformers": []}
     for number in range(rounds):
         for way, found in costs.items():
             found.append(ChildProcess(importer, way, folder)(str(scratch / f"{way}_{number}")))
-    summaries: list[tuple[str, Callable[[list[float]], float]]] = [("seconds", statistics.median), ("bytes", max)]
     return {
         f"import_{unit}_{way}": choose([cost[place] for cost in found])
         for way, found in costs.items()
-        for place, (unit, choose) in enumerate(summaries)
+        for place, (unit, choose) in enumerate(units.items())
     }
 
 
-def speeds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return scored tokens per second of both at every window, and the quartiles of their ratio round by round."""
-    scorers = {way: ChildProcess(measured_scorer, way, folder, "cpu") for way in ("ours", "transformers")}
+def scorer(way: str, folder: Path) -> Callable[[np.ndarray, int], tuple[float, float]]:
+    """Return a function of tokens and window, the stride of which is TRAINED: the sum of negative log-likelihoods, and
+    seconds.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if way == "ours":
+        keep_freed_memory()
+    model = load_model(folder) if way == "ours" else AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+    @torch.no_grad()
+    def plain_loop(tokens: np.ndarray, window: int) -> float:
+        total = 0.0
+        for span in plan_windows(len(tokens), window, TRAINED):
+            # The model shifts the labels itself, so its inputs include the token that the last position predicts.
+            inputs = torch.from_numpy(tokens[None, span.start : max(span.end, span.start + window)])
+            labels = inputs.clone()
+            labels[:, : span.first_scored - span.start] = -100
+            scored = int((labels[:, 1:] != -100).sum())
+            total += float(model(input_ids=inputs, labels=labels, use_cache=False).loss) * scored
+        return total
+
+    def score(tokens: np.ndarray, window: int) -> tuple[float, float]:
+        with measured(torch.device("cpu")) as meter:
+            nll = score_document(model, tokens, window, TRAINED).nll if way == "ours" else plain_loop(tokens, window)
+        return nll, meter.seconds
+
+    return score
+
+
+def speeds(folder: Path, rounds: int) -> dict[str, Any]:
+    """Return scored tokens per second of both at every window, and the quartiles of their ratio round by round; a first
+    round is not counted.
+
+    Raises:
+        RuntimeError: they disagree.
+    """
+    scorers = {way: ChildProcess(scorer, way, folder) for way in ("ours", "transformers")}
     found: dict[str, Any] = {}
     for times in (1, 4, 16):
         tokens = np.random.default_rng(0).integers(0, BLOCK["vocab_size"], (times + 3) * TRAINED)
-        passes = measure_window(scorers, tokens, times * TRAINED, options)
-        seconds = {way: [each.seconds for each in scored] for way, scored in passes.items()}
+        scored = [{way: score(tokens, times * TRAINED) for way, score in scorers.items()} for _ in range(1 + rounds)]
+        nlls = [nll / (len(tokens) - 1) for nll, _ in scored[0].values()]
+        if abs(nlls[0] - nlls[1]) > AGREEMENT:
+            raise RuntimeError(f"{folder}: window {times}L: ours and transformers disagree: {nlls}")
+        seconds = {way: [each[way][1] for each in scored[1:]] for way in scorers}
         ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["transformers"], strict=True)]
         found |= {f"tokens_per_second_{times}L_{way}": len(tokens) / statistics.median(s) for way, s in seconds.items()}
         found |= {f"ratio_{times}L": statistics.median(ratios), f"ratio_quartiles_{times}L": quartiles(ratios)}
@@ -143,7 +184,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure every family, print and append its record; return the exit status."""
     parser = benchmark_parser(__doc__, "families.jsonl", rounds=3)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"default: all of {', '.join(FAMILIES)}")
-    parser.add_argument("--stride", type=int, default=TRAINED)
     options = parser.parse_args(arguments)
     if unknown := set(options.families) - FAMILIES.keys():
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
@@ -153,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             found: dict[str, Any] = {"benchmark": "family", "family": name, "parameters": write_model(name, folder)}
             found |= logit_errors(folder)
             found |= import_costs(folder, Path(scratch), options.rounds)
-            found |= speeds(folder, options)
+            found |= speeds(folder, options.rounds)
         append_records(options.output, [found])
         print(row(found), flush=True)
     return 0

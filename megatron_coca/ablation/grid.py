@@ -41,12 +41,12 @@ Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]
 """(tasks, folder of the run, folder of the results) -> the evaluations of a model."""
 
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
-RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"} | {key for key in KEYS if key.startswith("health_")}
+RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
 """Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
 size and the dtype do name it.
 """
 RESULTS = Path("results")
-SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
+SHARED_PATHS = ("log_dir", "tensorboard_dir")
 """Folders that all cells would write into."""
 
 

@@ -21,7 +21,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import chain, count
@@ -264,21 +264,6 @@ def set_aside(folder: Path) -> Path:
 def _unused_name(path: Path) -> Path:
     numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
     return next(name for name in chain([path], numbered) if not os.path.lexists(name))
-
-
-def copy(folder: Path, target: Path, beat: Callable[[], None] = lambda: None) -> Path:
-    """Copy a complete checkpoint into the save folder `target` atomically. Returns the copy.
-
-    `beat` is called after each file.
-    """
-    step, manifest = step_of(folder), _read_manifest(folder)
-    partial = begin(target, step)
-    for name in manifest["files"]:
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, partial / name)
-        flush(partial / name)
-        beat()
-    return commit(target, step, manifest["files"], manifest["holds"], manifest["format"])
 
 
 def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:

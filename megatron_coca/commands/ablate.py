@@ -19,25 +19,17 @@ from megatron_coca.evaluation.options import DTYPES, positive_float, positive_in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, 2 if anything failed, 75 after a scheduler's signal, 130 after Ctrl-C."""
+    """Return 0, 2 if anything failed, 75 after a scheduler's signal. Raises EvaluationError."""
     options = parser().parse_args(arguments)
     if options.only and (options.report or options.page):
         parser().error("--report and --page are of all cells; leave --only out")
-    from megatron_coca.evaluation.results import EvaluationError
-    from megatron_coca.training.exit_status import INTERRUPTED, Stopped
+    from megatron_coca.training.exit_status import Stopped
 
     try:
         return run(options)
-    except EvaluationError as error:
-        place = f"{options.file}:\n" if "\n" in str(error) else ""
-        print(f"megatron-coca ablate: {place}{error}", file=sys.stderr)
-        return 2
     except Stopped as error:
         print(f"megatron-coca ablate: {error}", file=sys.stderr)
         return error.status
-    except KeyboardInterrupt:
-        print("megatron-coca ablate: interrupted; the same command resumes", file=sys.stderr)
-        return INTERRUPTED
 
 
 def parser() -> ArgumentParser:

@@ -1,8 +1,8 @@
-"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, predicted time of a step and what bounds it, days.
+"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, tokens per second and days.
 
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
-Starts nothing and needs no GPU. Times are predictions from counts and printed assumptions, not measurements. Exit
+Starts nothing and needs no GPU. Times follow from FLOPs and an assumed utilisation (--mfu), not from measurements. Exit
 status 1 if the run, or one of its stages, does not fit, with config changes that make it fit; 2 if the configuration
 is invalid.
 """
@@ -18,13 +18,12 @@ from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 
 if TYPE_CHECKING:
     from megatron_coca.training.estimate import Change, Estimate
-    from megatron_coca.training.step_time import StepTime
 
 # PyTorch takes seconds to import: that is done after the configuration is accepted.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 DEFAULT_MFU = 0.4
-"""On GPUs for which no step is predicted."""
+"""Assumed where --mfu is not given."""
 
 
 class Gpu(NamedTuple):
@@ -52,12 +51,10 @@ GPUS: dict[str, Gpu] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the estimate; return 0, or 1 if the run does not fit. Raises ConfigError."""
     options = parser().parse_intermixed_args(arguments)
-    if options.mfu is not None and not 0 < options.mfu <= 1:
+    if not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
     if options.gpus is not None and options.gpus < 1:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
-    if options.links < 1:
-        parser().error(f"--links {options.links}: must be at least 1")
     config = load_config(*split_inputs(options.inputs))
     gpus = options.gpus or _configured_gpus(config)
     records = []
@@ -81,25 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _estimate(config: Config, gpus: int, options: Namespace) -> dict[str, Any]:
     """Estimate a run with one configuration; printed, unless JSON is wanted."""
-    from megatron_coca.config.model import GAU
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.estimate import changes_that_fit, estimate, fits
-    from megatron_coca.training.step_time import DEVICES, mfu_range, step_time
 
     gpu = GPUS[options.gpu]
-    predicted = options.gpu in DEVICES and GAU not in config.model.layer_names
-    step = step_time(config, gpus, options.gpu, options.links) if predicted else None
-    expected = mfu_range(config, gpus, options.gpu, options.links) if step else None
-    mfu = options.mfu or (sum(expected) / 2 if expected else DEFAULT_MFU)
-    result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
+    result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
     fitting = fits(result.memory, gpu.memory)
     changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
     if not options.json:
-        print("\n".join(_lines(config, result, options.gpu)))
-        times = _time_lines(config, result, mfu, None if options.mfu else expected)
-        print("\n".join([*_step_lines(step), *times]))
+        print("\n".join(_lines(config, result, options)))
         print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
-    return _record(result, options.gpu, mfu, step, fitting, changes) | {"mfu_range": expected}
+    return _record(result, options, fitting, changes)
 
 
 def parser() -> ArgumentParser:
@@ -114,16 +103,9 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--mfu",
         type=float,
+        default=DEFAULT_MFU,
         metavar="SHARE",
-        help="fraction of the GPU's peak FLOP/s that is reached (default: predicted on A100-80, H100, H200 and B200,"
-        f" else {DEFAULT_MFU})",
-    )
-    parser.add_argument(
-        "--links",
-        type=int,
-        default=8,
-        metavar="N",
-        help="400 Gb/s InfiniBand links of a host with 8 GPUs (default: %(default)s, one for each GPU)",
+        help="assumed fraction of the GPU's peak FLOP/s that is reached (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -138,7 +120,7 @@ def _configured_gpus(config: Config) -> int:
         raise ConfigError(f"{error}; or give --gpus") from error
 
 
-def _lines(config: Config, result: "Estimate", gpu: str) -> Iterator[str]:
+def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[str]:
     from megatron_coca.model.cost import trained_count
 
     count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
@@ -150,7 +132,7 @@ def _lines(config: Config, result: "Estimate", gpu: str) -> Iterator[str]:
     yield f"FLOPs per token    {result.flops.model:>18.3e}   6N + 12 L h n; {result.flops.executed:.3e} executed"
     yield ""
     axes = ", ".join(f"{name} {size}" for name, size in grid.layout().items())
-    yield f"GPUs               {grid.world_size:>18,}   {gpu}: {axes}"
+    yield f"GPUs               {grid.world_size:>18,}   {options.gpu}: {axes}"
     sizes = f"micro batch {result.sizes.micro} x accumulation {result.sizes.accumulation} x data {grid.data}"
     yield f"samples per step   {result.sizes.total:>18,}   {sizes}"
     yield f"tokens per step    {result.tokens_per_step:>18,}   {result.sizes.total} x {config.model.seq_length}"
@@ -161,48 +143,11 @@ def _lines(config: Config, result: "Estimate", gpu: str) -> Iterator[str]:
     if memory.host:
         yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, all processes"
     yield ""
-
-
-def _step_lines(step: "StepTime | None") -> Iterator[str]:
-    """The predicted step by part, and every assumption."""
-    from megatron_coca.training.step_time import ASSUMPTIONS, DEVICES
-
-    if step is None:
-        known = f"only for {', '.join(DEVICES)}, and not for gated attention units"
-        yield f"step               {'not predicted':>18}   {known}"
-        return
-    parts = {
-        "compute": "matrix products and attention",
-        "memory": "all other kernels",
-        "launches": "the host, beside compute and memory",
-        "network": "communication that nothing runs beside",
-    }
-    yield f"step               {1e3 * step.total:>15.1f} ms   predicted; bound by {step.bound}"
-    for part, text in parts.items():
-        yield f"  {part:<16} {1e3 * getattr(step, part):>15.1f} ms   {text}"
-    yield f"  {'overlapped':<16} {1e3 * step.hidden:>15.1f} ms   communication beside the backward pass"
-    yield "  above with the faster of two attention kernels and hosts; below with both"
-    yield "  shares of the peak FLOP/s in products and in attention, error against published steps:"
-    for gpu, device in DEVICES.items():
-        shares = f"{device.products:.0%}, {device.slow_attention:.0%} to {device.attention:.0%}"
-        error = "not calibrated" if device.error is None else f"at most {device.error:.0%}"
-        yield f"    {gpu:<14} {shares}, {error}"
-    for name, (value, text) in ASSUMPTIONS.items():
-        yield f"    {name:<14} {value:>8g}   {text}"
-    yield ""
-
-
-def _time_lines(config: Config, result: "Estimate", mfu: float, expected: tuple[float, float] | None) -> Iterator[str]:
-    """Speed and duration at `mfu`, the middle of the `expected` range if there is one."""
-    speed, days = result.tokens_per_second, (result.seconds or 0.0) / 86400
-    source = "given" if expected is None else f"in the middle of {expected[0]:.0%} to {expected[1]:.0%}, predicted"
-    yield f"tokens per second  {speed:>18,.0f}   at {mfu:.1%} MFU, {source}"
+    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {options.mfu:.1%} MFU, assumed"
     if result.total_tokens is not None and result.seconds is not None:
         yield f"steps              {config.schedule.train_iters:>18,}"
         yield f"tokens             {result.total_tokens:>18,}"
-        yield f"days               {days:>18.2f}" + (
-            f"   {days * mfu / expected[1]:.2f} to {days * mfu / expected[0]:.2f}" if expected else ""
-        )
+        yield f"days               {result.seconds / 86400:>18.2f}"
     if config.precision.dtype == "fp32":
         yield "precision fp32: the peak is that of bfloat16; expect a fraction of this speed"
 
@@ -219,14 +164,12 @@ def _verdict(result: "Estimate", gib: float, fitting: bool, changes: list["Chang
     for change in changes:
         yield f"  fits with {change.keys}: {_gib(change.memory.total)}"
     if not fitting and not changes:
-        yield "  no change of ZeRO stage, micro batch, loss or checkpointing, nor two of them, suffices: try three,"
+        yield "  no single change of ZeRO stage, micro batch, loss or checkpointing suffices: try several,"
         yield "  more GPUs with zero_optimization.stage=3, pipe_parallel_size, model_parallel_size,"
         yield "  sequence_parallel_size, or a larger GPU (--gpu)"
 
 
-def _record(
-    result: "Estimate", gpu: str, mfu: float, step: "StepTime | None", fitting: bool, changes: list["Change"]
-) -> dict[str, Any]:
+def _record(result: "Estimate", options: Namespace, fitting: bool, changes: list["Change"]) -> dict[str, Any]:
     parameters = asdict(result.parameters) | {
         "total": result.parameters.total,
         "non_embedding": result.parameters.non_embedding,
@@ -234,7 +177,7 @@ def _record(
     return {
         "parameters": parameters,
         "flops_per_token": asdict(result.flops),
-        "gpu": gpu,
+        "gpu": options.gpu,
         "gpus": result.topology.world_size,
         "layout": result.topology.layout(),
         "batch": result.sizes._asdict(),
@@ -243,8 +186,7 @@ def _record(
         "changes": [change.keys for change in changes],
         "tokens_per_step": result.tokens_per_step,
         "tokens": result.total_tokens,
-        "mfu": mfu,
-        "step": asdict(step) | {"total": step.total, "bound": step.bound} if step else None,
+        "mfu": options.mfu,
         "tokens_per_second": result.tokens_per_second,
         "seconds": result.seconds,
     }

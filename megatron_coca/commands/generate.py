@@ -3,9 +3,8 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +34,6 @@ examples:
     megatron-coca generate --checkpoint runs/coca configs/extend/dynamic_ntk.yml rope_scaling.factor=8 < book.txt
     megatron-coca generate --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output o.jsonl
 """
-NEOX_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "maximum_tokens": "max_new_tokens",
-    "num_samples": "num_samples",
-    "sample_output_file": "output",
-}
-"""GPT-NeoX's keys that --config reads, and the options that they set."""
 SHOWN = 60
 """Characters of a prompt in the heading of its continuation."""
 
@@ -55,7 +45,6 @@ def parser() -> ArgumentParser:
     add("changes", nargs="*", metavar="CHANGE", help=changes)
     checkpoint = "a run's save folder, one step of it, or a Hugging Face folder"
     add("--checkpoint", required=True, metavar="DIR", help=checkpoint)
-    add("--config", metavar="FILE.yml", help="GPT-NeoX's keys for text generation; options win over them")
     prompts = described.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     file = "a prompt per line; in NAME.jsonl an object per line with the key prompt or text"
@@ -86,21 +75,13 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 130 after Ctrl-C. Raises InputError."""
-    described = parser()
-    args = described.parse_intermixed_args(arguments)
-    try:
-        if args.config is not None:
-            described.set_defaults(**read_neox_settings(args))
-            args = described.parse_intermixed_args(arguments)
-        refuse_missing(args)
-        prompts = read_prompts(args)
-        if args.output is not None:
-            check_writable(args.output)
-        return run(args, prompts)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+    """Return 0. Raises InputError."""
+    args = parser().parse_intermixed_args(arguments)
+    refuse_missing(args)
+    prompts = read_prompts(args)
+    if args.output is not None:
+        check_writable(args.output)
+    return run(args, prompts)
 
 
 def refuse_missing(args: Namespace) -> None:
@@ -112,30 +93,6 @@ def refuse_missing(args: Namespace) -> None:
         raise ConfigError(*problems)
     if not Path(args.checkpoint).exists():
         raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder")
-
-
-def read_neox_settings(args: Namespace) -> dict[str, Any]:
-    """Defaults of options from GPT-NeoX's keys in the file of --config; other keys are ignored. Raises ConfigError."""
-    problems: list[str] = []
-    layer = read_file(args.config, problems)
-    if layer is None:
-        raise ConfigError(*problems)
-    values = layer.values
-    settings: dict[str, Any] = {
-        option: str(values[key]) for key, option in NEOX_KEYS.items() if values.get(key) is not None
-    }
-    # GPT-NeoX's 0 leaves top_p out, and a temperature of 0 is greedy only without both filters.
-    settings["top_p"] = str(values.get("top_p") or 1.0)
-    if (values.get("top_p") or values.get("top_k")) and not values.get("temperature"):
-        settings["temperature"] = "1.0"
-    settings |= {"no_cache": bool(values.get("recompute"))}
-    if args.prompt is not None or args.file is not None:
-        return settings
-    sources: dict[Any, dict[str, Any]] = {
-        "input-file": {"file": values.get("sample_input_file")},
-        "unconditional": {"prompt": [""]},
-    }
-    return settings | sources.get(values.get("text_gen_type"), {})
 
 
 def read_prompts(args: Namespace) -> list[str] | None:
@@ -195,9 +152,11 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
         if args.chat:
             chat(generator, prompts, args.system, sampling, options)
         elif prompts is None:
-            converse(generator, sampling, options)
+            for number, prompt in enumerate(typed()):
+                own = replace(sampling, seed=sampling.seed + number)
+                show(generator.stream(prompt, sampling=own, **options))
         elif args.output is None and len(prompts) * args.num_samples == 1:
-            show(generator, prompts[0], sampling, options)
+            show(generator.stream(prompts[0], sampling=sampling, **options))
         else:
             asked = [prompt for prompt in prompts for _ in range(args.num_samples)]
             options |= {"tokens_per_batch": args.tokens_per_batch, "progress": True}
@@ -212,15 +171,14 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
     return 0
 
 
-def converse(generator: "TextGenerator", sampling: "Sampling", options: dict[str, Any]) -> None:
-    """Continue each line that a person types, until the end of input."""
-    for number in count():
+def typed() -> Iterator[str]:
+    """Yield the lines that a person types, until the end of input."""
+    while True:
         try:
-            prompt = input("> ")
+            yield input("> ")
         except EOFError:
             print()
             return
-        show(generator, prompt, replace(sampling, seed=sampling.seed + number), options)
 
 
 def chat(
@@ -233,27 +191,21 @@ def chat(
     """Answer messages: each of `prompts` as a chat of its own, or those that a person types as one chat."""
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = list(opening)
-    for number in count() if prompts is None else range(len(prompts)):
-        try:
-            prompt = input("> ") if prompts is None else prompts[number]
-        except EOFError:
-            print()
-            return
+    for number, prompt in enumerate(typed() if prompts is None else prompts):
         messages = [*(messages if prompts is None else opening), {"role": "user", "content": prompt}]
-        pieces: list[str] = []
         own = replace(sampling, seed=sampling.seed + number) if prompts is None else sampling
-        for piece in generator.answer(messages, sampling=own, **options):
-            print(piece, end="", flush=True)
-            pieces.append(piece)
-        print()
-        messages.append({"role": "assistant", "content": "".join(pieces)})
+        answer = show(generator.answer(messages, sampling=own, **options))
+        messages.append({"role": "assistant", "content": answer})
 
 
-def show(generator: "TextGenerator", prompt: str, sampling: "Sampling", options: dict[str, Any]) -> None:
-    """Print the continuation of one prompt as it is generated."""
-    for piece in generator.stream(prompt, sampling=sampling, **options):
+def show(pieces: Iterator[str]) -> str:
+    """Print a text as it is generated, and return it."""
+    text = ""
+    for piece in pieces:
         print(piece, end="", flush=True)
+        text += piece
     print()
+    return text
 
 
 def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:

@@ -12,7 +12,6 @@ After a kill or an error, the same command resumes.
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -243,10 +242,6 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 130 after Ctrl-C. Raises DataError."""
-    try:
-        print(_run(parser().parse_args(arguments)))
-    except KeyboardInterrupt:
-        print("megatron-coca prepare: stopped; the same command resumes", file=sys.stderr)
-        return 130
+    """Return 0. Raises DataError."""
+    print(_run(parser().parse_args(arguments)))
     return 0

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
@@ -32,8 +32,6 @@ DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
 REPAIRS = {" + dynamic NTK": DYNAMIC_NTK, " + ReRoPE, log n": ("relative_positions.type=rerope", "logit_scaling=log_n")}
 TEXT, TEXT_LABEL = "roformer_coca", "RoFormer + CoCA"
 """The run on text, which is killed halfway."""
-EXTENSIONS: dict[str, tuple[str, Sequence[str]]] = {"plain": ("", ()), "dynamic_ntk": (" + dynamic NTK", DYNAMIC_NTK)}
-"""By the end of the result file's name: the end of the label, and keys."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 
 
@@ -47,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     recalled = recall(keys)
     train(TEXT, keys)
-    results = [evaluate(TEXT, extension) for extension in EXTENSIONS]
-    table = build_report([*recalled, *results], RUNS, "Quickstart: beyond the training length of 64")
+    table = build_report([*recalled, *evaluate(TEXT)], RUNS, "Quickstart: beyond the training length of 64")
     seconds = time.perf_counter() - start
     print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
     return 0
@@ -68,11 +65,9 @@ def recall(keys: Sequence[str]) -> list[Path]:
     files, measures = [], []
     for name, label in RECALL.items():
         repairs = REPAIRS if name != "alibi" else {" + log n": ("logit_scaling=log_n",)}
-        variants = {label: (), **{f"{label}{end}": changes for end, changes in repairs.items()}}
-        given = (part for variant, changes in variants.items() for part in ("--variant", variant, *changes))
-        command = ["evaluate", "recall", "--checkpoint", str(saves[name]), "--cases", "192", "--shifts", "0"]
-        measures.append([*command, "--output", str(RUNS), "--overwrite", *given])
-        files += [RUNS / f"recall_{slug(variant)}.json" for variant in variants]
+        command, results = measure("recall", saves[name], label, repairs, "--cases", "192", "--shifts", "0")
+        measures.append(command)
+        files += results
     run_together(measures)
     return files
 
@@ -122,35 +117,24 @@ def reported_step(save: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def evaluate(name: str, extension: str) -> Path:
-    """Return the result file of one method with one extension; measure unless it is complete and of these weights."""
-    from megatron_coca.checkpoints import native
-
-    output, checkpoint = RUNS / f"{name}_{extension}.json", RUNS / name
-    weights = native.read_json(native.locate(checkpoint) / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
-    if output.is_file() and measured_weights(output) == weights:
-        print(f"# {output}: already measured")
-        return output
-    command = ["evaluate", "perplexity", "--checkpoint", str(checkpoint)]
-    command += ["--windows", WINDOWS, "--stride", STRIDE, "--overwrite"]
-    label, keys = EXTENSIONS[extension]
-    command += ["--label", TEXT_LABEL + label, "--output", str(output), *(("--set", *keys) if keys else ())]
+def evaluate(name: str) -> list[Path]:
+    """Measure perplexity with and without an extension, and return the result files."""
+    extended = {" + dynamic NTK": DYNAMIC_NTK}
+    command, results = measure(
+        "perplexity", RUNS / name, TEXT_LABEL, extended, "--windows", WINDOWS, "--stride", STRIDE
+    )
     run(command)
-    return output
+    return results
 
 
-def measured_weights(output: Path) -> str:
-    """Return the checksum of the weights that a result file is of; empty if it is unusable or lacks a window."""
-    from megatron_coca.evaluation import EvaluationError, PerplexityResult
-    from megatron_coca.evaluation.results import read_record
-
-    try:
-        result = read_record(output, PerplexityResult, "a result of `evaluate.py perplexity`")
-    except EvaluationError as error:
-        print(f"# {error}: measured again")
-        return ""
-    complete = {cell.window for cell in result.results if cell.documents == result.documents.count}
-    return result.checkpoint.identity if complete == set(map(int, WINDOWS.split(","))) else ""
+def measure(
+    task: str, save: Path, label: str, changed: Mapping[str, Sequence[str]], *options: str
+) -> tuple[list[str], list[Path]]:
+    """Return the command that measures a checkpoint as it is and with the keys of `changed`, and its result files."""
+    variants = {label: (), **{f"{label}{end}": keys for end, keys in changed.items()}}
+    given = (part for variant, keys in variants.items() for part in ("--variant", variant, *keys))
+    command = ["evaluate", task, "--checkpoint", str(save), *options, "--output", str(RUNS), "--overwrite", *given]
+    return command, [RUNS / f"{task}_{slug(variant)}.json" for variant in variants]
 
 
 def run(command: Sequence[str]) -> None:

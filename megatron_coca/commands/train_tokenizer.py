@@ -22,8 +22,6 @@ from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, check_voca
 from megatron_coca.markdown_tables import format_table
 
 REPORT = "training.json"
-CLEARLY_FEWER = 0.7
-"""Share of the requested characters of a source below which a warning is printed."""
 HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "tokens", "bytes per token", "exact")
 
 
@@ -125,19 +123,7 @@ def train(options: argparse.Namespace) -> str:
     unmeasured = [name for name, measured in measures.items() if not measured.documents]
     if unmeasured:
         lines += [f"not measured, with fewer than two documents: {', '.join(unmeasured)}", ""]
-    warnings = short_sources(held_out, wanted)
-    lines += [*warnings, ""] if warnings else []
     return "\n".join([*lines, f"tokenizer_type: {options.type}", f"vocab_file: {options.output / file_name}"])
-
-
-def short_sources(held_out: dict[str, HeldOut], wanted: Sequence[int]) -> list[str]:
-    """A line for every source that gave clearly fewer characters than ``wanted``."""
-    given = {name: held.characters + sum(map(len, held.texts)) for name, held in held_out.items()}
-    return [
-        f"{name}: gave {characters:,} characters of {share:,} requested; its share of the training is smaller"
-        for (name, characters), share in zip(given.items(), wanted, strict=True)
-        if characters < CLEARLY_FEWER * share
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -502,16 +502,6 @@ def _no_load_optim(settings: Settings) -> str | None:
     return problem if same else None
 
 
-def _save_copy(settings: Settings) -> str | None:
-    keys = settings.checkpoint
-    if not keys.save_copy:
-        return None
-    if not keys.save:
-        return "has no effect without save; set save"
-    same = os.path.realpath(keys.save_copy) == os.path.realpath(keys.save)
-    return "same folder as save; use another one, preferably on a different disk" if same else None
-
-
 def _rollback(key: str, settings: Settings) -> str | None:
     keys = settings.checkpoint
     none = keys.save is None or (keys.checkpoint_factor is None and not keys.extra_save_iters)
@@ -718,7 +708,6 @@ CHECKS: tuple[Check, ...] = (
     *(Check((key, "load"), partial(_needs_load, key)) for key in ("finetune", "iteration", "no_load_optim")),
     Check(("no_load_optim", "load", "save"), _no_load_optim),
     Check(("iteration", "load", "save", "auto_resume"), _iteration),
-    Check(("save_copy", "save"), _save_copy),
     *(Check((key, "save", "checkpoint_factor", "extra_save_iters"), partial(_rollback, key)) for key in POLICIES),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(

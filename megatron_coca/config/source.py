@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron_coca.config.schema import CLOSED, SELECTORS
-from megatron_coca.safe_yaml import MAX_DEPTH, LimitedLoader, YamlFault, fault, read_text
+from megatron_coca.safe_yaml import LimitedLoader, YamlFault, fault, read_text
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """A mapping of dotted keys to values, or strings `key=value`."""
 COMMAND_LINE = "command line"
 OVERRIDES = "overrides"
 MAPPING = "mapping"
-MAX_PATHS = 1 << 24
-"""Limit on the total length of the dotted paths of all keys, since aliases can repeat a few long names."""
-
 DATA_PATHS = re.compile("(vocab|merge)_file|data_path|(train|valid|test)_(label_)?data_paths")
 
 _FLOAT = re.compile(
@@ -75,7 +72,6 @@ class YamlReader:
         self.where: dict[str, str] = {}
         self.problems: list[str] = []
         self.failed = False
-        self._path_characters = 0
         self._scalars: dict[str, yaml.Node] = {}
 
     def read(self) -> Any:
@@ -111,24 +107,12 @@ class YamlReader:
         values: dict[str, Any] = {}
         for name, (name_node, value_node) in entries.items():  # a key of the mapping replaces a merged one
             inner = _join(path, name)
-            self._check_path(inner, name_node)
             first = self._scalars.setdefault(inner, name_node) if isinstance(value_node, yaml.ScalarNode) else name_node
             if first is not name_node:  # `optimizer.params.lr` beside `optimizer: {params: {lr: ...}}`
                 self._add_duplicate(inner, first, name_node)
             self.where[inner] = self._location(name_node)
             values[name] = self._value(value_node, inner)
         return values
-
-    def _check_path(self, path: str, node: yaml.Node) -> None:
-        """Limit dotted names, which stand for nested mappings."""
-        self._path_characters += len(path)
-        if path.count(".") > MAX_DEPTH:
-            problem = f"a dotted key of more than {MAX_DEPTH} names"
-        elif self._path_characters > MAX_PATHS:
-            problem = f"dotted keys with a total length of more than {MAX_PATHS:,} characters"
-        else:
-            return
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
     def _check_duplicates(self, node: yaml.MappingNode, path: str) -> None:
         seen: dict[str, yaml.Node] = {}

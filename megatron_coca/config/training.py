@@ -385,9 +385,6 @@ class CheckpointConfig(ConfigGroup):
         None, "Never delete checkpoints whose step is a multiple of this, regardless of keep_last_n_checkpoints."
     )
     async_save: bool = key(True, "Write checkpoints in the background during training.")
-    save_copy: PathName | None = key(
-        None, "Folder or URL to copy every complete checkpoint to, for example on a different disk."
-    )
     checkpoint_cache: PathName = key(
         "runs/object_store",
         "Local folder for checkpoints before upload to a URL and after download; with several hosts it must be on a"
@@ -437,10 +434,6 @@ class FaultConfig(ConfigGroup):
         100, "After a rollback, skip the data of the bad steps and of this many steps before the first of them."
     )
     max_rollbacks: WholeNumber = key(10, "Maximum rollbacks in the whole run; one more stops it.")
-    health_check: bool = key(True, "Measure disk, clocks and network at start, log the results and warn of problems.")
-    health_min_disk_speed: NotNegative = key(50.0, "Warn if writing to the `save` folder is slower than this, in MB/s.")
-    health_min_bandwidth: NotNegative = key(0.1, "Warn if an all-reduce is slower than this, in GB/s.")
-    health_max_clock_skew: Positive = key(5.0, "Warn if the clocks of two hosts differ by more than this, in seconds.")
 
     @property
     def collective_timeout(self) -> float | None:

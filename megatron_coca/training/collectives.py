@@ -72,14 +72,14 @@ def decode_failure(text: str) -> CheckpointError:
 
 
 def require_writable(config: Config) -> None:
-    """Make the folders of `save`, `save_copy` and `log_dir` and write to them, so that a run fails before it trains
+    """Make the folders of `save` and `log_dir` and write to them, so that a run fails before it trains
     rather than at its first checkpoint. Every rank must call it.
 
     Raises:
         CheckpointError: one of them cannot be written.
     """
     keys = config.checkpoint
-    folders = [folder for folder in (keys.save, keys.save_copy, config.logging.log_dir) if folder is not None]
+    folders = [folder for folder in (keys.save, config.logging.log_dir) if folder is not None]
 
     def probe_folders() -> None:
         for folder in folders:
@@ -94,35 +94,36 @@ def require_writable(config: Config) -> None:
         ) from failure
 
 
-class FolderLocks(ExitStack):
-    """Locks of this run on the folders of `save` and `save_copy` (None: not set), in which every rank must take part.
+class FolderLock(ExitStack):
+    """The lock of this run on the folder of `save` (None: not set), in which every rank must take part.
 
-    The locks end with the `with` block, and with the process, even if it is killed.
+    It ends with the `with` block, and with the process, even if it is killed.
     """
 
-    def __init__(self, *folders: str | None) -> None:
+    def __init__(self, folder: str | None) -> None:
         super().__init__()
-        self._unlocked = [folder for folder in folders if folder is not None]
-        self._is_first_call = True
+        self._unlocked, self._is_first_call = folder, True
 
     def take(self) -> None:
-        """Lock the folders that exist. Call it before reading anything in them, so that no other run changes it
-        afterwards, and again when the missing ones are made.
+        """Lock the folder if it exists. Call it before reading anything in it, so that no other run changes it
+        afterwards, and again when it is made.
 
         Raises:
-            CheckpointError: another run is training into one of the folders, has written into it since the first call,
-                or a folder cannot be locked.
+            CheckpointError: another run is training into the folder, has written into it since the first call, or it
+                cannot be locked.
         """
         from_main(self._take)
         self._is_first_call = False
 
     def _take(self) -> None:
-        for folder in [folder for folder in self._unlocked if os.path.isdir(folder)]:
-            busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
-            self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
-            self._unlocked.remove(folder)
-            if not self._is_first_call and native.begun_steps(Path(folder)):
-                raise CheckpointError(
-                    f"{folder}: another run has written checkpoints into it since this one started; resume that run "
-                    "with auto_resume=true, or choose another folder"
-                )
+        folder = self._unlocked
+        if folder is None or not os.path.isdir(folder):
+            return
+        busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
+        self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+        self._unlocked = None
+        if not self._is_first_call and native.begun_steps(Path(folder)):
+            raise CheckpointError(
+                f"{folder}: another run has written checkpoints into it since this one started; resume that run "
+                "with auto_resume=true, or choose another folder"
+            )

@@ -216,28 +216,18 @@ class Change(NamedTuple):
 
 
 def changes_that_fit(config: Config, gpus: int, gib: float) -> list[Change]:
-    """Return config changes that make a run fit on GPUs of `gib` GiB: single ones, from those that cost nothing to
-    those that cost time, or pairs if no single one suffices.
+    """Return the config changes that make a run fit on GPUs of `gib` GiB, from those that cost nothing to those that
+    cost time; none if no single one suffices.
     """
-    single = _single_changes(config, gpus)
-    pairs = [
-        (f"{first_keys} {second_keys}", first | second)
-        for index, (first_keys, first) in enumerate(single)
-        for second_keys, second in single[index + 1 :]
-        if not first.keys() & second.keys()
-    ]
-    for candidates in (single, pairs):
-        fitting = []
-        for keys, changed in candidates:
-            try:
-                memory = estimate(config.override(changed), gpus, 1.0, 1.0).memory
-            except ConfigError:  # not for this number of GPUs or this shape
-                continue
-            if fits(memory, gib):
-                fitting.append(Change(keys, memory))
-        if fitting:
-            return fitting
-    return []
+    fitting = []
+    for keys, changed in _single_changes(config, gpus):
+        try:
+            memory = estimate(config.override(changed), gpus, 1.0, 1.0).memory
+        except ConfigError:  # not for this number of GPUs or this shape
+            continue
+        if fits(memory, gib):
+            fitting.append(Change(keys, memory))
+    return fitting
 
 
 def _single_changes(config: Config, gpus: int) -> list[tuple[str, dict[str, Any]]]:

@@ -1,16 +1,14 @@
-"""The places of a run's checkpoints besides its local folder: object stores, and the folder of `save_copy`.
+"""A run whose `save` or `load` is on an object store.
 
-A run saves to a local folder. From there threads of rank 0 bring every complete checkpoint to the other places, while
-training goes on. A start downloads the checkpoint to resume from to that folder, so all other training code sees local
-folders only, and brings along what the last launch left behind.
+A run saves to a local folder. From there a thread of rank 0 uploads every complete checkpoint, while training goes on.
+A start downloads the checkpoint to resume from to that folder, so all other training code sees local folders only, and
+uploads what the last launch left behind.
 """
 
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from megatron_coca.training.resume import runs_of
 
 logger = logging.getLogger(__name__)
 
-URL_KEYS = ("save", "save_copy", "load")
+URL_KEYS = ("save", "load")
 CHANGED_KEYS = (*URL_KEYS, "keep_last_n_checkpoints", "keep_every_n_steps")
 KEPT_LOCALLY = 2
 """Checkpoints kept in the local folder of a `save` on an object store: the newest, and one to roll back to. Those that
@@ -38,7 +36,7 @@ LAST_SECONDS = 5.0
 
 
 def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
-    """Replace URLs in `config` by local folders; returns the new config and the object stores.
+    """Replace URLs in `config` by local folders; returns the new config and its object stores.
 
     Raises:
         CheckpointError: no installed library can open a URL.
@@ -52,14 +50,12 @@ def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
         run, step = split_step(urls["load"])
         folder = read_folder(run, given.checkpoint_cache)
         changed["load"] = str(folder if step is None else native.step_folder(folder, step))
-    if "save_copy" in urls:
-        changed["save_copy"] = None
     if "save" in urls:
         keep = given.keep_last_n_checkpoints or KEPT_LOCALLY
         changed |= {"keep_last_n_checkpoints": min(keep, KEPT_LOCALLY), "keep_every_n_steps": None}
     localized = config.override(changed)
-    stores = {key: RemoteFolder(urls[key], given.object_store_timeout) for key in ("save", "save_copy") if key in urls}
-    return localized, RemoteCheckpoints(given, localized.checkpoint, stores.get("save"), stores.get("save_copy"))
+    store = RemoteFolder(urls["save"], given.object_store_timeout) if "save" in urls else None
+    return localized, RemoteCheckpoints(given, localized.checkpoint, store)
 
 
 class Transfers:
@@ -97,75 +93,21 @@ class Transfers:
         return self._thread is not None and self._thread.is_alive()
 
 
-class Destination:
-    """A place to which rank 0 brings every complete checkpoint, in order.
-
-    Attributes:
-        owed: steps that are not there yet.
-        missing: why the newest one is not there, if the place is not `required`: a warning until the run ends.
-    """
-
-    def __init__(self, send: Callable[[Path], None], steps: Callable[[], list[int]], required: bool) -> None:
-        """`send` brings a checkpoint's folder there, unless it is there already; `steps` lists what is there. Both may
-        raise a CheckpointError.
-        """
-        self.transfers, self.owed = Transfers(), set[int]()
-        self.missing: CheckpointError | None = None
-        self._send, self._steps, self._required = send, steps, required
-
-    def add(self, folder: Path, catch_up: bool = False) -> None:
-        """Begin to bring a checkpoint there; to `catch_up`, also older ones that are newer than all that are there."""
-        newest = native.step_of(folder)
-        steps = [step for step in native.steps(folder.parent) if step <= newest] if catch_up else [newest]
-        self.owed.update(steps)
-        self.transfers.start(lambda: self._bring(folder.parent, steps))
-
-    def _bring(self, save: Path, steps: list[int]) -> None:
-        newest = steps[-1]
-        if self.missing is None or newest == max(self.owed):  # after a failure only the newest is worth another attempt
-            try:
-                # A new folder of copies is not filled with all older ones.
-                reached = max(self._steps(), default=-1 if self._required else newest) if steps[1:] else newest
-                for step in steps:
-                    if step > reached or step == newest:
-                        self._send(native.step_folder(save, step))
-                self.missing = None
-            except CheckpointError as error:
-                if self._required:
-                    raise
-                logger.warning("%s", error)
-                self.missing = error
-        self.owed.difference_update(steps)
-
-
 class RemoteCheckpoints:
-    """The object stores of a run, and its other places of checkpoints."""
+    """The object store of `save`, if that is a URL, and the checkpoint that `load` names on another one."""
 
-    def __init__(
-        self,
-        given: CheckpointConfig,
-        local: CheckpointConfig,
-        save: RemoteFolder | None = None,
-        copy: RemoteFolder | None = None,
-    ) -> None:
+    def __init__(self, given: CheckpointConfig, local: CheckpointConfig, store: RemoteFolder | None = None) -> None:
         """
         Args:
             given: the checkpoint keys as the user wrote them.
-            local: the same with local folders; `save_copy` is None if it was a URL.
-            save: the store of `save`, or None.
-            copy: the store of `save_copy`, or None.
+            local: the same with local folders.
+            store: that of `save`, or None.
         """
-        self._given, self._local, self._folder = given, local, Path(local.save or "")
-        self._stores = [store for store in (save, copy) if store is not None]
-        self._sources, self._files = list(self._stores), 0
+        self._given, self._local, self._folder, self._store = given, local, Path(local.save or ""), store
+        self._sources = [] if store is None else [store]
+        self._uploads, self._owed = Transfers(), set[int]()
         self._beat: Callable[[str], None] = lambda reached: None
         self._stopping: Callable[[], bool] = lambda: False
-        self._destinations = [
-            Destination(partial(self._upload, each), each.steps, each is save) for each in self._stores
-        ]
-        if local.save_copy is not None:
-            target = Path(local.save_copy)
-            self._destinations.append(Destination(partial(self._copy_to, target), partial(native.steps, target), False))
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """While all ranks wait for transfers, report progress to `beat`; once `stopping` is true on any rank, because
@@ -180,11 +122,11 @@ class RemoteCheckpoints:
 
     def make_local_folder(self) -> None:
         """Make the local `save` folder, so that it can be locked. Every rank must call it. Raises CheckpointError."""
-        if self._stores and self._local.save is not None:
+        if self._store is not None:
             self._on_rank_0(lambda: self._folder.mkdir(parents=True, exist_ok=True))
 
     def prepare(self) -> None:
-        """Download what `load` names, and refuse stores of other runs. Every rank must call it, under the local
+        """Download what `load` names, and refuse the store of another run. Every rank must call it, under the local
         folder's lock and before checkpoints are listed. Raises CheckpointError.
         """
         if self._given == self._local:
@@ -204,80 +146,84 @@ class RemoteCheckpoints:
             )
 
     def download_newer(self, chosen: Path | None) -> Path | None:
-        """Download the highest valid checkpoint of the stores if its step is above that of `chosen`, the local one to
+        """Download the highest valid checkpoint of the store if its step is above that of `chosen`, the local one to
         resume from (None: there is none). Every rank must call it.
 
-        Returns its folder, None if there is no higher one. Raises CheckpointError if the stores hold damaged ones only
+        Returns its folder, None if there is no higher one. Raises CheckpointError if the store holds damaged ones only
         and `chosen` is None, or another run.
         """
-        found = self._on_rank_0(lambda: self._download_newer(chosen)) if self._stores else None
+        store = self._store
+        found = None if store is None else self._on_rank_0(lambda: self._download_newer(store, chosen))
         return None if found is None else Path(found)
 
     def deliver(self, step: int, catch_up: bool = False) -> None:
-        """On rank 0, start to upload or copy the complete local checkpoint of `step` to all other places. At the start
-        of a launch `catch_up` adds the checkpoints that the last launch did not deliver.
+        """On rank 0, start to upload the complete local checkpoint of `step`. At the start of a launch `catch_up` adds
+        older ones that are newer than all that are there: the last launch did not upload them.
 
-        Checkpoints in a store of a higher step, or of the same step with other files, are moved to its quarantine: the
-        run has left their branch, or could not be resumed from them.
+        Checkpoints in the store of a higher step, or of the same step with other files, are moved to its quarantine:
+        the run has left their branch, or could not be resumed from them.
         """
-        if dist.is_main() and step in native.steps(self._folder):
-            for destination in self._destinations:
-                destination.add(native.step_folder(self._folder, step), catch_up)
+        store, local = self._store, native.steps(self._folder) if dist.is_main() else []
+        if store is None or step not in local:
+            return
+        steps = [older for older in local if older <= step] if catch_up else [step]
+        self._owed.update(steps)
+
+        def upload() -> None:
+            reached = max(store.steps(), default=-1) if catch_up else step
+            for own in steps:
+                if own > reached or own == step:
+                    self._upload(store, native.step_folder(self._folder, own))
+            self._owed.difference_update(steps)
+
+        self._uploads.start(upload)
 
     def owed(self) -> set[int]:
-        """The steps that a place does not hold yet; their local checkpoints must stay."""
-        return set().union(*(destination.owed for destination in self._destinations))
+        """The steps that the store does not hold yet; their local checkpoints must stay."""
+        return set(self._owed)
 
     @property
     def failed(self) -> bool:
-        """True on rank 0 if a checkpoint could not be brought to the store of `save`; `wait` raises its error."""
-        return any(destination.transfers.failure is not None for destination in self._destinations)
+        """True on rank 0 if a checkpoint could not be uploaded; `wait` raises its error."""
+        return self._uploads.failure is not None
 
-    def wait(self, last: bool = False, hurry: bool = False) -> None:
-        """Wait until all checkpoints are where they belong. Every rank must call it.
-
-        Args:
-            last: `save_copy` must have the newest checkpoint too.
-            hurry: what fails from now on is not tried again.
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until all checkpoints are uploaded; with `hurry`, what fails from now on is not tried again. Every rank
+        must call it.
 
         Raises:
-            ServiceError: a store does not answer.
-            CheckpointError: a checkpoint could not be brought to a place that must have it; raised once.
+            ServiceError: the store does not answer.
+            CheckpointError: a checkpoint could not be uploaded; raised once.
         """
-        if not self._destinations:
+        if self._store is None:
             return
         if hurry:
             self._hurry()
-        self._join([destination.transfers for destination in self._destinations])
+        self._join(self._uploads)
+        failure, self._uploads.failure = self._uploads.failure, None
 
-        def take_failure() -> None:
-            failures = [destination.transfers.failure for destination in self._destinations]
-            failures += [destination.missing for destination in self._destinations if last]
-            for destination in self._destinations:
-                destination.transfers.failure = None
-            for failure in filter(None, failures):
+        def raise_failure() -> None:
+            if failure is not None:
                 raise failure
 
-        from_main(take_failure)
+        from_main(raise_failure)
 
     def leave(self) -> None:
         """Give transfers a few seconds to complete: the training loop has failed."""
         self._hurry()
-        end = time.monotonic() + LAST_SECONDS
-        for destination in self._destinations:
-            destination.transfers.running(max(0.0, end - time.monotonic()))
+        self._uploads.running(LAST_SECONDS)
 
     def _hurry(self) -> None:
         for source in self._sources:
             source.hurry.set()
 
-    def _join(self, running: Iterable[Transfers]) -> None:
+    def _join(self, transfers: Transfers) -> None:
         """Wait for transfers of rank 0 with all ranks, which beat as long as bytes are transferred."""
         busy, before = True, -1
         try:
             while busy:
-                busy = any(transfers.running(AGREE_SECONDS) for transfers in running)
-                activity = self._files + sum(source.activity for source in self._sources)
+                busy = transfers.running(AGREE_SECONDS)
+                activity = sum(source.activity for source in self._sources)
                 busy, moved, stop = dist.anyone((busy, activity != before, self._stopping()))
                 before = activity
                 if moved:
@@ -305,26 +251,10 @@ class RemoteCheckpoints:
                 f"{folder}: is complete, but could not be uploaded ({error}); the same command with auto_resume=true "
                 "uploads it and continues"
             ) from error
-        self._prune(remote.url, remote.prune)
-
-    def _copy_to(self, target: Path, folder: Path) -> None:
-        step = native.step_of(folder)
         try:
-            if not _is_same(folder, lambda: native.read_json(target / folder.name / native.MANIFEST)):
-                native.copy(folder, target, self._copied)
-        except (OSError, CheckpointError) as error:
-            native.abandon(target, step)
-            raise CheckpointError(f"{target}: step {step} could not be copied ({error})") from error
-        self._prune(str(target), partial(native.prune, target))
-
-    def _copied(self) -> None:
-        self._files += 1
-
-    def _prune(self, place: str, prune: Callable[[int | None, int | None], None]) -> None:
-        try:
-            prune(self._given.keep_last_n_checkpoints, self._given.keep_every_n_steps)
-        except (OSError, CheckpointError) as error:
-            logger.warning("%s: an old checkpoint could not be removed (%s)", place, error)
+            remote.prune(self._given.keep_last_n_checkpoints, self._given.keep_every_n_steps)
+        except CheckpointError as error:
+            logger.warning("%s: an old checkpoint could not be removed (%s)", remote.url, error)
 
     def _download(self) -> None:
         given = self._given
@@ -334,9 +264,9 @@ class RemoteCheckpoints:
             for step in native.begun_steps(folder.parent):
                 if step > native.step_of(folder):  # downloaded earlier, and not in the store any more
                     shutil.rmtree(native.step_folder(folder.parent, step))
-        for remote in self._stores:
-            remote.require_writable()
-            self._refuse_or_fetch(remote)
+        if self._store is not None:
+            self._store.require_writable()
+            self._refuse_or_fetch(self._store)
 
     def _refuse_or_fetch(self, remote: RemoteFolder) -> None:
         """Refuse a store that holds another run, or a run that this one does not resume; download `iteration`."""
@@ -358,32 +288,29 @@ class RemoteCheckpoints:
         given = self._given
         return not given.auto_resume and not given.finetune and _same_url(given.load, remote.url)
 
-    def _download_newer(self, chosen: Path | None) -> str | None:
-        given, found = self._given, None
+    def _download_newer(self, remote: RemoteFolder, chosen: Path | None) -> str | None:
         step = -1 if chosen is None else int(native.read_meta(chosen)["step"])
-        for remote in self._stores:
-            resumes = given.auto_resume or (self._loads(remote) and given.iteration is None)
-            if not resumes or max(remote.steps(), default=-1) <= step:
-                continue
-            if chosen is not None:
-                _refuse_other_runs(remote, runs_of([chosen]))
-            try:
-                found = remote.download_newest(self._folder, resumable=True, above=step)
-                step = native.step_of(found)
-            except ServiceError:
+        resumes = self._given.auto_resume or (self._loads(remote) and self._given.iteration is None)
+        if not resumes or max(remote.steps(), default=-1) <= step:
+            return None
+        if chosen is not None:
+            _refuse_other_runs(remote, runs_of([chosen]))
+        try:
+            return str(remote.download_newest(self._folder, resumable=True, above=step))
+        except ServiceError:
+            raise
+        except CheckpointError as error:
+            if chosen is None:
                 raise
-            except CheckpointError as error:
-                if step < 0:
-                    raise
-                logger.warning("%s; resuming from step %d", error, step)
-        return None if found is None else str(found)
+            logger.warning("%s; resuming from step %d", error, step)
+            return None
 
     def _on_rank_0(self, action: Callable[[], Any]) -> Any:
         """The JSON-serializable result of `action` of rank 0 on every rank."""
         job, results = Transfers(), list[Any]()
         if dist.is_main():
             job.start(lambda: results.append(action()))
-        self._join([job])
+        self._join(job)
 
         def result() -> Any:
             if isinstance(job.failure, OSError):

@@ -5,7 +5,6 @@
 to resume from, `initial_model` builds the model.
 """
 
-import heapq
 import logging
 import os
 import re
@@ -67,16 +66,16 @@ def _real(path: str | Path) -> Path:
 def candidates(config: CheckpointConfig) -> list[Path]:
     """The checkpoints to resume from, the preferred one first; none for a fresh start.
 
-    With `auto_resume` those of `save` and `save_copy` come first. If `load` names the folder of `save` and that holds
+    With `auto_resume` those of `save` come first. If `load` names the folder of `save` and that holds
     nothing yet, it is a fresh start, so that the same command works for the first and all later launches.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, `save` or `save_copy` holds those of another run, or `auto_resume`
-            has no `save` folder.
+        CheckpointError: `load` holds no checkpoint, `save` holds those of another run, or `auto_resume` has no `save`
+            folder.
     """
     if config.auto_resume and config.save is None:
         raise CheckpointError("auto_resume: needs a folder to resume from; set save=FOLDER")
-    folders = _newest_first(config.save, config.save_copy) if config.auto_resume else []
+    folders = _newest_first(config.save) if config.auto_resume and config.save is not None else []
     if not folders:
         folders, save = _named_by_load(config), Path(config.save) if config.save is not None else None
         steps = native.begun_steps(save) if save is not None else []
@@ -85,19 +84,12 @@ def candidates(config: CheckpointConfig) -> list[Path]:
                 f"{save}: already holds a run, up to step {steps[-1]}; resume it with load={save} or auto_resume=true, "
                 "or choose another save folder"
             )
-    if config.save_copy is not None:
-        _refuse_copies_of_another_run(Path(config.save_copy), folders)
     return folders
 
 
-def _newest_first(*saves: str | None) -> list[Path]:
-    """All checkpoints of several save folders, by descending step and then in the order of the folders.
-
-    Those without a manifest are included: they are damaged, not absent.
-    """
-    folders = [Path(save) for save in saves if save is not None]
-    found = [(step, native.step_folder(folder, step)) for folder in folders for step in native.begun_steps(folder)]
-    return [folder for _, folder in sorted(found, key=lambda pair: -pair[0])]
+def _newest_first(save: str) -> list[Path]:
+    """All checkpoints of a folder, by descending step; those without a manifest too: they are damaged, not absent."""
+    return [native.step_folder(Path(save), step) for step in reversed(native.begun_steps(Path(save)))]
 
 
 def _named_by_load(config: CheckpointConfig) -> list[Path]:
@@ -122,29 +114,6 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
             raise
         return folders
     return [named] if config.iteration is not None or named == load else _newest_first(config.load)
-
-
-def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None:
-    """Raise a CheckpointError if `copies` holds checkpoints of a different run from `folders`.
-
-    Unreadable ones are damaged and count as of no run. If all of `folders` are copies, they must be of one run.
-    """
-    steps = native.begun_steps(copies)
-    if not steps:
-        return
-    remedy = "take another folder for save_copy, or move them elsewhere"
-    if not folders:
-        raise CheckpointError(
-            f"{copies}: already holds copies of a run, up to step {steps[-1]}, but this run starts from step 0; "
-            f"{remedy}, or resume that run with auto_resume=true"
-        )
-    copied = runs_of(native.step_folder(copies, step) for step in steps)
-    own = runs_of(folder for folder in folders if _real(folder).parent != _real(copies)) or copied
-    if None in copied or len(copied) > 1 or not copied <= own:
-        raise CheckpointError(
-            f"{copies}: holds copies of a different run from the one to resume ({folders[0].parent}), or of one that "
-            f"its meta.json does not name; {remedy}"
-        )
 
 
 def runs_of(folders: Iterable[Path]) -> set[str | None]:
@@ -215,20 +184,8 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
 
     beat(f"verifying {folder}")
     files = from_main(list_files)
-    sizes = [size for _, size, _ in files]
-    own = {Path(files[number][0]): files[number][2] for number in divide(sizes, dist.world_size())[dist.rank()]}
-    _compare(folder, own, sum(sizes), beat)
-
-
-def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assign files with descending `sizes` to ranks, about as many bytes to each; returns file numbers by rank."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for number, size in enumerate(sizes):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(number)
-        heapq.heappush(loads, (load + size, rank))
-    return shares
+    own = {Path(path): digest for path, _, digest in files[dist.rank() :: dist.world_size()]}  # by descending size
+    _compare(folder, own, sum(size for _, size, _ in files), beat)
 
 
 def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
@@ -295,8 +252,8 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
     """Whether the run goes on from `folder` without its optimizer's states: not from a checkpoint of its own."""
-    own = [_real(name) for name in (keys.save, keys.save_copy) if name is not None]
-    return keys.no_load_optim and _real(folder).parent not in own
+    own = keys.save is not None and _real(folder).parent == _real(keys.save)
+    return keys.no_load_optim and not own
 
 
 def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS) -> list[str]:
@@ -309,7 +266,7 @@ def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GRO
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Move checkpoints that a later start would prefer to `chosen` out of the way, in `save` and its copy.
+    """Move checkpoints in `save` that a later start would prefer to `chosen` out of the way.
 
     They are damaged, or of a branch that the run leaves. Unreadable ones stay, because they may be valid: the next
     start tries them again. Leftovers of interrupted saves are removed. Every rank must call it, under the lock.
@@ -319,19 +276,18 @@ def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
     """
 
     def move() -> None:
-        for name in filter(None, (keys.save, keys.save_copy)):
-            folder = Path(name)
-            native.sweep(folder)
-            if chosen.folder is None:
-                continue
-            resumed = int(native.read_meta(chosen.folder)["step"])
-            unreadable = {_real(path) for path in chosen.unreadable}
-            # At the same step a start prefers `save` to `save_copy`.
-            same_step = name == keys.save and _real(chosen.folder).parent != _real(folder)
-            for step in native.begun_steps(folder):
-                path = native.step_folder(folder, step)
-                if (step > resumed or (step == resumed and same_step)) and _real(path) not in unreadable:
-                    logger.warning("%s: moved to %s", path, native.set_aside(path))
+        if keys.save is None:
+            return
+        folder = Path(keys.save)
+        native.sweep(folder)
+        if chosen.folder is None:
+            return
+        resumed = int(native.read_meta(chosen.folder)["step"])
+        unreadable = {_real(path) for path in chosen.unreadable}
+        for step in native.begun_steps(folder):
+            path = native.step_folder(folder, step)
+            if step > resumed and _real(path) not in unreadable:
+                logger.warning("%s: moved to %s", path, native.set_aside(path))
 
     failure = attempt(move, OSError, main_only=True)
     if failure is not None:

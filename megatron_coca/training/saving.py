@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.state import (
     WEIGHT,
@@ -36,20 +34,23 @@ from megatron_coca.checkpoints.state import (
     write_pieces,
 )
 from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
-from megatron_coca.config import CheckpointConfig
+from megatron_coca.config import CheckpointConfig, Config
+from megatron_coca.model.cost import BYTES
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.estimate import STATES
 from megatron_coca.training.loss_guard import DataSkips
+from megatron_coca.training.optimizer import trainable_share
 from megatron_coca.training.remote_checkpoints import LAST_SECONDS, RemoteCheckpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-SLOW_SECONDS = 60.0
-"""Time after which a stage of a save is logged as slow; logged again after twice that time, and so on."""
+MOST_COUNTED = 100_000
+"""Regular saves that are counted, to warn of a disk that they fill."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -118,6 +119,53 @@ def _scheduled(config: CheckpointConfig, start: int, last: int) -> set[int]:
     return {step for step in steps if start < step <= last}
 
 
+def warn_of_full_disk(config: Config, step: int) -> None:
+    """On rank 0, log a warning if the checkpoints that this launch adds, from `step` on, do not fit on the disk."""
+    save = config.checkpoint.save
+    if save is None or not dist.is_main():
+        return
+    free, size, added = shutil.disk_usage(save).free, checkpoint_bytes(config), added_checkpoints(config, save, step)
+    if free < added * size:
+        logger.warning(
+            "%s: %.3g GiB free, but this run will write %d checkpoints of about %.3g GiB, of which %d fit; "
+            "free some space, set keep_last_n_checkpoints, or save less often",
+            save,
+            free / 2**30,
+            added,
+            size / 2**30,
+            free // size,
+        )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Estimate the size of a checkpoint: weights in the training dtype, and the state to resume from. The tokenizer and
+    random states come on top.
+    """
+    share, size = trainable_share(config), BYTES[config.precision.dtype]
+    state = share.trained * 4 * (1 + STATES[config.optimizer.type]) + (share.total - share.trained) * size
+    return int(share.total * size + state)
+
+
+def added_checkpoints(config: Config, folder: str, step: int) -> int:
+    """Return the largest number of checkpoints that this launch, which starts from `step`, adds to `folder`.
+
+    Of regular saves at most `MOST_COUNTED` are counted.
+    """
+    keys, schedule = config.checkpoint, config.schedule
+    assert schedule.train_iters is not None
+    last = min(schedule.train_iters, config.logging.exit_interval or schedule.train_iters)
+    if keys.checkpoint_factor is not None and keys.checkpoint_scale == "linear":
+        last = min(last, step + MOST_COUNTED * keys.checkpoint_factor)
+    saved, due = set(native.steps(Path(folder))), due_steps(keys, step, last)
+    if keys.keep_last_n_checkpoints is None or not due:
+        return len(due - saved)
+    every = keys.keep_every_n_steps
+    permanent = {number for number in saved | due if every is not None and number % every == 0}
+    newest = sorted((saved | due) - permanent)[-keys.keep_last_n_checkpoints :]
+    # One more while the next is written, before the oldest is removed.
+    return max(0, len(permanent) + len(newest) - len(saved)) + 1
+
+
 class Snapshot(NamedTuple):
     """The state of one rank between two steps, in CPU memory that training does not change."""
 
@@ -161,8 +209,6 @@ class Checkpoints:
         self._run, self._origin = uuid4().hex, origin
         self._versions = code_versions()  # once: this calls git
         self._watchdog = watchdog or Watchdog(None, None, dist.rank())
-        self._stage, self._stage_start, self._warn_after = "", 0.0, SLOW_SECONDS
-        self._inode = _inode(self._keys.save)
 
     @property
     def failed(self) -> bool:
@@ -220,20 +266,19 @@ class Checkpoints:
             self.wait()
 
     def catch_up(self, step: int) -> None:
-        """Begin to bring the checkpoint of `step`, which the run resumes from, to where the last launch did not."""
+        """Begin to upload the checkpoint of `step`, which the run resumes from, and what the last launch left."""
         self._remotes.deliver(step, catch_up=True)
 
-    def wait(self, last: bool = False, hurry: bool = False) -> None:
-        """Wait until the save in progress is complete, and uploaded and copied. Every rank must call it.
-
-        Arguments as of `RemoteCheckpoints.wait`.
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until the save in progress is complete, and uploaded; `hurry` as of `RemoteCheckpoints.wait`. Every rank
+        must call it.
 
         Raises:
             ServiceError: the object store does not answer.
             CheckpointError: it could not be written, or uploaded; raised once.
         """
         self._wait_for_save()
-        self._remotes.wait(last, hurry)
+        self._remotes.wait(hurry)
 
     def _wait_for_save(self) -> None:
         if self._thread is not None:
@@ -250,28 +295,6 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
         self._remotes.leave()
-
-    def warn_if_slow(self) -> None:
-        """Log the stage of a save in progress that takes very long: it may hang."""
-        seconds = time.monotonic() - self._stage_start
-        if self._thread is not None and self._thread.is_alive() and seconds >= self._warn_after:
-            self._warn_after *= 2
-            message = "%s: %s has taken %.0f s and is not done; the file system may hang"
-            logger.warning(message, self._keys.save, self._stage, seconds)
-
-    def folder_lost(self) -> tuple[bool, bool]:
-        """Check that `save` still is the folder that the run started with.
-
-        Returns whether it is another one or gone, and if so, whether the new one holds checkpoints.
-        """
-        if self._inode is None or self._keys.save is None:
-            return False, False
-        try:
-            lost = _inode(self._keys.save) != self._inode
-            return lost, lost and bool(native.begun_steps(Path(self._keys.save)))
-        except (OSError, UnreadableError) as error:
-            logger.warning("%s: cannot be read (%s)", self._keys.save, error)
-            return False, False
 
     def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
         slices = self._engine.parameter_slices()
@@ -340,7 +363,6 @@ class Checkpoints:
 
     def _enter(self, stage: str) -> None:
         """Enter the next stage of a save; one that hangs makes the watchdog end the run."""
-        self._stage, self._stage_start, self._warn_after = stage, time.monotonic(), SLOW_SECONDS
         self._watchdog.follow(f"saving {stage}")
 
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
@@ -379,7 +401,7 @@ class Checkpoints:
         native.commit(root, snapshot.step, {**described, native.WEIGHTS: weights_entry})
 
     def _prune(self, root: Path) -> None:
-        """Remove old checkpoints, except those that are still to be uploaded or copied."""
+        """Remove old checkpoints, except those that are still to be uploaded."""
         keys = self._keys
         try:
             native.prune(root, keys.keep_last_n_checkpoints, keys.keep_every_n_steps, self._remotes.owed())
@@ -426,15 +448,6 @@ class WeightTransfer:
         if rank == dist.rank():
             return self._own[weight.name, weight.start].to(self._dtype)
         return dist.receive(rank, weight.numel, self._dtype, self._group)
-
-
-def _inode(folder: str | None) -> tuple[int, int] | None:
-    """Device and inode of a folder; None if there is none."""
-    try:
-        status = os.stat(folder) if folder is not None else None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ Samples = Sequence[tuple[str, str]]
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
-METRICS, OLDER_FILES = "metrics.jsonl", 10
+METRICS, OLDER = "metrics.jsonl", "metrics_older.jsonl"
 _LARGEST = 1 << 32
 """Bytes of metrics that are read at the start."""
 WANDB_RUN = "wandb.json"
@@ -152,8 +151,8 @@ class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
     A resumed run drops the lines of steps that it will repeat, and does not repeat notes of the step that it resumes
-    from, such as that of a rollback to it. A fresh one keeps those of an older run in one of at
-    most ``OLDER_FILES`` numbered files. NaN and infinity, which JSON lacks, become null.
+    from, such as that of a rollback to it. A fresh one moves those of older runs to
+    `OLDER`. NaN and infinity, which JSON lacks, become null.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
@@ -219,25 +218,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_older(path: Path) -> None:
-    """Move an older run's lines to the first free of ``metrics.jsonl.1``, ``.2``, ..., or append them to the last.
-
-    The number is bounded for a run that crashes again and again before its first checkpoint.
-    """
-    if not path.stat().st_size:
-        return  # it is replaced
-    older = [path.with_name(f"{path.name}.{number}") for number in range(1, OLDER_FILES + 1)]
-    free = next((file for file in older if not file.exists()), None)
-    if free is not None:
-        path.replace(free)
-        return
-    with path.open("rb") as lines, older[-1].open("r+b") as last:
-        if last.seek(0, os.SEEK_END):
-            last.seek(-1, os.SEEK_END)
-            if last.read(1) != b"\n":
-                last.write(b"\n")  # a kill can leave half a line
-        shutil.copyfileobj(lines, last)
-        last.flush()
-        os.fsync(last.fileno())
+    """Append an older run's lines to `OLDER`; a kill can have left half a line at the end."""
+    text = path.read_bytes()
+    if text:
+        with path.with_name(OLDER).open("ab") as older:
+            older.write(text if text.endswith(b"\n") else text + b"\n")
+            older.flush()
+            os.fsync(older.fileno())
     path.unlink()
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
 from megatron_coca.training import launch, saving
-from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
+from megatron_coca.training.collectives import FolderLock, from_main, require_writable
 from megatron_coca.training.corpus import (
     Corpus,
     mixture_figures,
@@ -31,7 +31,6 @@ from megatron_coca.training.corpus import (
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
-from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.monitor import Monitor
 from megatron_coca.training.neox_resume import goes_on_from_neox, take_over
@@ -104,15 +103,15 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         stage.config.batch.resolve(topology.data)
     keys = config.checkpoint
     remotes.make_local_folder()
-    with FolderLocks(keys.save, keys.save_copy) as locks:
-        locks.take()  # folders that exist, so that no other run changes them after they are read
+    with FolderLock(keys.save) as lock:
+        lock.take()  # if it exists, so that no other run changes it after it is read
         remotes.prepare()
         folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
         stages = open_stages(config, topology)
         _check_corpora([opened.corpus for opened in stages])
         if not folders and goes_on_from_neox(keys):
             require_writable(stages[0].corpus.config)
-            locks.take()
+            lock.take()
             folders = [Path(from_main(lambda: str(take_over(stages))))]
         chosen, number = _choose(folders, remotes, watchdog), 0
         if chosen.folder is not None:
@@ -123,14 +122,13 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
             finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
             number += finished and number + 1 < len(stages)
         require_writable(stages[number].corpus.config)
-        locks.take()  # folders that were just made
+        lock.take()  # if it was just made
         watchdog.beat("data and checkpoint are checked")
         quarantine_newer(keys, chosen)
 
-        folder, step = chosen.folder, -1
+        folder = chosen.folder
         for opened in stages[number:]:
-            health = config.faults.health_check and step < 0  # once
-            step = _train_stage(opened, topology, folder, health, remotes, preemption, watchdog)
+            step = _train_stage(opened, topology, folder, remotes, preemption, watchdog)
             if step < opened.stage.last or step == config.logging.exit_interval:
                 break
             folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
@@ -153,7 +151,6 @@ def _train_stage(
     opened: OpenedStage,
     topology: Topology,
     folder: Path | None,
-    health_check: bool,
     remotes: RemoteCheckpoints,
     preemption: CaughtSignals,
     watchdog: Watchdog,
@@ -172,12 +169,10 @@ def _train_stage(
         trainer.restore(folder)
         checkpoints.catch_up(trainer.step)
     _log_summary(opened, trainer.step)
-    watchdog.beat("measuring disk, clocks and network")
-    health = check_health(corpus.config, trainer.step) if health_check else {}
-    watchdog.beat("disk, clocks and network are measured")
+    saving.warn_of_full_disk(corpus.config, trainer.step)
     preemption.save_on_interrupt()  # before, there is nothing to save
     try:
-        trainer.run(health)
+        trainer.run()
     except BaseException:
         checkpoints.leave()
         raise
@@ -294,8 +289,8 @@ class Trainer:
         self._unvalidated = postponed and not from_main(lambda: is_validated(run_folder(self._config), self.step))
         return meta["progress"]
 
-    def run(self, health: Mapping[str, float] | None = None) -> None:
-        """Train to the last step of the stage or of this launch, and save. `health` are figures to report first.
+    def run(self) -> None:
+        """Train to the last step of the stage or of this launch, and save.
 
         Raises:
             Stopped: by a signal or by the loss guard, after saving what is valid.
@@ -310,10 +305,6 @@ class Trainer:
             )
         while self.step < last or self._unvalidated:  # again after each rollback
             monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, hosts, dist.rank(), self._skipped)
-            monitor.watch(self._engine.module)
-            if health:
-                monitor.report(self.step, health)
-                health = None
             if self.step == self._stage.first > 0:
                 monitor.note(self.step, f"stage begins: {self._stage.text}")
             if self._rollback_note is not None:
@@ -329,7 +320,7 @@ class Trainer:
                 monitor.close()
         self._save()
         try:
-            self._checkpoints.wait(last=True)
+            self._checkpoints.wait()
         except ServiceError:
             if not dist.anyone((self._asked_to_stop(),))[0]:
                 raise
@@ -365,15 +356,7 @@ class Trainer:
 
     def _validate_and_save(self, monitor: Monitor) -> None:
         """Validate and save if due; after a signal, save and leave."""
-        lost = occupied = False
-        if dist.is_main() and self.step % self._config.logging.log_interval == 0:
-            self._checkpoints.warn_if_slow()
-            lost, occupied = self._checkpoints.folder_lost()
-        preempted, failed, lost, occupied = dist.anyone(
-            (self._asked_to_stop(), self._checkpoints.failed, lost, occupied)
-        )
-        if lost:
-            self._save_into_new_folder(occupied)
+        preempted, failed = dist.anyone((self._asked_to_stop(), self._checkpoints.failed))
         if failed:
             self._checkpoints.wait(hurry=True)  # raises its error
 
@@ -420,30 +403,6 @@ class Trainer:
             raise Interrupted(f"interrupted ({signal or 'on another rank'}); {newest}")
         error = Unsaved if self._config.checkpoint.save is None else Preempted
         raise error(f"preempted ({signal or 'on another rank'}); {newest}")
-
-    def _save_into_new_folder(self, occupied: bool) -> None:
-        """Save the state, of which no checkpoint is left, unless other checkpoints are in the folder; then stop.
-
-        Raises:
-            CheckpointError: always.
-        """
-        save = self._config.checkpoint.save
-        try:
-            self._checkpoints.wait()
-        except CheckpointError as error:
-            logger.warning("%s", error)
-        if occupied:
-            raise CheckpointError(
-                f"{save}: was deleted during this run, and another folder with checkpoints is in its place; this run "
-                f"stopped at step {self.step} and saved nothing there. Restore the folder, or choose another one"
-            )
-        self._saved = -1
-        self._save()
-        self._checkpoints.wait()
-        raise CheckpointError(
-            f"{save}: was deleted or moved during this run; step {self.step} is saved there again, earlier checkpoints "
-            "are gone. Start the run again, or restore the folder"
-        )
 
     def _finished(self) -> bool:
         return self.step == self._stage.last

@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -68,8 +67,7 @@ class Watchdog:
         self._timeout, self._folder, self._rank, self._grace, self._end = timeout, report_folder, rank, grace, end
         self._poll = min(LONGEST_POLL, (timeout or LONGEST_POLL) / 4)
         self._main = threading.main_thread().ident
-        self._beat = Heartbeat(0, "start", time.monotonic())
-        self._job: Heartbeat | None = None
+        self._beats: dict[str, Heartbeat | None] = {"main": Heartbeat(0, "start", time.monotonic()), "job": None}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,44 +85,45 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def beat(self, what: str) -> None:
-        """Record progress: `what`, such as "step 12" or "saving", is reached. Costs less than a microsecond."""
-        self._beat = Heartbeat(self._beat.number + 1, what, time.monotonic())
+        """Record progress: `what`, such as "step 12" or "saving", is reached. Costs about a microsecond."""
+        self._record("main", what)
 
     def follow(self, what: str | None) -> None:
         """Record what a background job is doing; None when it has ended."""
-        number = self._job.number + 1 if self._job is not None else 1
-        self._job = None if what is None else Heartbeat(number, what, time.monotonic())
+        if what is None:
+            self._beats["job"] = None
+        else:
+            self._record("job", what)
+
+    def _record(self, kind: str, what: str) -> None:
+        before = self._beats[kind]
+        self._beats[kind] = Heartbeat(before.number + 1 if before is not None else 1, what, time.monotonic())
 
     def _watch(self) -> None:
         assert self._timeout is not None
-        silent, before, last = 0.0, time.monotonic(), self._beat
-        job_silent, last_job = 0.0, self._job
+        before, last, silent = time.monotonic(), dict(self._beats), dict.fromkeys(self._beats, 0.0)
         while not self._over.is_set():
             faulthandler.dump_traceback_later(self._timeout + 3 * self._grace, exit=True, file=STDERR)
             self._over.wait(self._poll)
             now = time.monotonic()
             # A suspended process has not hung: a long gap counts as two polls at most.
-            passed = min(now - before, 2 * self._poll)
-            silent, job_silent, before = silent + passed, job_silent + passed, now
-            if last_job is None or self._job is not last_job:
-                job_silent, last_job = 0.0, self._job
-            elif job_silent >= self._timeout:
-                self._report_and_end(last_job, lambda: self._job)
-                job_silent = 0.0
-            if self._beat is not last:
-                silent, last = 0.0, self._beat
-            elif silent >= self._timeout:
-                self._report_and_end(last, lambda: self._beat)
-                silent = 0.0
+            passed, before = min(now - before, 2 * self._poll), now
+            for kind, beat in last.items():
+                silent[kind] += passed
+                if beat is None or self._beats[kind] is not beat:
+                    silent[kind], last[kind] = 0.0, self._beats[kind]
+                elif silent[kind] >= self._timeout:
+                    self._report_and_end(kind, beat)
+                    silent[kind] = 0.0
 
-    def _report_and_end(self, last: Heartbeat, newest: Callable[[], Heartbeat | None]) -> None:
+    def _report_and_end(self, kind: str, last: Heartbeat) -> None:
         text = self._describe(last)
         # In separate threads: a full pipe or a hanging file system must not keep the process alive.
         for write in (self._to_stderr, self._to_folder):
             threading.Thread(target=write, args=(text,), daemon=True).start()
         if self._over.wait(self._grace):
             return
-        now = newest()
+        now = self._beats[kind]
         if now is last:
             self._end(HUNG)
         else:
@@ -231,8 +230,6 @@ def tell(message: object) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    for line in shadowed_modules(trace):
-        error.add_note(line)
     text = "".join(traceback.format_exception(kind, error, trace))
     summary = "".join(traceback.format_exception_only(kind, error)[:1]).strip().partition("\n")[0]
     if not _wrote(ErrorReport(summary, text, True, _communicates(traceback.walk_tb(trace)), time.time())):
@@ -250,22 +247,3 @@ def _wrote(report: ErrorReport) -> bool:
         print(f"{file}: cannot be written ({error})", file=sys.stderr)
         return False
     return _TORCHRUN not in os.environ
-
-
-def shadowed_modules(trace: TracebackType | None) -> list[str]:
-    """A line for each file that was imported in place of a standard library module, usually by mistake."""
-    names = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(sys.stdlib_module_names)]
-    # A module that failed while it was imported is found in the traceback only.
-    names += [
-        (str(frame.f_globals.get("__name__")), frame.f_globals.get("__file__")) for frame, _ in traceback.walk_tb(trace)
-    ]
-    # Folders of Python and of installed packages: setuptools replaces distutils on purpose.
-    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [folder for folder in sys.path if folder.endswith(("-packages", "lib-dynload", ".zip"))]
-    installed = [os.path.realpath(folder) for folder in folders]
-    files = {name: file for name, file in names if name in sys.stdlib_module_names and file}
-    return [
-        f"{file} is imported instead of Python's own module `{name}`, which other packages need: rename it"
-        for name, file in files.items()
-        if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in installed)
-    ]

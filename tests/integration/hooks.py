@@ -56,8 +56,6 @@ POINTS: dict[str, Point] = {
     "renamed": Point(NATIVE, "write_file"),
     "latest done": Point(NATIVE, "write_file", after=True),
     "removal": Point("shutil", "rmtree"),
-    "copy": Point(NATIVE, "copy"),
-    "copied file": Point("shutil", "copyfile", after=True),
     "uploaded file": Point("megatron_coca.remote_files", "RemoteFiles.put", after=True),
     "transfer": Point("megatron_coca.remote_files", "RemoteFiles._attempt"),
     "set aside": Point("megatron_coca.training.trainer", "quarantine_newer"),

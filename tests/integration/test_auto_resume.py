@@ -25,19 +25,18 @@ STOPPED = 6
 
 @pytest.fixture(scope="module")
 def whole(live: Any, open_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The run that never stopped, with a copy of its checkpoints in `copy`. Not to be changed."""
+    """The run that never stopped. Not to be changed."""
     folder = tmp_path_factory.mktemp("auto")
-    live(KEYS | {"save": str(folder / "run"), "save_copy": str(folder / "copy")})
+    live(KEYS | {"save": str(folder / "run")})
     return open_run(folder / "run")
 
 
 @pytest.fixture
 def stopped(whole: Any, tmp_path: Path) -> Path:
-    """The run's folder as it was after step 6, with the copy beside it."""
-    for name in ("run", "copy"):
-        shutil.copytree(whole.folder.parent / name, tmp_path / name)
-        shutil.rmtree(native.step_folder(tmp_path / name, STEPS))
-        (tmp_path / name / native.LATEST).write_text(f"global_step{STOPPED}")
+    """The run's folder as it was after step 6."""
+    shutil.copytree(whole.folder, tmp_path / "run")
+    shutil.rmtree(native.step_folder(tmp_path / "run", STEPS))
+    (tmp_path / "run" / native.LATEST).write_text(f"global_step{STOPPED}")
     return tmp_path / "run"
 
 
@@ -134,21 +133,6 @@ def test_only_damaged_checkpoints_are_no_fresh_start(live: Any, stopped: Path) -
     finished = live(KEYS | {"save": str(stopped)}, expected=2)
     assert "global_step2" in finished.output.splitlines()[-1] and "Traceback" not in finished.output
     assert sorted(stopped.rglob("*")) == before
-
-
-def test_a_copy_serves_where_the_run_has_no_intact_one(
-    live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
-) -> None:
-    keys = KEYS | {"save": str(stopped), "save_copy": str(stopped.parent / "copy")}
-    flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
-    finished = live(keys | {"exit_interval": STOPPED})
-    assert "nothing to do: step 6" in finished.output, "the copy's is of the same step"
-    shutil.rmtree(stopped)
-    assert "resuming at step 6" in live(keys).output
-    run = open_run(stopped)
-    assert run.losses == whole.losses[STOPPED:], "the figures before lay in the deleted folder"
-    assert run.weights(STEPS) == whole.weights(STEPS)
-    assert_same_state(run.state(STEPS), whole.state(STEPS))
 
 
 def test_first_start_partial_save_and_finished_run(

@@ -223,25 +223,12 @@ def of_another_run(folder: Path, save: Path) -> Path:
 
 @pytest.mark.slow
 def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
-    url, local = "s3://bucket/taken", tmp_path / "own"
+    url = "s3://bucket/taken"
     first = native.step_folder(uninterrupted, 2)
     RemoteFolder(url).upload(of_another_run(first, tmp_path / "another"))
     fresh = train({"save": url, "checkpoint_cache": str(tmp_path / "cache"), "auto_resume": False}, expected=2)
     assert f"{url}: already holds a run, up to step 2" in fresh.output
-    native.copy(first, local)
-    other = train({"save": str(local), "save_copy": url, "checkpoint_cache": str(tmp_path / "cache")}, expected=2)
-    assert "was written by a different run" in other.output
     assert RemoteFolder(url).steps() == [2]
-
-
-@pytest.mark.slow
-def test_copies_of_a_local_run(train: Train, tmp_path: Path) -> None:
-    url, save = "s3://bucket/copies", tmp_path / "run"
-    keys = {"save": str(save), "save_copy": url, "keep_last_n_checkpoints": 1, "checkpoint_cache": str(tmp_path)}
-    train(keys | {"exit_interval": 4})
-    assert RemoteFolder(url).steps() == [4] and digest(url, 4) == local_digest(save, 4)
-    shutil.rmtree(save)
-    assert "resuming at step 4" in train(keys).output
 
 
 def test_load_takes_the_weights_of_a_url(train: Train, uninterrupted: Path, tmp_path: Path) -> None:

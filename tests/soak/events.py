@@ -33,7 +33,6 @@ class Kind(NamedTuple):
         number: of a signal that is sent; 0 for none.
         to: whom the signal is sent to: all ranks, the launching process, or one rank of it.
         classes, error: of the file operations that fail; error 0 with classes kills at one.
-        copies: the operations are those in `save_copy`.
     """
 
     title: str
@@ -43,7 +42,6 @@ class Kind(NamedTuple):
     to: str = "ranks"
     classes: int = 0
     error: int = 0
-    copies: bool = False
 
 
 def _signal(number: int, *statuses: int) -> Kind:
@@ -55,9 +53,8 @@ def _launcher(number: int, *statuses: int) -> Kind:
     return Kind(title, frozenset(statuses), (ELASTIC,), number, "launcher")
 
 
-def _files(title: str, classes: int, error: int, copies: bool = False) -> Kind:
-    runs = (ELASTIC,) if copies else (FIXED, ELASTIC)
-    return Kind(title, frozenset({UNUSABLE}), runs, classes=classes, error=error, copies=copies)
+def _files(title: str, classes: int, error: int) -> Kind:
+    return Kind(title, frozenset({UNUSABLE}), classes=classes, error=error)
 
 
 CLOCK, SUSPEND, OUTAGE, CACHE, CHANGE = "clock", "suspend", "outage", "cache", "elastic"
@@ -76,7 +73,6 @@ KINDS: dict[str, Kind] = {
     "enospc": _files("full disk (ENOSPC)", WRITES, errno.ENOSPC),
     "eio": _files("I/O error (EIO) while writing", WRITES, errno.EIO),
     "eio-read": _files("I/O error (EIO) while reading", READS, errno.EIO),
-    "copy": _files("full disk of `save_copy`", WRITES, errno.ENOSPC, copies=True),
     SUSPEND: Kind("suspended (SIGSTOP, SIGCONT)"),
     CLOCK: Kind("wall clock jumps"),
     OUTAGE: Kind("object store is away", AWAY | {-signal.SIGKILL}, (FIXED,)),

@@ -149,14 +149,14 @@ class SoakRun:
     def __init__(self, name: str, folder: Path, small: Mapping[str, Any], store: Store | None) -> None:
         """`store` keeps the checkpoints of the run, if given."""
         self.name, self.folder, self.store = name, folder, store
-        self.cache, self.copies = folder / "cache", folder / "copies"
+        self.cache = folder / "cache"
         self.keys = {**small, **KEYS, **(PLAIN if name == ELASTIC else {})}
         if store is not None:
             self.save, self.log = local_folder(URL, self.cache), folder / "log"  # the cache may be deleted
             self.launch_keys = {"save": URL, "checkpoint_cache": str(self.cache), "log_dir": str(self.log)}
         else:
             self.save = self.log = folder / "save"
-            self.launch_keys = {"save": str(self.save), "save_copy": str(self.copies)}
+            self.launch_keys = {"save": str(self.save)}
         self.launch_keys = self.keys | self.launch_keys
         self.changes: list[Change] = []
         self.reached = 0
@@ -164,7 +164,7 @@ class SoakRun:
 
     def complete(self) -> int:
         """The highest step of a complete checkpoint, wherever it is."""
-        steps = {0, *native.steps(self.save), *native.steps(self.copies)}
+        steps = {0, *native.steps(self.save)}
         return max(steps | set(self.store.steps() if self.store is not None else ()))
 
     def last_step(self) -> int:

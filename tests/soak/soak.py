@@ -186,8 +186,7 @@ class Soak:
         if run.reached - expected > 2 * SAVE_EVERY and plan.kind != CACHE:
             raise DeviationError(f"{run.name}: step {run.reached} was reached, but only {expected} is complete")
         if kind.classes:
-            folder = run.copies if kind.copies else run.save
-            self._shim.arm(folder, kind.classes, kind.error, plan.visit, 1 if not kind.error else plan.count)
+            self._shim.arm(run.save, kind.classes, kind.error, plan.visit, 1 if not kind.error else plan.count)
         layout, metrics = (plan.ranks, plan.stage), _identity(run.log / "metrics.jsonl")
         start = time.monotonic()
         if plan.command:

@@ -18,12 +18,11 @@ from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, write_pieces
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.collectives import FolderLocks
+from megatron_coca.training.collectives import FolderLock
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.resume import (
     Choice,
     candidates,
-    divide,
     first_valid,
     quarantine_newer,
     refuse_other_run,
@@ -100,18 +99,14 @@ def test_resuming(tmp_path: Path) -> None:
 
 
 def test_what_resumes_by_itself_prefers_its_own_folder(tmp_path: Path) -> None:
-    other, run, copy = (str(tmp_path / name) for name in ("other", "run", "copy"))
+    other, run = (str(tmp_path / name) for name in ("other", "run"))
     checkpoint(tmp_path / "other", 3)
     first = keys(save=run, load=other, auto_resume=True, finetune=True)
     assert candidates(first) == [], "the first launch takes the weights alone"
     assert steps_of(candidates(keys(save=run, load=other, auto_resume=True))) == ["other/global_step3"]
-    for root, steps in (("run", (2, 6)), ("copy", (2, 4, 6))):
-        for step in steps:
-            checkpoint(tmp_path / root, step)
+    for step in (2, 6):
+        checkpoint(tmp_path / "run", step)
     assert steps_of(candidates(first)) == ["run/global_step6", "run/global_step2"]
-    both = candidates(keys(save=run, save_copy=copy, auto_resume=True))
-    wanted = ["run/global_step6", "copy/global_step6", "copy/global_step4", "run/global_step2", "copy/global_step2"]
-    assert steps_of(both) == wanted
     with pytest.raises(CheckpointError, match="auto_resume: needs a folder"):
         candidates(keys(auto_resume=True))
 
@@ -125,48 +120,6 @@ def test_a_start_that_would_mix_runs_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "other", 3)
     with pytest.raises(CheckpointError, match="run: already holds a run, up to step 8"):
         candidates(keys(save=run, load=str(tmp_path / "other")))
-
-
-RUNS = [
-    # what lies in save, what in save_copy, further keys, why it is refused (None: it is not)
-    (None, "one", {}, "already holds copies of a run, up to step 4"),
-    (None, "one", {"load": "save"}, "already holds copies of a run"),
-    (None, "one", {"auto_resume": True}, None),
-    (None, None, {"auto_resume": True}, None),
-    ("one", "one", {"auto_resume": True}, None),
-    ("one", "one", {"load": "save"}, None),
-    ("one", "two", {"auto_resume": True}, "holds copies of a different run"),
-    ("one", "two", {"load": "save"}, "holds copies of a different run"),
-    ("one", "", {"auto_resume": True}, "holds copies of a different run"),
-    ("one", None, {"auto_resume": True}, None),
-]
-
-
-@pytest.mark.parametrize(("own", "copied", "values", "reason"), RUNS)
-def test_copies_of_another_run_are_neither_taken_nor_mixed(
-    tmp_path: Path, own: str | None, copied: str | None, values: dict[str, Any], reason: str | None
-) -> None:
-    folders = {name: str(tmp_path / name) for name in ("save", "save_copy")}
-    for run, name, step in ((own, "save", 2), (copied, "save_copy", 4)):
-        if run is not None:
-            checkpoint(tmp_path / name, step, meta={"run": run or None})
-    asked = keys(**folders, **(values | ({"load": folders["save"]} if "load" in values else {})))
-    if reason is None:
-        assert len(candidates(asked)) >= (own is not None)
-        return
-    with pytest.raises(CheckpointError, match=reason) as caught:
-        candidates(asked)
-    assert folders["save_copy"] in str(caught.value) and "take another folder for save_copy" in str(caught.value)
-
-
-def test_copies_of_two_runs_are_not_taken(tmp_path: Path) -> None:
-    for step, run in ((2, "one"), (4, "two")):
-        checkpoint(tmp_path / "copy", step, meta={"run": run})
-    asked = keys(save=str(tmp_path / "new"), save_copy=str(tmp_path / "copy"), auto_resume=True)
-    with pytest.raises(CheckpointError, match="holds copies of a different run"):
-        candidates(asked)
-    (tmp_path / "copy/global_step4" / native.META).unlink()
-    assert len(candidates(asked)) == 2, "a damaged one is of no run"
 
 
 def test_a_start_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
@@ -212,9 +165,6 @@ def test_what_lies_beyond_the_resumed_checkpoint_is_set_aside(tmp_path: Path) ->
     checkpoint(tmp_path / "run", 6)
     quarantine_newer(keys(save=str(tmp_path / "run")), Choice(folders[4]))
     assert (tmp_path / "run/quarantine/global_step6.1" / native.MANIFEST).is_file()
-    elsewhere = checkpoint(tmp_path / "copy", 4)
-    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(elsewhere))
-    assert native.steps(tmp_path / "run") == [2], "its own of that step was damaged, or a copy would not be taken"
 
 
 @pytest.fixture(scope="module")
@@ -284,26 +234,19 @@ def test_other_data_is_refused(saved: Path, opened: Corpus, small: dict[str, Any
 
 @pytest.mark.usefixtures("alone")
 def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
-    run, copy = str(tmp_path), str(tmp_path / "copy")
-    with FolderLocks(run) as one, FolderLocks(run) as other:
+    with FolderLock(str(tmp_path)) as one, FolderLock(str(tmp_path)) as other:
         one.take()
         with pytest.raises(CheckpointError, match="another run is training into"):
             other.take()
-    with FolderLocks(run, None) as one:
+    with FolderLock(str(tmp_path)) as one, FolderLock(None) as none:
         one.take()
-    (tmp_path / "copy").mkdir()
-    with FolderLocks(None, copy) as one, FolderLocks(run, copy) as other:
-        one.take()
-        with pytest.raises(CheckpointError, match="copy: another run is training"):
-            other.take()
-    with FolderLocks(run, copy) as one:
-        one.take()
+        none.take()
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with FolderLocks(str(run)) as locks:
+    with FolderLock(str(run)) as locks:
         locks.take()
         run.mkdir()
         locks.take()
@@ -311,7 +254,7 @@ def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None
             FileLock(run / native.LOCK, timeout=0).acquire()
     (run / native.LOCK).unlink()
     run.rmdir()
-    with FolderLocks(str(run)) as locks:
+    with FolderLock(str(run)) as locks:
         locks.take()
         checkpoint(run, 2)  # by another run, which has ended since
         with pytest.raises(CheckpointError, match="another run has written checkpoints into it since this one started"):
@@ -322,7 +265,7 @@ def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None
 def test_a_lock_that_is_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / native.LOCK).mkdir()
     with (
-        FolderLocks(str(tmp_path)) as locks,
+        FolderLock(str(tmp_path)) as locks,
         pytest.raises(CheckpointError, match=r"\.lock: cannot be locked \(Is a dir"),
     ):
         locks.take()
@@ -383,30 +326,13 @@ def test_the_mixture_counts_what_was_left_out(opened: Corpus, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("alone")
-def test_checkpoints_are_kept_and_copied_by_the_keys(opened: Corpus, tmp_path: Path) -> None:
-    keep = {"keep_last_n_checkpoints": 2, "keep_every_n_steps": 4, "save_copy": str(tmp_path / "copy")}
+def test_checkpoints_are_kept_by_the_keys(opened: Corpus, tmp_path: Path) -> None:
+    keep = {"keep_last_n_checkpoints": 2, "keep_every_n_steps": 4}
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), **keep)
     for step in range(1, 8):
         run.save(step, {})
     run.wait()
-    assert native.steps(tmp_path / "run") == native.steps(tmp_path / "copy") == [4, 6, 7]
-    for step in (4, 7):
-        assert native.verify(tmp_path / f"copy/global_step{step}") == native.verify(tmp_path / f"run/global_step{step}")
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_copy_that_fails_does_not_stop_the_run(
-    opened: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    run = checkpoints_of(
-        opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), save_copy=str(tmp_path / "file" / "copy")
-    )
-    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
-    with caplog.at_level(logging.WARNING):
-        run.save(1, {})
-        run.wait()
-    assert native.steps(tmp_path / "run") == [1] and "copy: step 1 could not be copied" in caplog.text
+    assert native.steps(tmp_path / "run") == [4, 6, 7]
 
 
 @pytest.mark.usefixtures("alone")
@@ -506,15 +432,9 @@ def test_what_no_run_can_be_resumed_from_gives_way(tmp_path: Path, manifest: dic
         first_valid(folders[:1])
 
 
-def test_files_are_divided_by_their_bytes() -> None:
-    assert divide([9, 5, 4, 3, 1], 2) == [[0, 3], [1, 2, 4]]
-    assert divide([9], 3) == [[0], [], []]
-    assert sorted(number for share in divide([1] * 10, 3) for number in share) == list(range(10))
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two ranks, which has nothing to read: the first one reads 10 bytes between two agreements."""
+    """The last of many ranks, which has nothing to read: the first one reads 10 bytes between two agreements."""
     read = iter([10.0, 20.0, 20.0, 30.0])
 
     def agree(mine: list[float]) -> list[float]:
@@ -522,10 +442,9 @@ def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monk
         total = next(read)
         return [total, float(total < 30), 0.0]
 
-    monkeypatch.setattr("megatron_coca.training.engine.group.rank", lambda: 1)
-    monkeypatch.setattr("megatron_coca.training.engine.group.world_size", lambda: 2)
+    monkeypatch.setattr("megatron_coca.training.engine.group.rank", lambda: 99)
+    monkeypatch.setattr("megatron_coca.training.engine.group.world_size", lambda: 100)
     monkeypatch.setattr("megatron_coca.training.engine.group.sum_over_ranks", agree)
-    monkeypatch.setattr("megatron_coca.training.resume.divide", lambda sizes, ranks: [list(range(len(sizes))), []])
     beats: list[str] = []
     verify_distributed(checkpoint(tmp_path, 2), beats.append)
     assert len(beats) == 4, "one at the start, and none where nothing was read"

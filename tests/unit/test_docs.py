@@ -31,7 +31,6 @@ OF_RUNS = (
     "megatron-coca estimate",
     "megatron-coca inspect",
     "tools/bench_train.py",
-    "tools/bench_evaluation.py",
 )
 BASE = "configs/quickstart/roformer.yml"
 OTHER_YAML = {"docs/ablations.md": AblationFile.model_validate, "docs/harness.md": dict}

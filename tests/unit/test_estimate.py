@@ -136,7 +136,11 @@ def test_the_tool_prints_tables_and_objects(capsys: pytest.CaptureFixture[str]) 
     assert main([str(MODEL), "--json", "--gpu", "V100-16", "--gpus", "2", *keys]) == 1
     record = json.loads(capsys.readouterr().out)
     assert record["fits"] is False and record["changes"]
-    assert record["memory"]["total"] > 16 * GIB and record["gpus"] == 2
+    assert record["memory"]["total"] > 16 * GIB and record["gpus"] == 2 and record["mfu"] == 0.4
+    assert main([str(MODEL), str(HOST), "--json", "--mfu", "0.2"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    speed = 8 * 312e12 * 0.2 / slow["flops_per_token"]["model"]
+    assert slow["tokens_per_second"] == pytest.approx(speed)
 
 
 def test_the_tool_estimates_every_stage(capsys: pytest.CaptureFixture[str]) -> None:

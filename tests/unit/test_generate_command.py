@@ -116,38 +116,6 @@ def test_a_stop_string_and_no_cache(checkpoint: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == text[: text.index(text[4:6])] + "\n"
 
 
-NEOX = {
-    "text-gen-type": "unconditional",
-    "maximum_tokens": 10,
-    "prompt_end": "\n",
-    "temperature": 1.0,
-    "top_p": 0.0,
-    "top_k": 0,
-    "recompute": False,
-    "num-samples": 3,
-    "sample-input-file": "sample_input.txt",
-    "sample-output-file": "sample_output.txt",
-}
-"""As upstream's text_generation.yml."""
-
-
-def test_settings_of_gpt_neox(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text_generation.yml").write_text(json.dumps(NEOX))
-    assert generate.main(["--checkpoint", checkpoint, "--config", "text_generation.yml"]) == 0
-    records = [json.loads(line) for line in Path("sample_output.txt").read_text().splitlines()]
-    assert [record["prompt"] for record in records] == ["", "", ""] and len({record["text"] for record in records}) > 1
-    Path("sample_input.txt").write_text("the sea\n")
-    changed = NEOX | {"text-gen-type": "input-file", "temperature": 0.0, "top_k": 5, "recompute": True}
-    Path("text_generation.yml").write_text(json.dumps(changed))
-    options = ["--config", "text_generation.yml", "--num-samples", "1"]
-    assert generate.main(["--checkpoint", checkpoint, *options]) == 0
-    (record,) = map(json.loads, Path("sample_output.txt").read_text().splitlines())
-    assert record["text"] == expected(checkpoint, "the sea", Sampling(1.0, top_k=5)), "a filter alone means sampling"
-    assert generate.main(["--checkpoint", checkpoint, *options, "--prompt", "a boat"]) == 0
-    assert '"a boat"' in Path("sample_output.txt").read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,7 +126,6 @@ def test_settings_of_gpt_neox(checkpoint: str, tmp_path: Path, monkeypatch: pyte
         (["--file", "none.txt"], "none.txt: cannot be read"),
         (["--file", "bad.jsonl"], r"bad.jsonl:2: expected an object with the text of a prompt"),
         (["--file", "empty.txt"], "empty.txt: has no prompt"),
-        (["--prompt", "x", "--config", "none.yml"], "none.yml"),
         (["--prompt", "x", "--device", "cuda:99"], "device cuda:99: cannot be used here"),
         (["--prompt", "x", "--output", "."], "is a folder"),
     ],

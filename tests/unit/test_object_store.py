@@ -371,21 +371,6 @@ def test_a_start_uploads_and_prunes_what_the_last_launch_left_behind(tmp_path: P
     assert RemoteFolder(URL).steps() == [6, 8]
 
 
-def test_a_copy_that_is_missing_at_the_end_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    keys = CheckpointConfig(save=str(tmp_path / "run"), save_copy=str(tmp_path / "file/copy"))
-    remotes = RemoteCheckpoints(keys, keys)
-    checkpoint(tmp_path / "run", 2)
-    remotes.deliver(2)
-    remotes.wait()
-    with pytest.raises(CheckpointError, match="copy: step 2 could not be copied"):
-        remotes.wait(last=True)
-    (tmp_path / "file").unlink()
-    remotes.deliver(2, catch_up=True)
-    remotes.wait(last=True)
-    assert native.steps(tmp_path / "file/copy") == [2]
-
-
 def test_the_highest_complete_step_wins_wherever_it_is(tmp_path: Path, empty_store: MemoryFileSystem) -> None:
     save, remotes = remotes_of(tmp_path / "cache")
     for step in (4, 8, 12):

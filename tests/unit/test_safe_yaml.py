@@ -54,8 +54,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "no number": ("a: !!int ''", "1: not valid YAML: '' cannot be read as int"),
     "no date": ("a: !!timestamp x", "1: not valid YAML: 'x' cannot be read as timestamp"),
     "no choice": ("a: !!bool x", "1: not valid YAML: 'x' cannot be read as bool"),
-    "digits": ("a: " + "9" * 5000, "1: not valid YAML: a number or date of more than 1000 characters"),
-    "sixties": ("a: 1" + ":59" * 100_000, "1: not valid YAML: a number or date of more than 1000 characters"),
+    "digits": ("a: " + "9" * 5000, "1: not valid YAML: '999"),
 }
 
 
@@ -80,23 +79,6 @@ def test_a_large_file_is_not_read_to_its_end(tmp_path: Path, reader: str) -> Non
         stream.truncate(1 << 40)
     with pytest.raises(error, match="large.yml: not valid YAML: larger than 1 MiB"):
         read(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (".".join("a" * 500) + ": 1", "a dotted key of more than 64 names"),
-        (
-            "a: &a {? " + "k" * 500_000 + " : 1}\nb: [" + "*a," * 1000 + "]",
-            "dotted keys with a total length of more than 16,777",
-        ),
-    ],
-)
-def test_names_of_keys_are_limited(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.yml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=f"run.yml:1: not valid YAML: {message}"):
-        load_config(path)
 
 
 def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,19 +170,6 @@ def test_sizes_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert caught.value.code == 2 and f"{value}: must be at least 1" in capsys.readouterr().err
 
 
-def test_a_source_that_gives_fewer_characters_is_named() -> None:
-    held_out = {"text": HeldOut(60, ["x" * 9]), "code": HeldOut(60, ["x" * 11])}
-    (line,) = train_tokenizer.short_sources(held_out, [100, 100])
-    assert line.startswith("text: gave 69 characters of 100 requested")
-
-
-def test_the_tool_says_which_source_was_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*corpus(tmp_path), "--vocab-size", "500", "--output", str(tmp_path / "out")]
-    assert train_tokenizer.main([*arguments, "--characters", "10000000"]) == 0
-    shown = capsys.readouterr().out
-    assert "text: gave " in shown and "code: gave " in shown and "characters of 5,000,000 requested" in shown
-
-
 def test_a_source_of_one_document_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.txt").write_text("\n".join(TEXTS))
     arguments = ["--input", f"one={tmp_path}/one.txt", "--test-fraction", "0", "--vocab-size", "500"]

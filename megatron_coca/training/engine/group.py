@@ -303,17 +303,6 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def timed_sum(values: Tensor) -> float:
-    """Sum `values` over all ranks, in place; returns the seconds that it took on this one."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    barrier()
-    synchronize()
-    start = time.perf_counter()
-    dist.all_reduce(values)
-    synchronize()
-    return time.perf_counter() - start
-
-
 def gather_floats(values: list[float]) -> list[list[float]]:
     """Return the values of every rank, by rank; all must give the same number of them."""
     own = torch.tensor(values, dtype=torch.float64, device=local_device())
