@@ -38,7 +38,7 @@ MEASUREMENTS = {
     "ruler": Task(RULER, options.add_ruler_options, imported(RETRIEVAL, "ruler")),
     "lm-eval": Task("tasks of lm-evaluation-harness", options.add_lm_eval_options, imported("harness.harness_tasks")),
     "analyse": Task(ANALYSE, options.add_analyse_options, imported("analysis.length_analysis")),
-    "speed": Task(SPEED, options.add_speed_options, imported("speed.speed_rounds"), of_checkpoint=False),
+    "speed": Task(SPEED, options.add_speed_options, imported("speed"), of_checkpoint=False),
 }
 """Tasks that write result files; a suite may run any of them."""
 

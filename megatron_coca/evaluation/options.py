@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal, get_args
 
+from megatron_coca import methods
 from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.speed import CONTRACTION, METHODS, WHATS
 from megatron_coca.program import part_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
 
+What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
+WHATS: tuple[What, ...] = get_args(What)
+"""The kinds of work that `speed` times."""
+CONTRACTION = "contraction"
+"""CoCA as its paper computes it, among the methods that `speed` compares."""
+METHODS = (*methods.TABLES["pos_emb"], CONTRACTION)
 RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking", "common_words")
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {

@@ -37,17 +37,9 @@ from megatron_coca.evaluation.report.reading import (
 from megatron_coca.evaluation.report.recall_section import recall_blocks
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Result
-from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
-from megatron_coca.evaluation.speed.speed_rounds import SpeedCell, SpeedResult
+from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES, SpeedResult, bytes_text
 
 # Speed and memory
-
-
-def bytes_text(count: int) -> str:
-    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**exponent:
-            return f"{count / 1024**exponent:.1f} {unit}"
-    return f"{count} B"
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -87,8 +79,8 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         sizes = [cell.cache_bytes_per_token for (name, _), cell in cells.items() if name == method]
         known = [size for size in sizes if size is not None]
         row = tuple(
-            speed_cell(cells[method, length])
-            if (method, length) in cells
+            TableCell(cell.milliseconds, 1000 * cell.seconds, cell.details)
+            if (cell := cells.get((method, length)))
             else shared.missing_cell(why_not_timed(result, what, method, length))
             for length in lengths
         )
@@ -98,14 +90,6 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
     caption = f"{what[0].upper()}{what[1:]}: milliseconds by length"
     notes = () if against is None else (small_print,)
     return Table(name, caption, ("method", *map(str, lengths)), tuple(rows), notes)
-
-
-def speed_cell(cell: SpeedCell) -> TableCell:
-    small = [f"×{ratio.median:.2f}" for ratio in (cell.to_rope, cell.to_contraction) if ratio is not None]
-    small += [bytes_text(cell.peak_memory_bytes)] if cell.peak_memory_bytes is not None else []
-    milliseconds = cell.seconds * 1e3
-    text = f"{milliseconds:,.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
-    return TableCell(text, milliseconds, detail=" · ".join(small))
 
 
 def why_not_timed(result: SpeedResult, what: str, method: str, length: int) -> Missing:
