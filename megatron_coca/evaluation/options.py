@@ -22,7 +22,7 @@ WHATS: tuple[What, ...] = get_args(What)
 CONTRACTION = "contraction"
 """CoCA as its paper computes it, among the methods that `speed` compares."""
 METHODS = (*methods.TABLES["pos_emb"], CONTRACTION)
-RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking", "common_words")
+RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
     "current": "the tokens so far, step by step",

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -125,14 +125,18 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
 def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
     """Return the maker of passkey prompts, for models that were not trained on the task."""
     tokenizer, task = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True)
-    costs = tasks.TokenCosts(tokenizer)
+
+    @cache
+    def added_tokens(key: str) -> int:
+        """Tokens that a key adds to a text in which it stands between spaces."""
+        return len(tokenizer.encode(f"{key} {key}")) - len(tokenizer.encode(key))
 
     def make(length: int) -> list[Questions]:
         groups: dict[int, list[tuple[np.ndarray, int, int]]] = {}
         for case in task.make_cases(tokenizer, length, args.cases, args.seed):
             start = len(case.prompt) - case.facts[0].distance
             group = groups.setdefault(len(case.prompt), [])
-            group.append((case.prompt.astype(np.int64), start, start + costs(case.expected[0])))
+            group.append((case.prompt.astype(np.int64), start, start + added_tokens(case.expected[0])))
         made = []
         for group in groups.values():
             ids, first, last = (np.stack(part) for part in zip(*group, strict=True))

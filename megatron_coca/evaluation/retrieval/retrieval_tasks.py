@@ -221,7 +221,7 @@ def ruler(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
     protocol = RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack))
-    by_name = {name: tasks.RULER_TASKS[name](haystack, args.answer_stub) for name in args.tasks}
+    by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     units = [
         Unit(f"{name}, length {length}", length, {(name, length): task})
         for length in sorted(set(args.lengths))
