@@ -11,9 +11,8 @@ from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.intervals import Estimate, estimate, geometric_estimate, holm, p_value
-from megatron_coca.evaluation.report.retrieval_sections import SHARES
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
 from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult, retrieving_head, scores_of
 

@@ -69,7 +69,8 @@ def blocks(folder: Path, name: str, results: dict[str, Result], **options: Any) 
 
 def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> None:
     losses = [3.0, 3.02, 3.1]
-    results = seeds("CoCA", {512: losses}) | {"one": perplexity("RoFormer", {512: 3.0})}
+    nlls = {512: losses, 1024: losses}
+    results = seeds("CoCA", nlls) | {"one": perplexity("RoFormer", {512: 3.0, 1024: 3.0})}
     ((block,), (table,)) = (found := blocks(tmp_path, "perplexity", results)), found[0].tables
     rows = {row.name: row.cells[0] for row in table.rows}
     low, high = (math.exp(end) for end in stats.t.interval(0.95, 2, loc=fmean(losses), scale=stats.sem(losses)))
@@ -84,7 +85,7 @@ def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> No
     canvas = Canvas()
     block.figures[0].draw(canvas)
     (band,) = canvas.axes[0].collections
-    ends = band.get_paths()[0].vertices[:, 0]  # one window: a row for each label
+    ends = band.get_paths()[0].vertices[:, 1]
     assert (min(ends), max(ends)) == pytest.approx((low, high))
 
 
@@ -294,10 +295,12 @@ def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    build_report(write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2]})), tmp_path, papers=False)
+    build_report(
+        write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2], 1024: [3.0, 3.1, 3.2]})), tmp_path, papers=False
+    )
     assert (tmp_path / "figures" / "report.svg").read_text().startswith("<?xml")
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {
-        f"{name}.{suffix}" for name in ("perplexity-1", "models") for suffix in ("csv", "tex")
+        f"{name}.{suffix}" for name in ("summary", "perplexity-1", "models") for suffix in ("csv", "tex")
     }
 
 

@@ -18,6 +18,7 @@ from megatron_coca.config.model import GAU
 from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.report.charts import (
+    SHARES,
     STYLES,
     Figure,
     Line,
@@ -54,7 +55,6 @@ CAPTIONS = {
     "biases": f"What is added to the scores, of at most {MOST_HEADS} heads.",
     "logits": "What the scores of a query are multiplied by: logit scaling, and the temperature of the extension.",
 }
-SHARES = (-0.03, 1.03)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _panel(kind: Kind, group: Sequence[ShownMethod]) -> Panel:
         for label, curve in kind.curves(each).items():
             curves.setdefault(label, curve)
     lines = [Line(label, tuple(map(float, x)), tuple(y.tolist())) for label, (x, y) in curves.items()]
-    marks = {} if kind.x_label == "frequency" else {length: "training length"}
+    marks: dict[float, str] = {} if kind.x_label == "frequency" else {length: "training length"}
     level = length if kind.y_label == "wavelength (tokens)" else None
     labels = kind.x_label, kind.y_label, group[0].model
     return Panel(tuple(lines), *labels, marks=marks, level=level, linear_x=True, **kind.panel)

@@ -32,6 +32,8 @@ FEW_POINTS = 30
 """Points of a line up to which each has a marker, and a bar."""
 MOST_BEYOND = 3.0
 """Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
+SHARES = (-0.03, 1.03)
+"""The range of accuracies on an axis."""
 INCH, LABEL = 12, 28
 """Characters of a legend in one inch, about, and in one line of a label."""
 DODGE, MOST_DODGE = 0.05, 0.5
@@ -251,29 +253,6 @@ def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], 
         axes.vlines(places, low, high, color=colour, alpha=0.8, linewidth=1.2, zorder=2)
     elif count <= MOST_BANDS:
         axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
-
-
-def dots(panel: Panel) -> Callable[[Canvas], None]:
-    """Return a function that draws the only number of each line, with its interval, in a row of its own."""
-
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        for row, line in enumerate(panel.lines):
-            style = row if line.like is None else line.like
-            colour, fill_style = f"C{style % len(LIGHT)}", "full" if line.like is None else "none"
-            axes.plot(line.y[0], row, MARKERS[style % len(MARKERS)], color=colour, fillstyle=fill_style, zorder=3)
-            if line.low:
-                axes.hlines(row, line.low[0], line.high[0], color=colour, linewidth=1.5, zorder=2)
-        axes.set_yticks(range(len(panel.lines)), [plot_text(fill(line.label, 40)) for line in panel.lines])
-        axes.set_ylim(len(panel.lines) - 0.5, -0.5)
-        if panel.log_y:
-            label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
-        if panel.y_range is not None:
-            axes.set_xlim(*panel.y_range)
-        axes.set(xlabel=plot_text(panel.y_label), title=plot_text(panel.title))
-        axes.grid(which="major")
-
-    return draw
 
 
 def short_length(length: float) -> str:

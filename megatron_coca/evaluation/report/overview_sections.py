@@ -13,13 +13,12 @@ from megatron_coca.evaluation.report.intervals import estimate
 from megatron_coca.evaluation.report.length_sections import (
     PERPLEXITY,
     PERPLEXITY_COMPARABLE,
-    interrupted,
-    marked,
+    baseline_of,
     with_baseline_note,
 )
 from megatron_coca.evaluation.report.reading import LoadedResult, Replicate, ResultGroup, Series, group_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
-from megatron_coca.evaluation.report.retrieval_sections import RETRIEVAL_COMPARABLE, passkey_cell
+from megatron_coca.evaluation.report.retrieval_sections import PASSKEY, RETRIEVAL_COMPARABLE
 
 # Summary
 
@@ -61,13 +60,15 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
     """Perplexity at the training length and the measured ratios to it; none where it was not measured."""
-    at_length = marked(PERPLEXITY, group, options.baseline)
+    reference = baseline_of(group, options)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
         return []
-    columns: list[Column] = [
-        ("perplexity at L", lambda series: at_length(series, series.header.checkpoint.seq_length), True)
-    ]
+
+    def at_length(series: Series) -> TableCell:
+        return PERPLEXITY.cell(series, series.header.checkpoint.seq_length, reference=reference)
+
+    columns: list[Column] = [("perplexity at L", at_length, True)]
     columns += [
         (f"ratio at {multiple}L", partial(ratio_cell, multiple=multiple), True)
         for multiple in MULTIPLES
@@ -81,8 +82,7 @@ def ratio_cell(series: Series, multiple: int) -> TableCell:
     length = series.header.checkpoint.seq_length
 
     def logarithm(replicate: Replicate) -> float | None:
-        cells = [replicate.cells.get((window,)) for window in (length, multiple * length)]
-        short, long = (None if cell is None or interrupted(cell, series) else cell.nll for cell in cells)
+        short, long = (PERPLEXITY.of(replicate, window) for window in (length, multiple * length))
         return None if short is None or long is None else long - short
 
     return shared.value_cell(series, f"window {multiple * length}", logarithm, log=True)
@@ -98,7 +98,7 @@ def span_cell(series: Series) -> TableCell:
         for replicate in series.replicates
         if replicate.cells
     ]
-    means = {length: passkey_cell(series, length).value or 0.0 for length in lengths}
+    means = {length: PASSKEY.cell(series, length).value or 0.0 for length in lengths}
     value = span(means, trained)
     detail = f"{min(spans):g}–{max(spans):g}" if min(spans) != max(spans) else ""
     return TableCell(f"{value:g}", value, detail, seeds=len(spans))

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
-from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, dots, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import (
@@ -25,6 +26,7 @@ from megatron_coca.evaluation.report.reading import (
     group_results,
 )
 from megatron_coca.evaluation.results import Missing, Result
+from megatron_coca.evaluation.retrieval.retrieval_tasks import Tally, wilson_interval
 
 HASH_DIGITS = 12
 """Digits of a hash that are shown; report.json has them all."""
@@ -33,6 +35,8 @@ MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not ru
 """Table text for each kind of missing cell."""
 Show = Callable[[float], str]
 TWO_DIGITS: Show = "{:.2f}".format
+MARK = "†"
+"""Not an asterisk, which marks training lengths."""
 MOST_LINES = 7
 """Labels above which a plot by length has one panel for each set of weights."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
@@ -49,7 +53,6 @@ class ReportOptions:
 
 Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
 """Makes the blocks of a section out of results; none leaves the section out."""
-CellFunction = Callable[[Series, int], TableCell]
 BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
@@ -100,7 +103,12 @@ def provenance(group: ResultGroup) -> tuple[str, ...]:
     for header in headers:
         labels.setdefault(checkpoint_text(header), []).append(header.label)
     checkpoints = [f"{checkpoint}: {', '.join(measured)}" for checkpoint, measured in labels.items()]
-    computed = dict.fromkeys(environment_text(header) for header in headers if header.environment.backend)
+    computed = dict.fromkeys(
+        f"{environment_text(header)}, torch {header.environment.torch}, tokenizer "
+        f"{(header.tokenizer or 'none')[:HASH_DIGITS]}"
+        for header in headers
+        if header.environment.backend
+    )
     return *checkpoints, *filter(None, [data_text(group.first)]), *(f"computed with {device}" for device in computed)
 
 
@@ -147,24 +155,90 @@ def value_cell(
     return replace(mean_cell(known, show, log), note=note)
 
 
+def interrupted(cell: Any, measured: Series | Replicate) -> str:
+    """The note on a window of which only some documents are scored; empty for a complete one."""
+    count = measured.header.documents.count
+    return f"interrupted: the first {cell.documents} of {count} documents" if cell.documents < count else ""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a result's cells: how it is read, pooled over seeds, shown and compared.
+
+    Attributes:
+        at: name of a cell among those that are missing, with its key filled in.
+        number: of a cell; of a tally its accuracy.
+        tally: the cases behind the number, whose Wilson interval is shown where seeds give none.
+        sums: of each document, for paired comparisons; such a cell may be interrupted.
+        log: `number` is the logarithm of what is shown.
+        lowest: the smallest is the best.
+    """
+
+    at: str
+    number: Callable[[Any], float | None] = lambda cell: cell.accuracy
+    show: Show = TWO_DIGITS
+    tally: Callable[[Any], Tally | None] | None = None
+    sums: Callable[[Any], Sequence[float]] | None = None
+    log: bool = False
+    lowest: bool = False
+
+    def of(self, replicate: Replicate, *key: Any) -> float | None:
+        """The number of one seed; None without one, and of an interrupted cell."""
+        if key not in replicate.cells or (self.sums and interrupted(replicate.cells[key], replicate)):
+            return None
+        cell = replicate.cells[key] if self.tally is None else self.tally(replicate.cells[key])
+        return None if cell is None else self.number(cell)
+
+    def cell(self, series: Series, *key: Any, reference: Series | None = None) -> TableCell:
+        """The number of a series: of one seed, or the mean over seeds with its t interval.
+
+        An interrupted cell is left out of a mean; if all are, the number is marked and not compared. MARK is added
+        where the losses of documents differ from those of `reference`.
+        """
+        cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
+        if self.tally is not None:
+            return self._tally_cell(series, key, [tally for tally in map(self.tally, cells) if tally is not None])
+        if self.sums is None:
+            return value_cell(series, self.at.format(*key), lambda each: self.of(each, *key), self.show, self.log)
+        notes = [interrupted(cell, series) for cell in cells]
+        partial = bool(notes) and all(notes)
+
+        def number(replicate: Replicate) -> float | None:
+            return self.number(replicate.cells[key]) if partial and key in replicate.cells else self.of(replicate, *key)
+
+        value = value_cell(series, self.at.format(*key), number, self.show, self.log)
+        interruptions, sample = "; ".join(dict.fromkeys(filter(None, notes))), self._sample(series, key)
+        marked = reference not in (None, series) and differ(sample, self._sample(reference, key))
+        text = value.text + MARK * marked
+        return replace(value, text=text, note=interruptions or value.note, partial=partial, sample=sample)
+
+    def _tally_cell(self, series: Series, key: tuple[Any, ...], tallies: Sequence[Tally]) -> TableCell:
+        if key in series.keys and not tallies:
+            return TableCell("–", detail="no case")
+        cell = value_cell(series, self.at.format(*key), lambda each: self.of(each, *key), self.show)
+        if cell.value is None or cell.low is not None:
+            return cell
+        # Of one seed, and of seeds that agree exactly, which have no t interval.
+        low, high = wilson_interval(cell.value, sum(tally.count for tally in tallies))
+        return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
+
+    def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
+        """The sums of every document, means over the seeds with all documents; empty without one."""
+        assert self.sums is not None
+        cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
+        complete = [self.sums(cell) for cell in cells if not interrupted(cell, series)]
+        return tuple(fmean(values) for values in zip(*complete, strict=True))
+
+
 PAIRED_NOTE = (
     "A variant and the plain model of the same weights, seed by seed: the mean of these {} and its 95% t interval over "
     "seeds. What the seeds have in common cancels."
 )
 
 
-def paired_tables(
-    name: str,
-    caption: str,
-    group: ResultGroup,
-    number: Callable[[Replicate, int], float | None],
-    show: Show,
-    log: bool = False,
-) -> list[Table]:
+def paired_tables(name: str, caption: str, group: ResultGroup, metric: Metric, show: Show) -> list[Table]:
     """What every variant changes by length, paired by the weights that it shares with a plain model; none without two
-    seeds.
-
-    `number` is that of a replicate at a length. With `log` it is a logarithm, and ratios are shown.
+    seeds. Of logarithms ratios are shown.
     """
     by_weights = [{each.header.checkpoint.identity: each for each in series.replicates} for series in group.series]
     lengths, rows = group.lengths(), []
@@ -175,13 +249,13 @@ def paired_tables(
                 continue
             cells = []
             for length in lengths:
-                pairs = [(number(own[identity], length), number(others[identity], length)) for identity in common]
+                pairs = [(metric.of(own[each], length), metric.of(others[each], length)) for each in common]
                 changes = [one - other for one, other in pairs if one is not None and other is not None]
                 finite = [change for change in changes if math.isfinite(change)]
-                cells.append(mean_cell(finite, show, log) if len(finite) > 1 else EMPTY)
+                cells.append(mean_cell(finite, show, metric.log) if len(finite) > 1 else EMPTY)
             rows.append(TableRow(f"{series.label} against {plain.label}", tuple(cells)))
     header = ("at length", *length_header(lengths, group.training_lengths()))
-    notes = (PAIRED_NOTE.format("ratios" if log else "differences"),)
+    notes = (PAIRED_NOTE.format("ratios" if metric.log else "differences"),)
     return [Table(f"{name}-paired", caption, header, tuple(rows), notes)] if rows else []
 
 
@@ -243,19 +317,23 @@ def length_table(
     caption: str,
     head: str,
     group: ResultGroup,
-    cell: CellFunction,
-    metric: str,
-    lowest: bool,
+    metric: Metric,
+    published: str = "",
+    reference: Series | None = None,
 ) -> list[Table]:
     """Ours by length with the published rows of the same training length; then published tables of other settings.
 
-    `cell` is the cell of a series at a length; `metric` selects published tables, none if empty.
+    `published` is the metric of published tables, none if empty; numbers are compared with those of `reference`.
     """
     trained = group.training_lengths()
-    joined, apart = matching_tables(group, metric)
+    joined, apart = matching_tables(group, published)
     lengths = sorted({*group.lengths(), *published_lengths(joined)})
     rows = mark_best(
-        [TableRow(series.label, tuple(cell(series, length) for length in lengths)) for series in group.series], lowest
+        [
+            TableRow(series.label, tuple(metric.cell(series, length, reference=reference) for length in lengths))
+            for series in group.series
+        ],
+        metric.lowest,
     )
     for table in joined:
         rows += published_rows(table, lengths, group)
@@ -265,7 +343,7 @@ def length_table(
     return [main, *(published_table(table, group, name) for table in apart)]
 
 
-def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], list[Line]]:
+def length_lines(group: ResultGroup, cell: Callable[[Series, int], TableCell]) -> tuple[list[Series], list[Line]]:
     """Return the series that have complete numbers, and for each a line with the numbers and intervals of the table."""
     drawn, lines = [], []
     for series in group.series:
@@ -291,22 +369,22 @@ def bands_text(drawn: Sequence[Series], cut_off: bool = False) -> str:
 
 def length_figure(
     name: str, what: str, drawn: Sequence[Series], lines: Sequence[Line], panel: Mapping[str, Any], caption: str
-) -> Figure:
+) -> list[Figure]:
     """Lines against length with the training lengths marked; `what` they show, and other fields of the panel.
 
     The first lines are those of `drawn`. More than MOST_LINES of them are drawn in a panel for each set of weights, if
-    these are fewer than the lines. With a single length there is nothing to draw a line through: a row for each label.
+    these are fewer than the lines. None with a single length, where there is nothing to draw a line through.
     """
+    if len({x for line in lines for x in line.x}) < 2:
+        return []
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
     trained = {float(length): f"training length {length}" for length in lengths}
     alt = f"{what} for {', '.join(series.label for series in drawn)}; the table has the numbers"
-    if len(measured := {x for line in lines for x in line.x}) == 1:
-        only = Panel(tuple(lines), title=f"{panel['x_label']}: {measured.pop():g}", **panel)
-        return Figure(name, caption, alt, dots(only), (6.0, 1.2 + 0.3 * max(3, len(lines))))
     weights = [tuple(replicate.header.checkpoint.identity for replicate in series.replicates) for series in drawn]
     if len(drawn) <= MOST_LINES or len(set(weights)) in (1, len(drawn)):
         shown = panels([Panel(tuple(lines), marks=trained, **panel)])
-        return Figure(name, caption, alt, shown, size_with_legend([*(line.label for line in lines), *trained.values()]))
+        size = size_with_legend([*(line.label for line in lines), *trained.values()])
+        return [Figure(name, caption, alt, shown, size)]
     by_weights: dict[Any, list[Line]] = {}
     for identities, line in zip(weights, lines, strict=False):
         by_weights.setdefault(identities, []).append(line)
@@ -322,14 +400,14 @@ def length_figure(
     ]
     columns = min(3, len(grid))
     size = size_with_legend([*styles, *trained.values()], 2.8 * math.ceil(len(grid) / columns), 9.0)
-    return Figure(name, caption, alt, panels(grid, columns), size)
+    return [Figure(name, caption, alt, panels(grid, columns), size)]
 
 
 def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
     trained = group.training_lengths()
     methods = [key for series in group.series if (key := method_key(series.header)) is not None]
     shown = [table for table in tables_of(metric) if table.is_shown_with(trained, methods)]
-    joined = [table for table in shown if table.training_length in trained]
+    joined = [table for table in shown if table.training_length in trained and not table.apart]
     return joined, [table for table in shown if table not in joined]
 
 
