@@ -19,7 +19,7 @@ from megatron_coca.data import DataError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.documents import find_sources
 from megatron_coca.evaluation.options import full_label, slug, subject_options
-from megatron_coca.evaluation.results import EvaluationError, Record
+from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
 from megatron_coca.evaluation.suite import (
     CheckpointEntry,
     Command,
@@ -28,9 +28,7 @@ from megatron_coca.evaluation.suite import (
     check_variants,
     option_arguments,
     plan_commands,
-    read_yaml_file,
     task_variants,
-    validated,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
 from megatron_coca.training.corpus import open_corpus

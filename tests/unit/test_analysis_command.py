@@ -64,7 +64,6 @@ def test_order_and_interruption_change_no_byte(
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
     result = read_record(tmp_path / "one.json", AnalysisResult, "an analysis")
     assert [cell.length for cell in result.results] == [16, 48] and result.documents.count == 2
-    assert all((tmp_path / f"one.{name}.png").stat().st_size > 5000 for name in FIGURES)
     costs = read_costs(tmp_path / "one.json")
     assert costs is not None and [(cost.at, cost.tokens) for cost in costs.costs] == [
         ("length 16", 32),

@@ -306,7 +306,7 @@ def test_pdf_figures_of_chosen_labels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("widht: 3", "widht: Extra inputs.*\nknown keys are width"), ("width: 0", "width: ")],
+    [("widht: 3", "widht: unknown key; the keys of a file of figures are width"), ("width: 0", "width: ")],
 )
 def test_wrong_figure_options(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "figures.yml").write_text(text)

@@ -12,7 +12,7 @@ from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
-from megatron_coca.evaluation.analysis import distance_sweep, records
+from megatron_coca.evaluation.analysis import distance_sweep
 from megatron_coca.evaluation.analysis.attention_maps import in_band, observed, row_scores
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.analysis.records import (
@@ -243,8 +243,6 @@ def run(args: Namespace) -> int:
                 with measured(subject.device) as meter:
                     cell = analyse(subject.model, documents.arrays, length, protocol, chosen)
                 store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
-        if store.path is not None and store.result.results:
-            records.draw_files(store.result, store.path)
     return evaluation.status
 
 

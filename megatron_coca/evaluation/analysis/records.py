@@ -1,19 +1,15 @@
 """The result file of `evaluate.py analyse`, and its plots."""
 
-import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from megatron_coca.evaluation.axes import label_log_axis
 from megatron_coca.evaluation.documents import DocumentsRecord
 from megatron_coca.evaluation.options import plot_text
-from megatron_coca.evaluation.results import Cell, Record, Result, write_atomically
+from megatron_coca.evaluation.results import Cell, Record, Result
 
 Share = float | None
 """Between 0 and 1; None where there is nothing to take a share of."""
@@ -204,14 +200,3 @@ FIGURES: dict[str, Callable[[Axes, AnalysisResult], None]] = {
     "decay": draw_decay,
     "entropy": draw_entropy,
 }
-
-
-def draw_files(result: AnalysisResult, path: Path) -> None:
-    """Write a PNG of each figure next to the result file `path`: NAME.angles.png and so on."""
-    for name, draw in FIGURES.items():
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
-        draw(figure.subplots(), result)
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=120, metadata={"Software": None})
-        write_atomically(path.with_name(f"{path.name.removesuffix('.json')}.{name}.png"), content.getvalue())

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from megatron_coca.evaluation.report.charts import pdf, png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
@@ -17,33 +17,22 @@ from megatron_coca.evaluation.report.document import (
     markdown,
     table_record,
 )
-from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
+from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
-from megatron_coca.safe_yaml import YamlFault, read_yaml
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    check_writable,
+    read_yaml_file,
+    validated,
+    write_atomically,
+    write_record,
+)
 
 
-def chosen_labels(loaded: Sequence[LoadedResult], labels: Sequence[str]) -> list[LoadedResult]:
-    """The results with these labels, in their order. Raises EvaluationError for a label without a result."""
-    known = {item.result.label for item in loaded}
-    if missing := sorted(set(labels) - known):
-        raise EvaluationError(f"labels: {', '.join(missing)}: no such result; there are {', '.join(sorted(known))}")
-    chosen = [item for item in loaded if item.result.label in labels]
-    return sorted(chosen, key=lambda item: labels.index(item.result.label))
-
-
-def run(args: Namespace) -> int:
-    figures = None if args.figures is None else read_figure_options(args.figures)
-    print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline, figures=figures))
-    print(f"\n{args.output / 'report.html'} written, with report.md, report.json, plots and tables in the same folder.")
-    return 0
-
-
-class FigureOptions(BaseModel):
+class FigureOptions(Record):
     """Figures for a document: inches, points, and the labels in the order of the report; the others are left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     width: float | None = Field(default=None, gt=0, le=50)
     font_size: float | None = Field(default=None, gt=0, le=72)
@@ -52,16 +41,14 @@ class FigureOptions(BaseModel):
 
 def read_figure_options(path: Path) -> FigureOptions:
     """Read the file of `--figures`. Raises EvaluationError that names every wrong key."""
-    try:
-        return FigureOptions.model_validate(read_yaml(path))
-    except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
-    except YamlFault as error:
-        raise EvaluationError(error.at(str(path))) from error
-    except ValidationError as error:
-        known = ", ".join(FigureOptions.model_fields)
-        faults = (f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise EvaluationError("\n".join((*faults, f"known keys are {known}"))) from error
+    return validated(path, read_yaml_file(path), FigureOptions, "a file of figures")
+
+
+def run(args: Namespace) -> int:
+    figures = None if args.figures is None else read_figure_options(args.figures)
+    print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline, figures=figures))
+    print(f"\n{args.output / 'report.html'} written, with report.md, report.json, plots and tables in the same folder.")
+    return 0
 
 
 def build_report(
@@ -87,7 +74,11 @@ def build_report(
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
     if figures is not None and figures.labels is not None:
-        loaded = chosen_labels(loaded, figures.labels)
+        known, order = {item.result.label for item in loaded}, figures.labels
+        if missing := sorted(set(order) - known):
+            raise EvaluationError(f"labels: {', '.join(missing)}: no such result; there are {', '.join(sorted(known))}")
+        chosen = [item for item in loaded if item.result.label in order]
+        loaded = sorted(chosen, key=lambda item: order.index(item.result.label))
     curves = find_curves(loaded) if curves is None else curves
     document = report_document(loaded, title, ReportOptions(papers, baseline, curves))
     report = Report(
