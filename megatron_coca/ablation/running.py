@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from megatron_coca import console
 from megatron_coca.ablation import cells as files
@@ -26,7 +26,7 @@ from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
 TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
-POLL_SECONDS, REDRAW_SECONDS, REPORT_SECONDS = 0.2, 1.0, 60.0
+POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Begins the line of the error in a traceback; notes and warnings may follow it."""
@@ -248,8 +248,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
         left = len(shares[0].gpus)
         raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
-    waiting, table = deque(missing), LiveTable(len(cells), len(cells) - len(missing))
-    with locked(missing), CaughtSignals(FORWARDED) as signals, table:
+    waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
+    with locked(missing), CaughtSignals(FORWARDED) as signals:
         running: dict[int, Job] = {}
         problems: list[str] = []
         while waiting or running:
@@ -260,8 +260,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
                 if not job.advance():
                     del running[number]
                     problems += [f"{job.cell.name}: {problem}" for problem in job.problems]
-                    table.ended(job)
-            table.show(list(running.values()), len(waiting))
+                    status.ended(job)
+            status.show(list(running.values()), len(waiting))
             if signals.requested is not None:
                 _stop(list(running.values()), signals)
             time.sleep(POLL_SECONDS)
@@ -287,40 +287,25 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
     raise Preempted(f"preempted ({name}); the same command resumes")
 
 
-class LiveTable:
-    """The running cells: a table on a terminal; elsewhere a line when a cell changes what it does, and one for every
-    running cell each minute.
-    """
+class StatusLines:
+    """A line when a cell changes what it does, and one for every running cell each minute."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._failed = total, done, 0
         self._shown: dict[str, str] = {}
-        self._rows = console.Rows()
         self._written = time.monotonic()
 
-    def __enter__(self) -> Self:
-        self._live = console.display(self._rows) if console.on_terminal() else None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rows.rows = ()
-        if self._live is not None:
-            self._live.stop()
-
     def show(self, jobs: Sequence[Job], waiting: int) -> None:
-        due = time.monotonic() - self._written >= (REPORT_SECONDS if self._live is None else REDRAW_SECONDS)
-        self._rows.last = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
-        changed = [job for job in jobs if due or self._shown.get(job.cell.name) != job.activity]
-        if not changed:
-            return
-        self._shown = {job.cell.name: job.activity for job in jobs}
-        if self._live is not None:
-            self._rows.rows = [(job.cell.name, job.doing()) for job in jobs]
-        else:
-            lines = [f"{job.cell.name}: {job.doing()}" for job in changed]
-            console.write("\n".join([*lines, self._rows.last] if due else lines))
+        due = time.monotonic() - self._written >= REPORT_SECONDS
+        lines = [
+            f"{job.cell.name}: {job.doing()}" for job in jobs if due or self._shown.get(job.cell.name) != job.activity
+        ]
         if due:
+            lines.append(f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting")
             self._written = time.monotonic()
+        if lines:
+            console.write("\n".join(lines))
+        self._shown = {job.cell.name: job.activity for job in jobs}
 
     def ended(self, job: Job) -> None:
         self._failed += bool(job.problems)

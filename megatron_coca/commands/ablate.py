@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
-from megatron_coca.evaluation.options import DTYPES, positive_float, positive_int
+from megatron_coca.evaluation.options import DTYPES, positive_int
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -60,8 +60,6 @@ def parser() -> ArgumentParser:
     pack = "write all results into one file RESULTS.jsonl.zst beside their folder, and run nothing"
     instead.add_argument("--pack", action="store_true", help=pack)
     instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
-    peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
-    add("--peak-flops", type=positive_float, metavar="FLOPS", help=peak)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
     return parser
@@ -83,7 +81,7 @@ def run(options: Namespace) -> int:
     everything = grid.expand(file, options.device, options.dtype, recorded)
     cells = grid.select(everything, options.only)
     if options.dry_run:
-        print(files.dry_run(cells, options.peak_flops, everything))
+        print(files.dry_run(cells, everything))
         return 0
     if options.page is not None:
         template, page = options.page

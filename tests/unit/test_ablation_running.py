@@ -234,14 +234,12 @@ def test_curves_are_thinned_evenly_and_keep_validations() -> None:
 
 def test_the_dry_run_invents_nothing(tmp_path: Path, small: dict[str, Any]) -> None:
     grid = [cell(tmp_path, small, method) for method in ("rotary", "coca")]
-    shown = dry_run(grid, None)
+    shown = dry_run(grid)
     assert shown.count("unknown") == 5 and "; unknown hours are left" in shown
-    modelled = dry_run(grid, 1e6)
-    assert modelled.count("unknown") == 2 and "40% is assumed" in modelled
     run_cells(grid[:1], MACHINE, 1)
     record = read_cell(grid[0])
     write_cell(grid[0], record.model_copy(update={"training_seconds": 7200.0, "overhead_seconds": 3600.0}))
-    rows = [[text.strip() for text in line.split("|")] for line in dry_run(grid, None).splitlines()]
+    rows = [[text.strip() for text in line.split("|")] for line in dry_run(grid).splitlines()]
     assert rows[2][2] == "done" and rows[3][2] == "waiting" and rows[3][-3:-1] == ["2.00", "1.00"]
     assert rows[3][5] == f"{6 * 4 * 32:,}"
 
