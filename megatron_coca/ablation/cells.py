@@ -1,4 +1,9 @@
-"""The files of a cell: its record, its learning curve, and what is done; and tables of cells."""
+"""The files of a cell: its record, its learning curve, and what is done; tables of cells, and their archive.
+
+The archive `RESULTS.jsonl.zst` stands for the folder of results beside it, which need not be kept. A line is one result
+file: {"file": "CELL/NAME.json", "content": ...}, with the cell's record (cell.json), its learning curve, and every
+number that was measured, by seed, document and length.
+"""
 
 import json
 import logging
@@ -8,10 +13,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import zstandard
+
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.curves import CURVE, Curve, TrainedStage, metrics, run_curve, trained_stages
-from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    read_costs,
+    read_record,
+    write_atomically,
+    write_record,
+)
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.model.cost import flops_per_token
@@ -234,3 +248,48 @@ def dry_run(cells: Sequence[Cell], finished: Sequence[Cell] = ()) -> str:
     amount = f"{left:.2f} hours are left, one cell at a time (from {len(known)} finished cells)"
     total = amount if known else "unknown hours are left (no cell is finished; run one)"
     return f"{format_table(header, rows)}\n\n{len(cells)} cells; {total}"
+
+
+# Archive
+
+LEVEL = 19
+
+
+def archive_of(results: Path) -> Path:
+    """Return the archive that belongs to a folder of results."""
+    return results.with_name(f"{results.name}.jsonl.zst")
+
+
+def pack(results: Path) -> Path:
+    """Write the archive of the cells in a folder of results.
+
+    Raises EvaluationError where there is no result or the file cannot be written.
+    """
+    files = sorted(file for file in results.glob("*/*.json") if (file.parent / "cell.json").is_file())
+    if not files:
+        raise EvaluationError(f"{results}: holds no results to pack")
+    lines = [{"file": str(file.relative_to(results)), "content": json.loads(file.read_bytes())} for file in files]
+    text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+    write_atomically(archive_of(results), zstandard.ZstdCompressor(level=LEVEL).compress(text.encode()))
+    return archive_of(results)
+
+
+def unpack(results: Path) -> None:
+    """Write the files of the archive, if there is one, that the folder of results lacks. Raises EvaluationError."""
+    archive = archive_of(results)
+    if not archive.is_file():
+        return
+    try:
+        with zstandard.open(archive, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                entry = json.loads(line)
+                path = results / entry["file"]
+                if not path.resolve().is_relative_to(results.resolve()):
+                    raise EvaluationError(f"{archive}: names {entry['file']}, which is outside of {results}")
+                if not path.exists():
+                    content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
+                    write_atomically(path, content.encode())
+    except (OSError, ValueError, KeyError, zstandard.ZstdError) as error:
+        if isinstance(error, EvaluationError):
+            raise
+        raise EvaluationError(f"{archive}: is damaged ({error}); restore it from version control") from error

@@ -1,4 +1,4 @@
-"""Runs cells, several at a time; each trains and evaluates in one child process after the other."""
+"""Runs cells, several at a time, each in one child process after the other; or writes a Slurm job array for them."""
 
 import os
 import re
@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_coca import console
 from megatron_coca.ablation import cells as files
@@ -18,7 +21,7 @@ from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
-from megatron_coca.evaluation.results import EvaluationError, check_writable
+from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
@@ -312,3 +315,37 @@ class StatusLines:
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")
+
+
+# Slurm
+
+SCRIPTS = ARRAY, COLLECT, SUBMIT = "cells.sbatch", "collect.sbatch", "submit.sh"
+"""Their templates are in this folder."""
+
+
+def write_jobs(cells: Sequence[Cell], folder: Path, command: Sequence[str], gpus: bool) -> list[Path]:
+    """Write the three scripts into `folder`; `command` is what follows `python` to run `ablate`, without `--only`.
+
+    With `gpus` each task gets as many as a cell trains on. Raises EvaluationError where all cells are done, or nothing
+    can be written.
+    """
+    missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
+    if not missing:
+        raise EvaluationError("--slurm: all cells are done; there is nothing to submit")
+    values = {
+        "last": len(missing) - 1,
+        "gpus": max(cell.ranks for cell in missing) if gpus else None,
+        "cells": [shlex.quote(cell.name) for cell in missing],
+        "command": shlex.join(command),
+        "array": shlex.quote(str(folder / ARRAY)),
+        "collect": shlex.quote(str(folder / COLLECT)),
+    }
+    loader = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    for name in SCRIPTS:
+        check_writable(folder / name)
+        write_atomically(folder / name, templates.get_template(f"{name}.j2").render(values).encode())
+    (folder / SUBMIT).chmod(0o755)
+    return [folder / name for name in SCRIPTS]

@@ -67,15 +67,15 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
-    from megatron_coca.ablation import archive, grid, reporting, running, slurm
     from megatron_coca.ablation import cells as files
+    from megatron_coca.ablation import grid, reporting, running
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
     file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
-    archive.unpack(file.results)
+    files.unpack(file.results)
     if options.pack:
-        print(f"{archive.pack(file.results)} is written")
+        print(f"{files.pack(file.results)} is written")
         return 0
     recorded = files.recorded_data(file.results) if options.report or options.page else None
     everything = grid.expand(file, options.device, options.dtype, recorded)
@@ -93,7 +93,7 @@ def run(options: Namespace) -> int:
         command += ["--output", str(file.results), "--runs", str(file.runs)]
         command += ["--scale", options.scale] if options.scale else []
         command += ["--device", options.device, "--dtype", options.dtype]
-        *_, submit = slurm.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
+        *_, submit = running.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
         print(f"submit with: bash {submit}")
         return 0
     problems = []

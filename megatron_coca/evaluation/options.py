@@ -86,16 +86,6 @@ def positive_int(text: str) -> int:
     return whole_number(text, 1)
 
 
-def positive_float(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
 def int_list(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 

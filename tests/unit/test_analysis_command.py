@@ -22,8 +22,9 @@ from megatron_coca.evaluation.analysis.length_analysis import (
     spread,
     summarise_decay,
 )
-from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisProtocol, AnalysisResult
+from megatron_coca.evaluation.analysis.records import AnalysisProtocol, AnalysisResult
 from megatron_coca.evaluation.cli import main
+from megatron_coca.evaluation.report.analysis_section import FIGURES
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
 from tests.unit.report_cases import analysis

@@ -27,9 +27,18 @@ from report_cases import (
 )
 
 from megatron_coca.evaluation import build_report
-from megatron_coca.evaluation.axes import LEAST_RATIO, log_ticks, tick_text, widened
 from megatron_coca.evaluation.report import FigureOptions, read_figure_options
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, legend_columns, panels
+from megatron_coca.evaluation.report.charts import (
+    LEAST_RATIO,
+    Figure,
+    Line,
+    Panel,
+    legend_columns,
+    log_ticks,
+    panels,
+    tick_text,
+    widened,
+)
 from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import Estimate, difference_interval

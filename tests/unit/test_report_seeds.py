@@ -41,7 +41,7 @@ from megatron_coca.evaluation.report.document import (
     latex,
     latex_table,
 )
-from megatron_coca.evaluation.report.overview_sections import span
+from megatron_coca.evaluation.report.length_sections import span
 from megatron_coca.evaluation.results import Result
 
 SEEDS = (1234, 1235, 1236)

@@ -1,7 +1,7 @@
 """The sections on retrieval: passkeys, needles in a haystack, RULER-style tasks, and key-value recall."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -23,7 +23,7 @@ from megatron_coca.evaluation.report.charts import (
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import Metric, ReportOptions
-from megatron_coca.evaluation.retrieval.recall import HeadScores, retrieving_head, scores_of
+from megatron_coca.evaluation.retrieval.recall import RecallCell, retrieving_head, scores_of
 from megatron_coca.evaluation.retrieval.retrieval_tasks import PasskeyCell, RetrievalProtocol, Tally
 
 RETRIEVAL_COMPARABLE: Comparable = {
@@ -200,19 +200,7 @@ RECALL_COMPARABLE: Comparable = {
     "prompts": "protocol.prompts",
     "protocol": "protocol.text",
 }
-SCORES: tuple[tuple[str, Callable[[HeadScores], float | None]], ...] = (
-    ("score of the fact", attrgetter("fact")),
-    ("log-sum-exp of all other keys", attrgetter("rest")),
-)
 SHIFTED = Metric("length {}, shift {}", tally=whole)
-
-
-def head_number(length: int, number: Callable[[HeadScores], float | None], replicate: Replicate) -> float | None:
-    """A number of the retrieving head of one seed."""
-    cells = list(replicate.cells.values())
-    place, cell = retrieving_head(cells), replicate.cells.get((length, 0))
-    head = None if cell is None or place is None else scores_of(cell, place)
-    return None if head is None else number(head)
 
 
 @shared.grouped("recall", RECALL_COMPARABLE)
@@ -248,30 +236,47 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         )
         caption = f"Recall at length {trained} with all positions shifted"
         tables.append(Table(f"{name}-shift", caption, ("shift", *map(str, shifts)), shifted))
-    heads = [figure for figure in [heads_figure(group.measured, lengths, name)] if figure is not None]
-    return ReportBlock((text,), (*figures, *heads), tuple(tables))
+    figures += heads_figures(group.measured, lengths, name)
+    return ReportBlock((text,), tuple(figures), tuple(tables))
 
 
-def heads_figure(measured: Sequence[Series], lengths: Sequence[int], name: str) -> Figure | None:
-    """Score of the fact and log-sum-exp of the rest by length, a panel each, means over seeds; None if not measured."""
+def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallCell]]], x_label: str) -> list[Panel]:
+    """Score of the fact and log-sum-exp of the rest in the retrieving head, a panel each: means over seeds by length.
+
+    `recalls` has the unshifted cells of each seed by label, by ascending length.
+    """
     drawn = []
-    for title, number in SCORES:
+    for title, score in (("score of the fact", "fact"), ("log-sum-exp of all other keys", "rest")):
         lines = []
-        for series in measured:
-            means = []
-            for length in lengths:
-                values = map(partial(head_number, length, number), series.replicates)
-                known = [value for value in values if value is not None]
-                means.append(fmean(known) if known else math.nan)
-            if any(map(math.isfinite, means)):
-                lines.append(Line(series.label, tuple(map(float, lengths)), tuple(means)))
-        drawn.append(Panel(tuple(lines), "length (tokens)", "score", title=title))
+        for label, seeds in recalls.items():
+            found: dict[float, list[float]] = {}
+            for cells in seeds:
+                place = retrieving_head(list(cells.values()))
+                for length, cell in cells.items():
+                    head = None if place is None else scores_of(cell, place)
+                    if head is not None and getattr(head, score) is not None:
+                        found.setdefault(length, []).append(getattr(head, score))
+            if found:
+                lines.append(Line(label, tuple(found), tuple(map(fmean, found.values()))))
+        drawn.append(Panel(tuple(lines), x_label, "score", title=title))
+    return drawn
+
+
+def heads_figures(measured: Sequence[Series], lengths: Sequence[int], name: str) -> list[Figure]:
+    recalls = {
+        series.label: [
+            {float(length): cell for (length, shift), cell in replicate.cells.items() if not shift}
+            for replicate in series.replicates
+        ]
+        for series in measured
+    }
+    drawn = head_panels(recalls, "length (tokens)")
     if not drawn[0].lines or len(lengths) < 2:
-        return None
+        return []
     caption = (
         "Scores of the question in the retrieving head (largest weight on the fact at the shortest length), as softmax "
         "takes them: the fact is found where its score is above the log-sum-exp of all other keys."
     )
-    labels = [series.label for series in measured]
-    alt = f"Score of the fact and log-sum-exp of other keys by length for {', '.join(labels)}"
-    return Figure(f"{name}-heads", caption, alt, panels(drawn, columns=2), size_with_legend(labels, 3.6, 9.0))
+    alt = f"Score of the fact and log-sum-exp of other keys by length for {', '.join(recalls)}"
+    size = size_with_legend(list(recalls), 3.6, 9.0)
+    return [Figure(f"{name}-heads", caption, alt, panels(drawn, columns=2), size)]

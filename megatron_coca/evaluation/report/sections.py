@@ -1,19 +1,16 @@
 """The table of report sections, and the sections on speed, costs, analysis and models."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
-from matplotlib.figure import Figure as Canvas
-
-from megatron_coca.evaluation.analysis.records import FIGURES, LengthAnalysis
 from megatron_coca.evaluation.report import length_sections as by_length
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report import short_sections as short
+from megatron_coca.evaluation.report.analysis_section import analysis_blocks
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.document import (
     EMPTY,
@@ -24,16 +21,12 @@ from megatron_coca.evaluation.report.document import (
     TableCell,
     TableRow,
 )
-from megatron_coca.evaluation.report.overview_sections import curve_blocks, summary_blocks
 from megatron_coca.evaluation.report.published import COST, tables_of
 from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
-    Comparable,
     LoadedResult,
-    ResultGroup,
-    Series,
 )
-from megatron_coca.evaluation.report.result_tables import Metric, ReportOptions
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Result
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES, SpeedResult, bytes_text
 
@@ -159,65 +152,6 @@ def cost_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[
     return blocks
 
 
-# Analysis of attention
-
-ANALYSIS_COMPARABLE: Comparable = {
-    "documents (sha256)": "documents.sha256",
-    "pairs": "protocol.pairs",
-    "queries": "protocol.queries",
-    "seed": "protocol.seed",
-    "protocol": "protocol.text",
-}
-FIGURE_TEXTS = {
-    "angles": "Initial angles from key to query over all layers, heads and rotated pairs, before rotation.",
-    "reach": "Distances at which rotated pairs first cross their borders; k is the reach tau of the anomaly.",
-    "decay": "Mean |score| by distance, with the decay bounds.",
-    "entropy": "Entropy of the attention weights by how many keys a query sees.",
-}
-ANALYSIS_COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
-    "anomalous pairs": lambda cell: cell.angles.anomalous if cell.angles is not None else None,
-    "collinear pairs": lambda cell: cell.angles.collinear if cell.angles is not None else None,
-    "largest angle, rad": lambda cell: cell.angles.largest if cell.angles is not None else None,
-    "tau beyond training": lambda cell: cell.borders.k.beyond_training if cell.borders is not None else None,
-    "score falls with distance": lambda cell: cell.decay.falling_mean,
-    "entropy, nats": lambda cell: cell.entropy.mean,
-}
-
-
-def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis], float | None]) -> TableCell:
-    cell = Metric("length {}", number, "{:.3f}".format).cell(series, length)
-    return TableCell("–") if cell.absent and (length,) in series.keys else cell
-
-
-@shared.grouped("analysis", ANALYSIS_COMPARABLE)
-def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Section 2 and Figures 3 and 7 of the CoCA paper: a table, and the plots of each label."""
-    rows = []
-    for series in group.series:
-        for length in group.lengths():
-            cells = [analysis_cell(series, length, number) for number in ANALYSIS_COLUMNS.values()]
-            rows.append(TableRow(f"{series.label}, {length} tokens", tuple(cells)))
-    caption = "Anomalous pairs, falling scores and entropy (shares of pairs of tokens, means)"
-    table = Table(name, caption, ("label", *ANALYSIS_COLUMNS), tuple(rows))
-
-    def draw(kind: str, result: Any, canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        FIGURES[kind](axes, result)
-        axes.grid()
-
-    figures = []
-    for index, series in enumerate(group.series, 1):
-        first, *others = series.replicates
-        merged = series.header.model_copy(update={"results": list(first.cells.values())})
-        seed = f" Seed {first.header.checkpoint.seed} only." if others else ""
-        for kind in FIGURES if first.cells else ():
-            caption = f"{series.label}: {FIGURE_TEXTS[kind]}{seed}"
-            alt = f"{series.label}: {kind}"
-            figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
-    text = (f"Protocol: {group.first.protocol.text}.",)
-    return ReportBlock(text, tuple(figures), (table,))
-
-
 # Models
 
 MODELS_HEADER = ("label", "position method", "used with", "trained at", "step", "seeds", "tasks")
@@ -253,9 +187,9 @@ def overrides_text(result: Result) -> str:
 NOT_PRINTED = ("summary", "training", "models", "costs")
 """Sections that do not appear on the console."""
 SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
-    "summary": ("Summary", ("perplexity", "passkey"), summary_blocks),
+    "summary": ("Summary", ("perplexity", "passkey"), by_length.summary_blocks),
     "recall": ("Key-value recall", ("recall",), retrieval.recall_blocks),
-    "training": ("Learning curves", tuple(RESULT_TYPES), curve_blocks),
+    "training": ("Learning curves", tuple(RESULT_TYPES), by_length.curve_blocks),
     "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
     "rerope": ("Loss with windowed relative positions", ("perplexity",), by_length.map_blocks),
     "passkey": ("Passkey retrieval", ("passkey",), retrieval.passkey_blocks),
