@@ -8,6 +8,7 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.options import Task
+from megatron_coca.evaluation.results import Result
 from megatron_coca.program import InputError, report
 
 INTERRUPTED = 130
@@ -15,8 +16,20 @@ INTERRUPTED = 130
 
 
 def imported(module: str, function: str = "run") -> Callable[[Namespace], int]:
-    """Return a function that imports `module` of this package and calls its `function`."""
-    return lambda args: getattr(import_module(f"megatron_coca.evaluation.{module}"), function)(args)
+    """Return a function that imports `module` of this package and calls its `function`, given `args.show`."""
+
+    def run(args: Namespace) -> int:
+        args.show = show
+        return int(getattr(import_module(f"megatron_coca.evaluation.{module}"), function)(args))
+
+    return run
+
+
+def show(result: Result) -> None:
+    """Print the tables of a result as its report has them."""
+    from megatron_coca.evaluation.report import tables_of_result
+
+    print(tables_of_result(result), end="\n\n", flush=True)
 
 
 PERPLEXITY = "sliding-window perplexity of a checkpoint"

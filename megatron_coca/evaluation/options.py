@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from megatron_coca import methods
 from megatron_coca.config import KEYS
-from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.results import EvaluationError, Result
 from megatron_coca.program import part_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,7 +46,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The checkpoint with its variants, the device, and the result files; from `subject_options`."""
+    """The checkpoint with its variants, the device, the result files, and what prints them; from `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -54,6 +54,7 @@ class SubjectOptions:
     dtype: str
     output: Path | None
     overwrite: bool
+    show: Callable[[Result], None] = lambda result: None
 
     def output_of(self, task: str, label: str) -> Path | None:
         if self.output is None or self.output.suffix == ".json":
@@ -356,7 +357,8 @@ def subject_options(args: Namespace) -> SubjectOptions:
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
         raise EvaluationError(f"--output {args.output}: must be a folder for several variants, with one file each")
-    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite)
+    show = getattr(args, "show", SubjectOptions.show)
+    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite, show)
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:

@@ -100,7 +100,7 @@ class Result(Record):
     missing: list[Missing]
 
     @property
-    def trained(self) -> str:
+    def setting(self) -> str:
         """The training length, and the frequency extension that was used with the length that it refers to."""
         length = self.checkpoint.seq_length
         scaling: Any = self.overrides.get("rope_scaling", self.checkpoint.trained_with.get("rope_scaling"))

@@ -33,7 +33,6 @@ from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import CONTRACTION, WHATS, Variant, What, read_variants, resolve_device
 from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record
-from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import GPT, build_model, keep_freed_memory
 
 PROTOCOL = (
@@ -87,10 +86,10 @@ class SpeedCell(Cell):
 
     @property
     def details(self) -> str:
-        """Time as a multiple of RoPE's and of the contraction's, and the peak memory; what was measured of these."""
+        """Time as a multiple of RoPE's and of the contraction's, peak memory, tokens a second; what was measured."""
         shown = [f"×{ratio.median:.2f}" for ratio in (self.to_rope, self.to_contraction) if ratio is not None]
         shown += [bytes_text(self.peak_memory_bytes)] if self.peak_memory_bytes is not None else []
-        return " · ".join(shown)
+        return " · ".join([*shown, f"{self.tokens_per_second:,.0f}/s"])
 
 
 class MachineRecord(Record):
@@ -119,6 +118,10 @@ class SpeedResult(Result):
     protocol: SpeedProtocol
     machine: MachineRecord
     results: list[SpeedCell]
+
+    @property
+    def setting(self) -> str:
+        return f"batch {self.protocol.batch}, {self.environment.device}, {self.environment.dtype}"
 
 
 def bytes_text(count: float) -> str:
@@ -526,7 +529,7 @@ def run(args: Namespace) -> int:
     for what in WHATS if args.what is None else args.what:
         for length in track(sorted(args.lengths), what, len(args.lengths), "lengths"):
             measure(methods, what, length, args.batch_size, args.rounds, store)
-    print(tables(store.result))
+    args.show(store.result)
     for missing in store.result.missing:
         print(
             f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}",
@@ -535,27 +538,6 @@ def run(args: Namespace) -> int:
     # Without --what, all work that a method can do is meant: decoding by the contraction is selected only by name.
     asked_for = [item for item in store.result.missing if args.what is not None or item.reason != WHOLE_SEQUENCES]
     return 2 if asked_for else 0
-
-
-def tables(result: SpeedResult) -> str:
-    """A table of each kind of work: milliseconds by method and length, with `SpeedCell.details` and tokens a second."""
-    shown = []
-    for what in dict.fromkeys(cell.what for cell in result.results):
-        cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
-        lengths = sorted({length for _, length in cells})
-        rows = [
-            [method, *(_console_cell(cells.get((method, length))) for length in lengths)]
-            for method in dict.fromkeys(method for method, _ in cells)
-        ]
-        against = next((cell.to_rope.against for cell in cells.values() if cell.to_rope is not None), "RoPE")
-        title = f"{result.label}, {what}, {result.environment.device}, {result.environment.dtype}"
-        note = f"milliseconds (time against {against} and the contraction · peak memory · tokens a second)"
-        shown.append(f"{title}\n\n{format_table(['method', *map(str, lengths)], rows)}\n\n{note}\n")
-    return "\n".join(shown)
-
-
-def _console_cell(cell: SpeedCell | None) -> str:
-    return "-" if cell is None else f"{cell.milliseconds} ({cell.details} · {cell.tokens_per_second:,.0f}/s)"
 
 
 def empty_result(args: Namespace, config: Config, first: TimedMethod, device: str) -> SpeedResult:

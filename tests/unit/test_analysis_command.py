@@ -89,7 +89,7 @@ def test_variants_and_methods_without_rotation(
     assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16") == 0
     cell = read_record(tmp_path / "alibi.json", AnalysisResult, "an analysis").results[0]
     assert cell.angles is None and cell.borders is None and cell.decay.falling_mean == 1.0
-    assert "| 16     |         - |" in capsys.readouterr().out
+    assert ", 16 tokens |               – |" in capsys.readouterr().out
     assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16,16") == 2
     assert "distinct lengths" in capsys.readouterr().err
 

@@ -28,7 +28,6 @@ from megatron_coca.evaluation.documents import read_subject_documents
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
-from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import GPT
 from megatron_coca.model.layers import soft_capped
 
@@ -234,7 +233,7 @@ def run(args: Namespace) -> int:
     layers = chosen if len(names) > 1 else None
     protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), layers=layers, **samples)
     fields = {"protocol": protocol, "documents": documents.record()}
-    for subject, store in evaluation.variants(AnalysisResult, console_table, **fields):
+    for subject, store in evaluation.variants(AnalysisResult, **fields):
         for length in sorted(args.lengths):
             at = f"length {length}"
             if store.get((length,)) is not None:
@@ -244,17 +243,3 @@ def run(args: Namespace) -> int:
                     cell = analyse(subject.model, documents.arrays, length, protocol, chosen)
                 store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
     return evaluation.status
-
-
-def console_table(result: AnalysisResult) -> str:
-    rows = []
-    for cell in result.results:
-        anomalous, undefined = (cell.angles.anomalous, cell.angles.undefined) if cell.angles else (None, None)
-        beyond = cell.borders.k.beyond_training if cell.borders else None
-        of_these = None if not anomalous or beyond is None else beyond / anomalous
-        numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
-        rows.append([str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)])
-    samples = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
-    title = f"{result.label}: {result.trained}, {samples}"
-    header = ["length", "anomalous", "of these beyond training", "undefined", "score falls", "entropy, nats"]
-    return f"{title}\n\n{format_table(header, rows)}\n"

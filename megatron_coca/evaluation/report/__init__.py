@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import pdf, png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
@@ -17,12 +18,13 @@ from megatron_coca.evaluation.report.document import (
     markdown,
     table_record,
 )
-from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
+from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import (
     EvaluationError,
     Record,
+    Result,
     check_writable,
     read_yaml_file,
     validated,
@@ -49,6 +51,14 @@ def run(args: Namespace) -> int:
     print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline, figures=figures))
     print(f"\n{args.output / 'report.html'} written, with report.md, report.json, plots and tables in the same folder.")
     return 0
+
+
+def tables_of_result(result: Result) -> str:
+    """Return the tables of one result for the console, without published numbers."""
+    title = f"{result.label}: {result.setting}"
+    if (seen := getattr(getattr(result, "protocol", None), "dynamic_length", None)) is not None:
+        title += f"\n{dynamic_length_text(seen)}"
+    return console_text(report_document([LoadedResult("", result)], title, ReportOptions(papers=False)))
 
 
 def build_report(

@@ -77,7 +77,7 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         )
         rows.append(TableRow(method, row, detail=f"cache: {known[0]:,} bytes a token" if known else ""))
     against = next((cell.to_rope.against for cell in cells.values() if cell.to_rope is not None), None)
-    small_print = f"Small print: time against {against}, and against the contraction; peak memory."
+    small_print = f"Small print: time against {against}, and against the contraction; peak memory; tokens a second."
     caption = f"{what[0].upper()}{what[1:]}: milliseconds by length"
     notes = () if against is None else (small_print,)
     return Table(name, caption, ("method", *map(str, lengths)), tuple(rows), notes)
