@@ -14,7 +14,6 @@ from megatron_coca.evaluation.report.document import (
     console_text,
     csv_table,
     html_page,
-    latex_table,
     markdown,
     table_record,
 )
@@ -71,7 +70,7 @@ def build_report(
     figures: FigureOptions | None = None,
 ) -> str:
     """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg, with `figures` figures/NAME.pdf) and the
-    tables (tables/NAME.csv, .tex).
+    tables (tables/NAME.csv).
 
     `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers;
     `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
@@ -108,7 +107,6 @@ def build_report(
             write_atomically(folder / "figures" / f"{figure.name}.pdf", pdf(figure, figures.width, figures.font_size))
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
-        write_atomically(folder / "tables" / f"{table.name}.tex", latex_table(table).encode())
     write_record(folder / REPORT_FILE, report)
     write_atomically(folder / "report.md", markdown(document).encode())
     # The page last, so that it exists only if everything else does.
