@@ -13,8 +13,9 @@ from megatron_coca.evaluation.options import plot_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import Figure, label_log_axis
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.metrics import Metric
 from megatron_coca.evaluation.report.reading import Comparable, ResultGroup, Series
-from megatron_coca.evaluation.report.result_tables import Metric, ReportOptions
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 
 LOW, MEDIAN, HIGH = 0, 2, 4
 """Indices of quantiles."""

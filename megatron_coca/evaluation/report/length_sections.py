@@ -20,6 +20,7 @@ from megatron_coca.evaluation.report.charts import (
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import FEWEST_DOCUMENTS, RESAMPLES, estimate
+from megatron_coca.evaluation.report.metrics import MARK, Metric, interrupted, mean_cell, missing_cell, value_cell
 from megatron_coca.evaluation.report.published import method_key, tables_of
 from megatron_coca.evaluation.report.reading import (
     Comparable,
@@ -29,7 +30,7 @@ from megatron_coca.evaluation.report.reading import (
     Series,
     group_results,
 )
-from megatron_coca.evaluation.report.result_tables import Metric, ReportOptions
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.retrieval_sections import PASSKEY, RETRIEVAL_COMPARABLE
 
 PERPLEXITY_COMPARABLE: Comparable = {
@@ -56,7 +57,7 @@ def with_baseline_note(table: Table, baseline: str | None) -> Table:
     if not any(min(len(cell.sample), len(base.sample)) >= FEWEST_DOCUMENTS for cell, base in pairs):
         return table
     note = (
-        f"{shared.MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss "
+        f"{MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss "
         f"excludes 0 ({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, "
         "so it speaks for other documents, not for other seeds; it is not corrected for the number of comparisons."
     )
@@ -73,7 +74,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         name, "Perplexity by window", "perplexity at window", group, PERPLEXITY, metric, reference
     )
     cells = [(series, cell) for series in group.series for cell in series.cells()]
-    complete = [cell for series, cell in cells if not shared.interrupted(cell, series)]
+    complete = [cell for series, cell in cells if not interrupted(cell, series)]
     scored = f", {max(cell.tokens_scored for cell in complete)} tokens scored" if complete else ""
     main = replace(main, notes=(*main.notes, f"stride {protocol.stride}, {documents.count} documents{scored}"))
     main = with_baseline_note(main, options.baseline)
@@ -188,13 +189,13 @@ def ratio_cell(series: Series, multiple: int) -> TableCell:
         short, long = (PERPLEXITY.of(replicate, window) for window in (length, multiple * length))
         return None if short is None or long is None else long - short
 
-    return shared.value_cell(series, f"window {multiple * length}", logarithm, log=True)
+    return value_cell(series, f"window {multiple * length}", logarithm, log=True)
 
 
 def span_cell(series: Series) -> TableCell:
     lengths = sorted(length for (length,) in series.keys)
     if not lengths:
-        return shared.missing_cell(series.replicates[0].why("all"))
+        return missing_cell(series.replicates[0].why("all"))
     trained = series.header.checkpoint.seq_length
     spans = [
         span({length: cell.accuracy for (length,), cell in replicate.cells.items()}, trained)
@@ -239,7 +240,7 @@ def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
     rows = []
     for label in options.curves:
         cells = [
-            shared.mean_cell(known[max(known)], "{:.4f}".format) if known else TableCell("–")
+            mean_cell(known[max(known)], "{:.4f}".format) if known else TableCell("–")
             for known in (of_labels[label] for of_labels in drawn.values())
         ]
         tokens = max((point.tokens for curve in options.curves[label] for point in curve.points), default=0)

@@ -21,8 +21,9 @@ from megatron_coca.evaluation.report.charts import (
     size_with_legend,
 )
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.metrics import Metric, value_cell
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
-from megatron_coca.evaluation.report.result_tables import Metric, ReportOptions
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.retrieval.recall import RecallCell, retrieving_head, scores_of
 from megatron_coca.evaluation.retrieval.retrieval_tasks import PasskeyCell, RetrievalProtocol, Tally
 
@@ -160,7 +161,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
             known = [value for value in values if value is not None]
             return fmean(known) if known and len(known) == len(tasks) else None
 
-        cell = shared.value_cell(series, "", mean)
+        cell = value_cell(series, "", mean)
         return TableCell("–") if cell.absent else cell
 
     rows: list[TableRow] = []

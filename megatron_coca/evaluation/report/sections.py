@@ -21,6 +21,7 @@ from megatron_coca.evaluation.report.document import (
     TableCell,
     TableRow,
 )
+from megatron_coca.evaluation.report.metrics import missing_cell
 from megatron_coca.evaluation.report.published import COST, tables_of
 from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
@@ -72,7 +73,7 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         row = tuple(
             TableCell(cell.milliseconds, 1000 * cell.seconds, cell.details)
             if (cell := cells.get((method, length)))
-            else shared.missing_cell(why_not_timed(result, what, method, length))
+            else missing_cell(why_not_timed(result, what, method, length))
             for length in lengths
         )
         rows.append(TableRow(method, row, detail=f"cache: {known[0]:,} bytes a token" if known else ""))
