@@ -176,10 +176,7 @@ def _merged(first: Any, second: Any) -> Any:
 
 
 def expand(
-    file: AblationFile,
-    device: str = "auto",
-    dtype: str = "float32",
-    recorded: Mapping[str, DataRecord] | None = None,
+    file: AblationFile, device: str = "auto", dtype: str = "float32", recorded: Mapping[str, DataRecord] | None = None
 ) -> list[Cell]:
     """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each.
 
@@ -417,13 +414,7 @@ def _commands(
 
 
 def _cell(
-    file: AblationFile,
-    label: str,
-    config: Config,
-    seed: int,
-    data: DataRecord,
-    plan: Plan,
-    digests: Mapping[Path, str],
+    file: AblationFile, label: str, config: Config, seed: int, data: DataRecord, plan: Plan, digests: Mapping[Path, str]
 ) -> Cell:
     given = config.checkpoint.load if config.checkpoint.finetune else None
     config = config.override({"seed": seed, "load": given})

@@ -65,10 +65,7 @@ class Share:
 
     def variables(self, ranks: int) -> dict[str, str]:
         """Return the environment variables of a child with `ranks` processes."""
-        return {
-            "OMP_NUM_THREADS": str(max(1, self.threads // ranks)),
-            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
-        }
+        return {"OMP_NUM_THREADS": str(max(1, self.threads // ranks)), "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
 def divide(machine: Machine, jobs: int) -> list[Share]:

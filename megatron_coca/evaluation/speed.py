@@ -568,9 +568,7 @@ def empty_result(args: Namespace, config: Config, first: TimedMethod, device: st
         environment=environment_record(args.dtype, config.position.attention_backend, device),
         protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
         machine=MachineRecord(
-            processor=next(processors, platform.machine()),
-            threads=torch.get_num_threads(),
-            versions=code_versions(),
+            processor=next(processors, platform.machine()), threads=torch.get_num_threads(), versions=code_versions()
         ),
         results=[],
         missing=[],

@@ -17,16 +17,7 @@ from megatron_coca.config import Config, PositionConfig
 from megatron_coca.config.model import GAU
 from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
-from megatron_coca.evaluation.report.charts import (
-    SHARES,
-    STYLES,
-    Figure,
-    Line,
-    Panel,
-    panels,
-    size_with_legend,
-    svg,
-)
+from megatron_coca.evaluation.report.charts import SHARES, STYLES, Figure, Line, Panel, panels, size_with_legend, svg
 from megatron_coca.evaluation.report.document import (
     ReportBlock,
     ReportDocument,

@@ -9,14 +9,7 @@ from pydantic import Field
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import pdf, png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
-from megatron_coca.evaluation.report.document import (
-    Report,
-    console_text,
-    csv_table,
-    html_page,
-    markdown,
-    table_record,
-)
+from megatron_coca.evaluation.report.document import Report, console_text, csv_table, html_page, markdown, table_record
 from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document

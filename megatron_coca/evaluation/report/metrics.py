@@ -38,11 +38,7 @@ def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = Fals
 
 
 def value_cell(
-    series: Series,
-    at: str,
-    number: Callable[[Replicate], float | None],
-    show: Show = TWO_DIGITS,
-    log: bool = False,
+    series: Series, at: str, number: Callable[[Replicate], float | None], show: Show = TWO_DIGITS, log: bool = False
 ) -> TableCell:
     """The `mean_cell` over the replicates of a series.
 

@@ -8,20 +8,10 @@ from typing import Any
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import (
-    Estimate,
-    differ,
-    difference_interval,
-)
+from megatron_coca.evaluation.report.intervals import Estimate, differ, difference_interval
 from megatron_coca.evaluation.report.metrics import Metric, Show, mean_cell
 from megatron_coca.evaluation.report.published import PublishedTable, method_key, tables_of
-from megatron_coca.evaluation.report.reading import (
-    Comparable,
-    LoadedResult,
-    ResultGroup,
-    Series,
-    group_results,
-)
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Result
 
 HASH_DIGITS = 12

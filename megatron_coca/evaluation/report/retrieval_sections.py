@@ -167,11 +167,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     rows: list[TableRow] = []
     for task in tasks:
         ours = [
-            (
-                series.label,
-                tuple(RULER.cell(series, task, length) for length in lengths),
-            )
-            for series in group.series
+            (series.label, tuple(RULER.cell(series, task, length) for length in lengths)) for series in group.series
         ]
         rows += shared.mark_best([TableRow(f"{task}: {label}", cells) for label, cells in ours], lowest=False)
     means = {series.label: tuple(mean_cell(series, length) for length in lengths) for series in group.series}

@@ -23,10 +23,7 @@ from megatron_coca.evaluation.report.document import (
 )
 from megatron_coca.evaluation.report.metrics import missing_cell
 from megatron_coca.evaluation.report.published import COST, tables_of
-from megatron_coca.evaluation.report.reading import (
-    RESULT_TYPES,
-    LoadedResult,
-)
+from megatron_coca.evaluation.report.reading import RESULT_TYPES, LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Result
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES, SpeedResult, bytes_text

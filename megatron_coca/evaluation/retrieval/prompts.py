@@ -15,13 +15,7 @@ import numpy as np
 from megatron_coca.data import Tokenizer, corpus_files, ensure_builtin, read_documents
 from megatron_coca.evaluation.results import EvaluationError, Record
 
-FILLER = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 """Texts of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
 
 BUILTIN = "builtin"
