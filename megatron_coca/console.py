@@ -211,24 +211,3 @@ def track(items: Iterable[Item], title: str, total: int, unit: str, show: bool =
         for item in items:
             yield item
             progress.advance()
-
-
-class Rows:
-    """For `display`: a table of texts without a header, and a line below it."""
-
-    def __init__(self) -> None:
-        self.rows: Sequence[Sequence[str]] = ()
-        self.last = ""
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2))
-        for row in self.rows:
-            while len(table.columns) < len(row):
-                table.add_column(no_wrap=True, overflow="ellipsis")
-            table.add_row(*map(Text, row))
-        if self.rows:
-            yield table
-        yield Text(self.last, no_wrap=True, overflow="ellipsis")

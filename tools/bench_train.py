@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.data import Batch
-from megatron_coca.evaluation.speed.probing import measured_peak
+from megatron_coca.evaluation.speed import measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.program import InputError

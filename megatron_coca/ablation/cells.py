@@ -1,28 +1,39 @@
-"""The files of a cell: its record, its learning curve, and what is done; and tables of cells."""
+"""The files of a cell: its record, its learning curve, and what is done; tables of cells, and their archive.
+
+The archive `RESULTS.jsonl.zst` stands for the folder of results beside it, which need not be kept. A line is one result
+file: {"file": "CELL/NAME.json", "content": ...}, with the cell's record (cell.json), its learning curve, and every
+number that was measured, by seed, document and length.
+"""
 
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import zstandard
+
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.curves import CURVE, Curve, TrainedStage, metrics, run_curve, trained_stages
-from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    read_costs,
+    read_record,
+    write_atomically,
+    write_record,
+)
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.model.cost import flops_per_token
-from megatron_coca.training.estimate import estimate
 
 logger = logging.getLogger(__name__)
 
 RECORD = "cell.json"
 TAIL_BYTES = 8192
-MFU = 0.4
-"""Share of the peak that is assumed, as by `megatron-coca estimate`."""
 
 
 class CellRecord(Record):
@@ -211,47 +222,74 @@ def overview(cells: Sequence[Cell]) -> str:
     return format_table(("cell", "state", "training s", "evaluation s", "overhead s", "reason"), rows)
 
 
-def hours(
-    cell: Cell, measured: Mapping[Cell, CellRecord], peak_flops: float | None
-) -> tuple[float | None, float | None]:
-    """Estimate the hours of training, and of evaluation with overhead; None where nothing tells.
+def dry_run(cells: Sequence[Cell], finished: Sequence[Cell] = ()) -> str:
+    """Return a table of the cells with their state, parameters, tokens, and hours of training and of evaluation.
 
-    They follow from finished cells: those of its model if there are any, else all, scaled by FLOPs.
-    """
-    same = {other: record for other, record in measured.items() if other.model == cell.model} or measured
-    if same:
-        work = sum(other.tokens * flops_per_token(other.config).executed for other in same)
-        seconds = sum(record.training_seconds for record in same.values())
-        training = cell.tokens * flops_per_token(cell.config).executed * seconds / work
-        rest = sum(record.evaluation_seconds + record.overhead_seconds for record in same.values()) / len(same)
-        return training / 3600, rest / 3600
-    if peak_flops is None:
-        return None, None
-    modelled = estimate(cell.config, cell.ranks, peak_flops, MFU).seconds
-    return None if modelled is None else modelled / 3600, None
-
-
-def dry_run(cells: Sequence[Cell], peak_flops: float | None, finished: Sequence[Cell] = ()) -> str:
-    """Return a table of the cells with their state, parameters, tokens and estimated hours.
-
-    Hours follow from the finished ones among `cells` and `finished`.
+    Hours follow from the finished ones among `cells` and `finished`: those of the same model if there are any, else
+    all, the training scaled by FLOPs.
     """
     states = {cell: state_of(cell) for cell in dict.fromkeys((*cells, *finished))}
-    measured = {cell: read_cell(cell) for cell, state in states.items() if state is State.DONE}
-    measured = {cell: record for cell, record in measured.items() if record.training_seconds > 0}
+    known = {cell: read_cell(cell) for cell, state in states.items() if state is State.DONE}
+    known = {cell: record for cell, record in known.items() if record.training_seconds > 0}
     rows, left = [], 0.0
-    unknown = False
     for cell in cells:
-        count, state = cell.parameters, states[cell]
-        expected = (0.0, 0.0) if state is State.DONE else hours(cell, measured, peak_flops)
-        unknown = unknown or None in expected
-        left += sum(part or 0.0 for part in expected)
-        shown = ["unknown" if part is None else f"{part:.2f}" for part in expected]
-        rows.append((cell.name, state.value, count.total, count.non_embedding, cell.tokens, *shown))
+        same = {other: record for other, record in known.items() if other.model == cell.model} or known
+        expected = (0.0, 0.0)
+        if same and states[cell] is not State.DONE:
+            work = sum(other.tokens * flops_per_token(other.config).executed for other in same)
+            share = cell.tokens * flops_per_token(cell.config).executed / work
+            rest = sum(record.evaluation_seconds + record.overhead_seconds for record in same.values()) / len(same)
+            expected = share * sum(record.training_seconds for record in same.values()) / 3600, rest / 3600
+        left += sum(expected)
+        shown = [f"{part:.2f}" if same else "unknown" for part in expected]
+        count = cell.parameters
+        rows.append((cell.name, states[cell].value, count.total, count.non_embedding, cell.tokens, *shown))
     header = ("cell", "state", "parameters", "non-embedding", "tokens", "training h", "evaluation h")
-    source = f"from {len(measured)} finished cells" if measured else "no cell is finished; run one"
-    if not measured and peak_flops is not None:
-        source = f"from {peak_flops:.3g} FLOP/s, of which {MFU:.0%} is assumed to be reached"
-    amount = f"{'at least ' if unknown else ''}{left:.2f} hours" if left or not unknown else "unknown hours"
-    total = f"{amount} are left, one cell at a time ({source})"
+    amount = f"{left:.2f} hours are left, one cell at a time (from {len(known)} finished cells)"
+    total = amount if known else "unknown hours are left (no cell is finished; run one)"
     return f"{format_table(header, rows)}\n\n{len(cells)} cells; {total}"
+
+
+# Archive
+
+LEVEL = 19
+
+
+def archive_of(results: Path) -> Path:
+    """Return the archive that belongs to a folder of results."""
+    return results.with_name(f"{results.name}.jsonl.zst")
+
+
+def pack(results: Path) -> Path:
+    """Write the archive of the cells in a folder of results.
+
+    Raises EvaluationError where there is no result or the file cannot be written.
+    """
+    files = sorted(file for file in results.glob("*/*.json") if (file.parent / "cell.json").is_file())
+    if not files:
+        raise EvaluationError(f"{results}: holds no results to pack")
+    lines = [{"file": str(file.relative_to(results)), "content": json.loads(file.read_bytes())} for file in files]
+    text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+    write_atomically(archive_of(results), zstandard.ZstdCompressor(level=LEVEL).compress(text.encode()))
+    return archive_of(results)
+
+
+def unpack(results: Path) -> None:
+    """Write the files of the archive, if there is one, that the folder of results lacks. Raises EvaluationError."""
+    archive = archive_of(results)
+    if not archive.is_file():
+        return
+    try:
+        with zstandard.open(archive, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                entry = json.loads(line)
+                path = results / entry["file"]
+                if not path.resolve().is_relative_to(results.resolve()):
+                    raise EvaluationError(f"{archive}: names {entry['file']}, which is outside of {results}")
+                if not path.exists():
+                    content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
+                    write_atomically(path, content.encode())
+    except (OSError, ValueError, KeyError, zstandard.ZstdError) as error:
+        if isinstance(error, EvaluationError):
+            raise
+        raise EvaluationError(f"{archive}: is damaged ({error}); restore it from version control") from error

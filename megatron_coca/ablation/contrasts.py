@@ -4,18 +4,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.intervals import Estimate, estimate, geometric_estimate, holm, p_value
-from megatron_coca.evaluation.report.retrieval_sections import SHARES
+from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
-from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult, retrieving_head, scores_of
+from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)
@@ -208,20 +207,14 @@ class Figures:
 
     def heads(self, labels: Sequence[str]) -> Figure:
         """Return a plot of the scores of the retrieving heads of labels against the length, means over seeds."""
-        drawn = []
-        for title, number in (("score of the fact", "fact"), ("log-sum-exp of all other keys", "rest")):
-            lines = []
-            for label in labels:
-                found: dict[float, list[float]] = {}
-                for by_length in self._recalls[label].values():
-                    cells = [cell for (_, shift), cell in sorted(by_length.items()) if not shift]
-                    place = retrieving_head(cells)
-                    for multiple, cell in zip(_lengths(by_length), cells, strict=True):
-                        head = None if place is None else scores_of(cell, place)
-                        if head is not None and getattr(head, number) is not None:
-                            found.setdefault(multiple, []).append(getattr(head, number))
-                lines.append(Line(label, tuple(found), tuple(map(fmean, found.values()))))
-            drawn.append(Panel(tuple(lines), "length as a multiple of L", "score", title=title))
+        unshifted = {
+            label: [
+                {length: cell for (length, shift), cell in sorted(cells.items()) if not shift}
+                for cells in self._recalls[label].values()
+            ]
+            for label in labels
+        }
+        drawn = head_panels(unshifted, "length as a multiple of L")
         return Figure("heads", "", "", panels(drawn, columns=2), size_with_legend(labels, 3.6, 9.0))
 
 

@@ -19,7 +19,7 @@ from megatron_coca.data import DataError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.documents import find_sources
 from megatron_coca.evaluation.options import full_label, slug, subject_options
-from megatron_coca.evaluation.results import EvaluationError, Record
+from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
 from megatron_coca.evaluation.suite import (
     CheckpointEntry,
     Command,
@@ -28,9 +28,7 @@ from megatron_coca.evaluation.suite import (
     check_variants,
     option_arguments,
     plan_commands,
-    read_yaml_file,
     task_variants,
-    validated,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
 from megatron_coca.training.corpus import open_corpus
@@ -178,10 +176,7 @@ def _merged(first: Any, second: Any) -> Any:
 
 
 def expand(
-    file: AblationFile,
-    device: str = "auto",
-    dtype: str = "float32",
-    recorded: Mapping[str, DataRecord] | None = None,
+    file: AblationFile, device: str = "auto", dtype: str = "float32", recorded: Mapping[str, DataRecord] | None = None
 ) -> list[Cell]:
     """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each.
 
@@ -419,13 +414,7 @@ def _commands(
 
 
 def _cell(
-    file: AblationFile,
-    label: str,
-    config: Config,
-    seed: int,
-    data: DataRecord,
-    plan: Plan,
-    digests: Mapping[Path, str],
+    file: AblationFile, label: str, config: Config, seed: int, data: DataRecord, plan: Plan, digests: Mapping[Path, str]
 ) -> Cell:
     given = config.checkpoint.load if config.checkpoint.finetune else None
     config = config.override({"seed": seed, "load": given})

@@ -8,8 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
-from megatron_coca.ablation.archive import unpack
-from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of
+from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
 from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug

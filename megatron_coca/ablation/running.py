@@ -1,4 +1,4 @@
-"""Runs cells, several at a time; each trains and evaluates in one child process after the other."""
+"""Runs cells, several at a time, each in one child process after the other; or writes a Slurm job array for them."""
 
 import os
 import re
@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, Self
+from pathlib import Path
+from typing import NoReturn
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_coca import console
 from megatron_coca.ablation import cells as files
@@ -18,7 +21,7 @@ from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
-from megatron_coca.evaluation.results import EvaluationError, check_writable
+from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
@@ -26,7 +29,7 @@ from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
 TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
-POLL_SECONDS, REDRAW_SECONDS, REPORT_SECONDS = 0.2, 1.0, 60.0
+POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Begins the line of the error in a traceback; notes and warnings may follow it."""
@@ -62,10 +65,7 @@ class Share:
 
     def variables(self, ranks: int) -> dict[str, str]:
         """Return the environment variables of a child with `ranks` processes."""
-        return {
-            "OMP_NUM_THREADS": str(max(1, self.threads // ranks)),
-            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
-        }
+        return {"OMP_NUM_THREADS": str(max(1, self.threads // ranks)), "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
 def divide(machine: Machine, jobs: int) -> list[Share]:
@@ -248,8 +248,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
         left = len(shares[0].gpus)
         raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
-    waiting, table = deque(missing), LiveTable(len(cells), len(cells) - len(missing))
-    with locked(missing), CaughtSignals(FORWARDED) as signals, table:
+    waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
+    with locked(missing), CaughtSignals(FORWARDED) as signals:
         running: dict[int, Job] = {}
         problems: list[str] = []
         while waiting or running:
@@ -260,8 +260,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
                 if not job.advance():
                     del running[number]
                     problems += [f"{job.cell.name}: {problem}" for problem in job.problems]
-                    table.ended(job)
-            table.show(list(running.values()), len(waiting))
+                    status.ended(job)
+            status.show(list(running.values()), len(waiting))
             if signals.requested is not None:
                 _stop(list(running.values()), signals)
             time.sleep(POLL_SECONDS)
@@ -287,43 +287,62 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
     raise Preempted(f"preempted ({name}); the same command resumes")
 
 
-class LiveTable:
-    """The running cells: a table on a terminal; elsewhere a line when a cell changes what it does, and one for every
-    running cell each minute.
-    """
+class StatusLines:
+    """A line when a cell changes what it does, and one for every running cell each minute."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._failed = total, done, 0
         self._shown: dict[str, str] = {}
-        self._rows = console.Rows()
         self._written = time.monotonic()
 
-    def __enter__(self) -> Self:
-        self._live = console.display(self._rows) if console.on_terminal() else None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rows.rows = ()
-        if self._live is not None:
-            self._live.stop()
-
     def show(self, jobs: Sequence[Job], waiting: int) -> None:
-        due = time.monotonic() - self._written >= (REPORT_SECONDS if self._live is None else REDRAW_SECONDS)
-        self._rows.last = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
-        changed = [job for job in jobs if due or self._shown.get(job.cell.name) != job.activity]
-        if not changed:
-            return
-        self._shown = {job.cell.name: job.activity for job in jobs}
-        if self._live is not None:
-            self._rows.rows = [(job.cell.name, job.doing()) for job in jobs]
-        else:
-            lines = [f"{job.cell.name}: {job.doing()}" for job in changed]
-            console.write("\n".join([*lines, self._rows.last] if due else lines))
+        due = time.monotonic() - self._written >= REPORT_SECONDS
+        lines = [
+            f"{job.cell.name}: {job.doing()}" for job in jobs if due or self._shown.get(job.cell.name) != job.activity
+        ]
         if due:
+            lines.append(f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting")
             self._written = time.monotonic()
+        if lines:
+            console.write("\n".join(lines))
+        self._shown = {job.cell.name: job.activity for job in jobs}
 
     def ended(self, job: Job) -> None:
         self._failed += bool(job.problems)
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")
+
+
+# Slurm
+
+SCRIPTS = ARRAY, COLLECT, SUBMIT = "cells.sbatch", "collect.sbatch", "submit.sh"
+"""Their templates are in this folder."""
+
+
+def write_jobs(cells: Sequence[Cell], folder: Path, command: Sequence[str], gpus: bool) -> list[Path]:
+    """Write the three scripts into `folder`; `command` is what follows `python` to run `ablate`, without `--only`.
+
+    With `gpus` each task gets as many as a cell trains on. Raises EvaluationError where all cells are done, or nothing
+    can be written.
+    """
+    missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
+    if not missing:
+        raise EvaluationError("--slurm: all cells are done; there is nothing to submit")
+    values = {
+        "last": len(missing) - 1,
+        "gpus": max(cell.ranks for cell in missing) if gpus else None,
+        "cells": [shlex.quote(cell.name) for cell in missing],
+        "command": shlex.join(command),
+        "array": shlex.quote(str(folder / ARRAY)),
+        "collect": shlex.quote(str(folder / COLLECT)),
+    }
+    loader = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    for name in SCRIPTS:
+        check_writable(folder / name)
+        write_atomically(folder / name, templates.get_template(f"{name}.j2").render(values).encode())
+    (folder / SUBMIT).chmod(0o755)
+    return [folder / name for name in SCRIPTS]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
-from megatron_coca.evaluation.options import DTYPES, positive_float, positive_int
+from megatron_coca.evaluation.options import DTYPES, positive_int
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -52,8 +52,6 @@ def parser() -> ArgumentParser:
     pack = "write all results into one file RESULTS.jsonl.zst beside their folder, and run nothing"
     instead.add_argument("--pack", action="store_true", help=pack)
     instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
-    peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
-    add("--peak-flops", type=positive_float, metavar="FLOPS", help=peak)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
     return parser
@@ -61,21 +59,21 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
-    from megatron_coca.ablation import archive, grid, reporting, running, slurm
     from megatron_coca.ablation import cells as files
+    from megatron_coca.ablation import grid, reporting, running
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
     file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
-    archive.unpack(file.results)
+    files.unpack(file.results)
     if options.pack:
-        print(f"{archive.pack(file.results)} is written")
+        print(f"{files.pack(file.results)} is written")
         return 0
     recorded = files.recorded_data(file.results) if options.report or options.page else None
     everything = grid.expand(file, options.device, options.dtype, recorded)
     cells = grid.select(everything, options.only)
     if options.dry_run:
-        print(files.dry_run(cells, options.peak_flops, everything))
+        print(files.dry_run(cells, everything))
         return 0
     if options.page is not None:
         template, page = options.page
@@ -87,7 +85,7 @@ def run(options: Namespace) -> int:
         command += ["--output", str(file.results), "--runs", str(file.runs)]
         command += ["--scale", options.scale] if options.scale else []
         command += ["--device", options.device, "--dtype", options.dtype]
-        *_, submit = slurm.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
+        *_, submit = running.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
         print(f"submit with: bash {submit}")
         return 0
     problems = []

@@ -8,6 +8,7 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.options import Task
+from megatron_coca.evaluation.results import Result
 from megatron_coca.program import InputError, report
 
 INTERRUPTED = 130
@@ -15,14 +16,26 @@ INTERRUPTED = 130
 
 
 def imported(module: str, function: str = "run") -> Callable[[Namespace], int]:
-    """Return a function that imports `module` of this package and calls its `function`."""
-    return lambda args: getattr(import_module(f"megatron_coca.evaluation.{module}"), function)(args)
+    """Return a function that imports `module` of this package and calls its `function`, given `args.show`."""
+
+    def run(args: Namespace) -> int:
+        args.show = show
+        return int(getattr(import_module(f"megatron_coca.evaluation.{module}"), function)(args))
+
+    return run
+
+
+def show(result: Result) -> None:
+    """Print the tables of a result as its report has them."""
+    from megatron_coca.evaluation.report import tables_of_result
+
+    print(tables_of_result(result), end="\n\n", flush=True)
 
 
 PERPLEXITY = "sliding-window perplexity of a checkpoint"
 NEEDLE = "a sentence hidden in text, by length and depth"
 RECALL = "key-value recall by length and shift, and the scores of the heads that retrieve"
-RULER = "RULER-style tasks: several facts, chains of facts, frequent words"
+RULER = "RULER-style tasks: several facts, chains of facts"
 ANALYSE = "angles, borders, decay and entropy of a checkpoint's attention"
 SPEED = "time and memory of position methods, side by side"
 REPORT = "tables, plots and one page of many results, next to published ones"
@@ -38,7 +51,7 @@ MEASUREMENTS = {
     "ruler": Task(RULER, options.add_ruler_options, imported(RETRIEVAL, "ruler")),
     "lm-eval": Task("tasks of lm-evaluation-harness", options.add_lm_eval_options, imported("harness.harness_tasks")),
     "analyse": Task(ANALYSE, options.add_analyse_options, imported("analysis.length_analysis")),
-    "speed": Task(SPEED, options.add_speed_options, imported("speed.speed_rounds"), of_checkpoint=False),
+    "speed": Task(SPEED, options.add_speed_options, imported("speed"), of_checkpoint=False),
 }
 """Tasks that write result files; a suite may run any of them."""
 

@@ -6,16 +6,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal, get_args
 
+from megatron_coca import methods
 from megatron_coca.config import KEYS
-from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.speed import CONTRACTION, METHODS, WHATS
+from megatron_coca.evaluation.results import EvaluationError, Result
 from megatron_coca.program import part_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
 
-RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking", "common_words")
+What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
+WHATS: tuple[What, ...] = get_args(What)
+"""The kinds of work that `speed` times."""
+CONTRACTION = "contraction"
+"""CoCA as its paper computes it, among the methods that `speed` compares."""
+METHODS = (*methods.TABLES["pos_emb"], CONTRACTION)
+RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
     "current": "the tokens so far, step by step",
@@ -39,7 +46,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The checkpoint with its variants, the device, and the result files; from `subject_options`."""
+    """The checkpoint with its variants, the device, the result files, and what prints them; from `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -47,6 +54,7 @@ class SubjectOptions:
     dtype: str
     output: Path | None
     overwrite: bool
+    show: Callable[[Result], None] = lambda result: None
 
     def output_of(self, task: str, label: str) -> Path | None:
         if self.output is None or self.output.suffix == ".json":
@@ -77,16 +85,6 @@ def whole_number(text: str, least: int = 0) -> int:
 
 def positive_int(text: str) -> int:
     return whole_number(text, 1)
-
-
-def positive_float(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def int_list(text: str) -> list[int]:
@@ -359,7 +357,8 @@ def subject_options(args: Namespace) -> SubjectOptions:
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
         raise EvaluationError(f"--output {args.output}: must be a folder for several variants, with one file each")
-    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite)
+    show = getattr(args, "show", SubjectOptions.show)
+    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite, show)
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:

@@ -15,7 +15,6 @@ from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_doc
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
-from megatron_coca.markdown_tables import format_table
 
 PROTOCOL = (
     "sliding window: the model reads exactly W tokens at a time, positions counted from the window's start, no "
@@ -85,7 +84,7 @@ def run(args: Namespace) -> int:
     protocol = PerplexityProtocol(text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch)
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
     fields = {"protocol": protocol, "documents": documents.record()}
-    for subject, store in evaluation.variants(PerplexityResult, console_table, **fields):
+    for subject, store in evaluation.variants(PerplexityResult, **fields):
         for window in sorted(args.windows):
             earlier = store.get((window,))
             scores = [] if earlier is None else earlier.scores()
@@ -98,16 +97,6 @@ def run(args: Namespace) -> int:
                     lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
                     store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
     return evaluation.status
-
-
-def console_table(result: PerplexityResult) -> str:
-    rows = [
-        [str(cell.window), f"{cell.perplexity:.3f}", f"{cell.nll:.4f}", f"{cell.accuracy:.4f}", str(cell.tokens_scored)]
-        for cell in result.results
-    ]
-    measurement = f"{result.documents.count} documents, stride {result.protocol.stride}"
-    title = f"{result.label}: {result.trained}, {measurement}"
-    return f"{title}\n\n{format_table(('window', 'perplexity', 'nll', 'accuracy', 'tokens scored'), rows)}\n"
 
 
 class LanguageModel(Protocol):

@@ -21,6 +21,7 @@ from megatron_coca import methods
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.config.position import ORIGINAL
 from megatron_coca.program import InputError
+from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 if TYPE_CHECKING:
     import torch  # imported where it is used: the command line declares its options without PyTorch
@@ -99,7 +100,7 @@ class Result(Record):
     missing: list[Missing]
 
     @property
-    def trained(self) -> str:
+    def setting(self) -> str:
         """The training length, and the frequency extension that was used with the length that it refers to."""
         length = self.checkpoint.seq_length
         scaling: Any = self.overrides.get("rope_scaling", self.checkpoint.trained_with.get("rope_scaling"))
@@ -182,6 +183,33 @@ def read_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "file"
         raise EvaluationError(f"{path}: is not {what} ({field}: {first['msg']})") from error
+
+
+def read_yaml_file(path: Path) -> Any:
+    """Read one YAML file. Raises EvaluationError."""
+    try:
+        return read_yaml(path)
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
+    except YamlFault as error:
+        raise EvaluationError(error.at(str(path))) from error
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> RecordType:
+    """Return the content of a file as a record. Raises EvaluationError with all faults if it is not `what`."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        known = f"; the keys of {what} are {', '.join(kind.model_fields)}"
+        said = {"extra_forbidden": "unknown key", "missing": "not set, and needed"}
+        lines = [
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {said.get(fault['type'], fault['msg'])}"
+            + (known if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1 else "")
+            for fault in error.errors()
+        ]
+        raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 
 def cost_path(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -138,10 +138,8 @@ class Evaluation:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
-    def variants(
-        self, kind: type[ResultType], table: Callable[[ResultType], str], **fields: Any
-    ) -> Iterator[tuple[Subject, Store[ResultType]]]:
-        """Yield each usable variant with the store to fill; then print its `table`, and what is missing to stderr.
+    def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
+        """Yield each usable variant with the store to fill; then print its tables, and what is missing to stderr.
 
         `fields` are those of a result file of this `kind` that are the same for all variants.
         """
@@ -154,7 +152,7 @@ class Evaluation:
             else:
                 yield subject, store
             if store.result.results:
-                print(table(store.result), flush=True)
+                self.options.show(store.result)
             for missing in store.noted:
                 self.status = 2
                 print(

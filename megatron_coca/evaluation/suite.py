@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError
@@ -24,12 +24,12 @@ from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import (
     EvaluationError,
     Record,
-    RecordType,
     check_writable,
+    read_yaml_file,
+    validated,
     write_atomically,
 )
 from megatron_coca.program import PROGRAM
-from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
@@ -109,33 +109,6 @@ def run(args: Namespace) -> int:
 def read_suite(path: Path) -> SuiteFile:
     """Read and validate a suite. Raises EvaluationError."""
     return validated(path, read_yaml_file(path), SuiteFile, "a suite")
-
-
-def read_yaml_file(path: Path) -> Any:
-    """Read one YAML file. Raises EvaluationError."""
-    try:
-        return read_yaml(path)
-    except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
-    except YamlFault as error:
-        raise EvaluationError(error.at(str(path))) from error
-    except UnicodeDecodeError as error:
-        raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-
-
-def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> RecordType:
-    """Return the content of a file as a record. Raises EvaluationError with all faults if it is not `what`."""
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        known = f"; the keys of {what} are {', '.join(kind.model_fields)}"
-        said = {"extra_forbidden": "unknown key", "missing": "not set, and needed"}
-        lines = [
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {said.get(fault['type'], fault['msg'])}"
-            + (known if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1 else "")
-            for fault in error.errors()
-        ]
-        raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 
 def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:

@@ -82,7 +82,7 @@ def test_the_passkey_file_says_all_that_a_report_needs(
     result = PasskeyResult.model_validate_json(path.read_bytes())
     assert [(each.at, each.kind) for each in result.missing] == [("length 200", "refused")]
     assert "length 200: refused: length 200: the prompt has" in output.err
-    assert [cell.length for cell in result.results] == [400, 900] and "| 900" in output.out
+    assert [cell.length for cell in result.results] == [400, 900] and "|              900 |" in output.out
     assert (result.checkpoint.seq_length, result.protocol.cases, result.protocol.haystack.name) == (256, 2, "filler")
     for cell in result.results:
         assert cell.count == 2 == len(cell.cases) and 0 <= cell.low <= cell.accuracy <= cell.high <= 1
@@ -123,7 +123,7 @@ def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(
     scaling = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}
     run = save_checkpoint(tmp_path / "run", seq_length=512, rope_scaling=scaling, seed=99)
     assert evaluate("passkey", run, "--lengths", "500", "--output", tmp_path / "passkey.json") == 0
-    assert "inside, beyond: the training length of 512;" in capsys.readouterr().out
+    assert "trained at 512, linear" in capsys.readouterr().out
     result = PasskeyResult.model_validate_json((tmp_path / "passkey.json").read_bytes())
     assert result.checkpoint.seq_length == 512 and result.checkpoint.seed == 99
     trained_with = result.checkpoint.trained_with["rope_scaling"]
@@ -152,9 +152,7 @@ def test_the_length_that_a_dynamic_extension_sees_is_chosen_and_told(
         chosen = [] if name == "current" else ["--dynamic-length", name]
         assert evaluate("passkey", run, *options, *chosen) == 0
         output = capsys.readouterr().out
-        assert said in output and "| 406 | 406 | 0.00" in " ".join(output.split()), (
-            "the prompts' own length stands beside"
-        )
+        assert said in output and "406*" in output and "0.00" in output
         results = [
             PasskeyResult.model_validate_json((folder / f"passkey_{each}.json").read_bytes())
             for each in ("plain", "ntk")

@@ -17,8 +17,7 @@ from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 from megatron_coca.evaluation.retrieval.recall import RecallResult
 from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult, wilson_interval
-from megatron_coca.evaluation.speed import WHATS
-from megatron_coca.evaluation.speed.speed_rounds import SpeedResult
+from megatron_coca.evaluation.speed import WHATS, SpeedResult
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
 REROPE = {"relative_positions": {"type": "rerope", "window": None}}

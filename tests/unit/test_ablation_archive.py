@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_coca.ablation.archive import archive_of, pack, unpack
+from megatron_coca.ablation.cells import archive_of, pack, unpack
 from megatron_coca.evaluation import EvaluationError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.ablation import grid
-from megatron_coca.ablation.archive import unpack
-from megatron_coca.ablation.cells import recorded_data
+from megatron_coca.ablation.cells import recorded_data, unpack
 from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
 from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.document import ReportBlock, ReportDocument, Section, Table, TableCell, TableRow

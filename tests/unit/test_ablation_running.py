@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.ablation import cells as files
-from megatron_coca.ablation import running, slurm
+from megatron_coca.ablation import running
 from megatron_coca.ablation.cells import CellRecord, State, dry_run, read_cell, state_of, write_cell
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.ablation.reporting import curves
@@ -234,14 +234,12 @@ def test_curves_are_thinned_evenly_and_keep_validations() -> None:
 
 def test_the_dry_run_invents_nothing(tmp_path: Path, small: dict[str, Any]) -> None:
     grid = [cell(tmp_path, small, method) for method in ("rotary", "coca")]
-    shown = dry_run(grid, None)
+    shown = dry_run(grid)
     assert shown.count("unknown") == 5 and "; unknown hours are left" in shown
-    modelled = dry_run(grid, 1e6)
-    assert modelled.count("unknown") == 2 and "40% is assumed" in modelled
     run_cells(grid[:1], MACHINE, 1)
     record = read_cell(grid[0])
     write_cell(grid[0], record.model_copy(update={"training_seconds": 7200.0, "overhead_seconds": 3600.0}))
-    rows = [[text.strip() for text in line.split("|")] for line in dry_run(grid, None).splitlines()]
+    rows = [[text.strip() for text in line.split("|")] for line in dry_run(grid).splitlines()]
     assert rows[2][2] == "done" and rows[3][2] == "waiting" and rows[3][-3:-1] == ["2.00", "1.00"]
     assert rows[3][5] == f"{6 * 4 * 32:,}"
 
@@ -250,7 +248,7 @@ def test_slurm_has_a_task_for_each_missing_cell(tmp_path: Path, small: dict[str,
     grid = [cell(tmp_path, small, method) for method in ("rotary", "coca", "none")]
     run_cells(grid[:1], MACHINE, 1)
     command = ["tools/ablate.py", "a file.yml", "--output", "results"]
-    scripts = slurm.write_jobs(grid, tmp_path / "jobs", command, gpus=True)
+    scripts = running.write_jobs(grid, tmp_path / "jobs", command, gpus=True)
     for script in scripts:
         subprocess.run(["bash", "-n", str(script)], check=True)
     array, collect, submit = (script.read_text() for script in scripts)
@@ -271,6 +269,6 @@ def test_slurm_has_a_task_for_each_missing_cell(tmp_path: Path, small: dict[str,
         assert output.endswith(f"|python|-u|tools/ablate.py|a file.yml|--output|results|--only|{each.name}|"), output
     assert "tools/ablate.py 'a file.yml' --output results --report" in collect
     assert 'sbatch --dependency="afterany:' in submit and str(scripts[1]) in submit
-    assert "gpus" not in slurm.write_jobs(grid, tmp_path / "jobs", command, gpus=False)[0].read_text()
+    assert "gpus" not in running.write_jobs(grid, tmp_path / "jobs", command, gpus=False)[0].read_text()
     with pytest.raises(EvaluationError, match="all cells are done"):
-        slurm.write_jobs(grid[:1], tmp_path / "jobs", command, gpus=True)
+        running.write_jobs(grid[:1], tmp_path / "jobs", command, gpus=True)

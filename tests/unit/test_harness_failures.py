@@ -1,10 +1,10 @@
 """A task that cannot be loaded or run is told under `missing`, and the others go on."""
 
-import logging
 from pathlib import Path
 
 import pytest
 
+from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.harness_cases import CHOICE, PAIRS, UNTIL, command, documents, read, write_documents, write_rows
 
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom, aggregation: mean, higher_is_better: true}"),
         ("asks for acc_nrom",),
     ),
-    "metric alone": (BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom}"), ("has no metric acc_nrom",)),
+    "metric alone": (BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom}"), ("not valid",)),
     "sampling": (
         UNTIL.replace("local_until", "broken").replace("STOPS", '["."]').replace("do_sample: false", "temperature: 1"),
         ("ask for temperature",),
@@ -89,18 +89,8 @@ def test_a_mended_task_is_missing_no_more(checkpoint: Path, tmp_path: Path) -> N
     assert not read(output).missing
 
 
-def test_a_metric_that_is_not_of_the_output_type(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = BROKEN.replace("{metric: acc_norm}", "{metric: word_perplexity}")
-    with caplog.at_level(logging.WARNING):
-        assert command(checkpoint, write(tmp_path, text), "broken", "--limit", 2) == 0
-    assert "task broken: metric word_perplexity is not computed for multiple_choice; left out" in caplog.messages
-
-
-def test_an_unreadable_task_file_is_told(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_task_file_is_told(checkpoint: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, BROKEN)
     (folder / "bad.yaml").write_text("task: bad\n  doc: [")
-    with caplog.at_level(logging.WARNING):
-        assert command(checkpoint, folder, "broken", "--limit", 2) == 0
-    assert any("bad.yaml: cannot be read as a task file" in each and "mapping" in each for each in caplog.messages)
+    with pytest.raises(EvaluationError, match=r"(?s)bad.yaml: cannot be read as a task file .*mapping"):
+        command(checkpoint, folder, "broken", "--limit", 2)

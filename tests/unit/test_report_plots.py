@@ -27,9 +27,18 @@ from report_cases import (
 )
 
 from megatron_coca.evaluation import build_report
-from megatron_coca.evaluation.axes import LEAST_RATIO, log_ticks, tick_text, widened
 from megatron_coca.evaluation.report import FigureOptions, read_figure_options
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, legend_columns, panels
+from megatron_coca.evaluation.report.charts import (
+    LEAST_RATIO,
+    Figure,
+    Line,
+    Panel,
+    legend_columns,
+    log_ticks,
+    panels,
+    tick_text,
+    widened,
+)
 from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import Estimate, difference_interval
@@ -143,16 +152,12 @@ def test_two_percent_are_a_tenth_of_an_axis(tmp_path: Path) -> None:
     assert widened(2.0, 3.0) == (2.0, 3.0)
 
 
-def test_one_length_is_a_row_for_each_label(tmp_path: Path) -> None:
+def test_one_length_has_no_line(tmp_path: Path) -> None:
     results, _ = ablation(models=3, seeds=2, lengths=1)
     built = sections(tmp_path, results)
-    for name, figures in (("perplexity", 1), ("passkey", 2)):
-        block = built[name].blocks[0]
-        assert len(block.figures) == figures
-        (axes, *_) = drawn(block.figures[0]).axes
-        assert [text.get_text().split()[0] for text in axes.get_yticklabels()] == ["Method", "CoCA-Slack", "Method"]
-        assert "512" in axes.get_title() and axes.get_xlabel()
-        check_labels(block.figures[0])
+    assert not built["perplexity"].blocks[0].figures
+    (quarters,) = built["passkey"].blocks[0].figures
+    check_labels(quarters)
 
 
 def test_nothing_found_is_said(tmp_path: Path) -> None:
@@ -232,7 +237,7 @@ def provenance(blocks: tuple[ReportBlock, ...]) -> list[str]:
 
 
 def test_paths_and_hashes_are_in_the_provenance_alone(many: dict[str, Section]) -> None:
-    for name in ("perplexity", "passkey", "models"):
+    for name in ("perplexity", "passkey"):
         blocks = many[name].blocks
         assert any("runs/3-s1" in line and "3-1-5ad1c0ff" in line for line in provenance(blocks))
         texts = [figure.caption for block in blocks for figure in block.figures]
@@ -310,7 +315,7 @@ def test_pdf_figures_of_chosen_labels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("widht: 3", "widht: Extra inputs.*\nknown keys are width"), ("width: 0", "width: ")],
+    [("widht: 3", "widht: unknown key; the keys of a file of figures are width"), ("width: 0", "width: ")],
 )
 def test_wrong_figure_options(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "figures.yml").write_text(text)

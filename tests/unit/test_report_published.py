@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from report_cases import NTK, REROPE, harness, lacking, passkey, perplexity, sections_of, write
+from report_cases import NTK, REROPE, harness, lacking, perplexity, sections_of, write
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
@@ -288,7 +288,7 @@ def named(lines: tuple[TableRow, ...], name: str) -> TableRow:
 
 
 def test_the_same_training_length_stands_in_one_table(tmp_path: Path) -> None:
-    (table,) = perplexity_tables(tmp_path, checkpoint__pos_emb="coca", overrides=NTK)
+    table, _ = perplexity_tables(tmp_path, checkpoint__pos_emb="coca", overrides=NTK)
     assert table.header[1:] == ("512*", "1024", "2048", "4096", "8192", "16384", "32768")
     assert [entry.text for entry in table.rows[0].cells] == ["7.39", *["not run"] * 6]
     row = named(table.rows, "RoFormer + dynamic NTK & CoCA")
@@ -341,23 +341,10 @@ def test_a_refused_use_asks_for_no_table_of_its_own(tmp_path: Path) -> None:
     assert [table for table in measured if "Table 4" in table.caption]
 
 
-def test_a_refused_strict_is_no_pair(tmp_path: Path) -> None:
-    slack = perplexity("Slack", {512: 3.0}, checkpoint__pos_emb="coca")
-    results = {"slack": slack, "strict": refused("Strict", "coca_strict")}
-    sections = sections_of(write(tmp_path, results), papers=True)
-    assert "strict" not in [section.name for section in sections]
-
-
-def test_strict_less_slack(tmp_path: Path) -> None:
-    results = {
-        "slack": perplexity("Slack", {512: 3.0, 1024: 3.5}, overrides=NTK, checkpoint__pos_emb="coca"),
-        "strict": perplexity("Strict", {512: 3.1}, overrides=NTK, checkpoint__pos_emb="coca_strict"),
-        "unlike": perplexity("Unlike", {512: 9.0}, checkpoint__pos_emb="coca_strict"),
-        "passkey": passkey("CoCA", {512: 1.0}),
-    }
-    sections = sections_of(write(tmp_path, results), papers=True)
-    (block,) = next(section for section in sections if section.name == "strict").blocks
-    (table,) = block.tables
-    assert [line.name for line in table.rows[:2]] == ["Slack", "Strict: difference"]
-    assert [entry.text for entry in table.rows[1].cells[:2]] == ["+2.11", ""]
-    assert {line.published for line in table.rows[2:]} == {"CoCA paper, arXiv:2309.08646v3, Table 3 (perplexity)"}
+def test_table_3_stands_alone_beside_the_method_of_a_row(tmp_path: Path) -> None:
+    for overrides, shown in ((NTK, True), ({}, False)):
+        coca = {"coca": perplexity("CoCA", {512: 3.0}, overrides=overrides, checkpoint__pos_emb="coca")}
+        sections = sections_of(write(tmp_path / str(shown), coca), papers=True)
+        main, *others = next(section for section in sections if section.name == "perplexity").blocks[0].tables
+        assert ["Table 3" in table.caption for table in others] == [True] * shown
+        assert not [row for row in main.rows if "Table 3" in row.published]

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,10 +37,8 @@ from megatron_coca.evaluation.report.document import (
     TableCell,
     TableRow,
     csv_table,
-    latex,
-    latex_table,
 )
-from megatron_coca.evaluation.report.overview_sections import span
+from megatron_coca.evaluation.report.length_sections import span
 from megatron_coca.evaluation.results import Result
 
 SEEDS = (1234, 1235, 1236)
@@ -69,7 +66,8 @@ def blocks(folder: Path, name: str, results: dict[str, Result], **options: Any) 
 
 def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> None:
     losses = [3.0, 3.02, 3.1]
-    results = seeds("CoCA", {512: losses}) | {"one": perplexity("RoFormer", {512: 3.0})}
+    nlls = {512: losses, 1024: losses}
+    results = seeds("CoCA", nlls) | {"one": perplexity("RoFormer", {512: 3.0, 1024: 3.0})}
     ((block,), (table,)) = (found := blocks(tmp_path, "perplexity", results)), found[0].tables
     rows = {row.name: row.cells[0] for row in table.rows}
     low, high = (math.exp(end) for end in stats.t.interval(0.95, 2, loc=fmean(losses), scale=stats.sem(losses)))
@@ -84,7 +82,7 @@ def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> No
     canvas = Canvas()
     block.figures[0].draw(canvas)
     (band,) = canvas.axes[0].collections
-    ends = band.get_paths()[0].vertices[:, 0]  # one window: a row for each label
+    ends = band.get_paths()[0].vertices[:, 1]
     assert (min(ends), max(ends)) == pytest.approx((low, high))
 
 
@@ -261,43 +259,24 @@ def test_the_seed_does_not_identify_a_measurement() -> None:
     assert PerplexityResult.model_validate(earlier).checkpoint.seed is None
 
 
-HOSTILE = r"a_b & 50% #1 $x$ {y} ~ ^ \z <i> | -- 2×"
-
-
-def test_latex_escapes_and_counts_columns(tmp_path: Path) -> None:
-    cells = (TableCell("1.00", 1.0, "± 0.50", 0.5, 1.5, 3, best=True), TableCell("OOM", note="50% & more", absent=True))
-    rows = (TableRow(HOSTILE, cells), TableRow("[paper]", (TableCell("2"), TableCell("")), published="A_B"))
-    text = latex_table(Table("a-table", HOSTILE, ("label", "512*", "1024"), rows, ("note_1",)))
-    assert r"a\_b \& 50\% \#1 \$x\$ \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}z" in text
-    assert r"\textbf{1.00} $\pm$ 0.50" in text and r"OOM\textsuperscript{1}" in text and "\n{[}paper]" in text
-    assert r"-{}- 2$\times$" in text and r"\textsuperscript{1} 50\% \& more" in text and r"note\_1" in text
-    assert not re.search(r"(?<!\\)[&%#_]", latex(HOSTILE))
-    for command in ("toprule", "midrule", "bottomrule", "begin{tabular}{lrr}"):
-        assert f"\\{command}" in text
-
-
 def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
     files = write(tmp_path, every_result() | seeds("seeds_&_more", {512: [3.0, 3.1, 3.2]}))
     sections = sections_of(files, baseline="CoCA")
     tables = [table for section in sections for block in section.blocks for table in block.tables]
     assert len({table.name for table in tables}) == len(tables) > 10
     for table in tables:
-        text = latex_table(table)
-        lines = [line for line in text.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
-        assert len(lines) == 1 + len(table.rows)
-        assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} == {len(table.header) - 1}, table.name
-        (specification,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", text)
-        assert len(specification) == len(table.header)
         header, *rows = csv.reader(io.StringIO(csv_table(table)))
         assert {len(row) for row in rows} == {len(header)} and len(rows) == len(table.rows)
         assert [head for head in header if head in table.header] == list(table.header)
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    build_report(write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2]})), tmp_path, papers=False)
+    build_report(
+        write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2], 1024: [3.0, 3.1, 3.2]})), tmp_path, papers=False
+    )
     assert (tmp_path / "figures" / "report.svg").read_text().startswith("<?xml")
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {
-        f"{name}.{suffix}" for name in ("perplexity-1", "models") for suffix in ("csv", "tex")
+        f"{name}.csv" for name in ("summary", "perplexity-1", "models")
     }
 
 

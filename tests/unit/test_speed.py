@@ -9,20 +9,23 @@ import torch
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation import speed
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.options import Variant, add_speed_options
+from megatron_coca.evaluation.options import CONTRACTION, WHATS, Variant, What, add_speed_options
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
-from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing, speed_rounds
-from megatron_coca.evaluation.speed.cases import Case, build, build_all, choose, contract
-from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, probe
-from megatron_coca.evaluation.speed.speed_rounds import (
+from megatron_coca.evaluation.speed import (
+    WORKLOADS,
     SpeedResult,
+    TimedMethod,
+    Workload,
+    build_methods,
+    contract,
     empty_result,
     interleaved,
     measure,
     quartiles,
     ratio,
-    tables,
+    try_once,
 )
 from megatron_coca.model import build_model
 
@@ -33,6 +36,21 @@ CPU = torch.device("cpu")
 
 def config(**keys: Any) -> Config:
     return load_config([], MODEL | {"pos_emb": "rotary"} | keys)
+
+
+def build(
+    base: Config, methods: list[str], *variants: Variant, dtype: torch.dtype = torch.float32
+) -> tuple[list[TimedMethod], list[Missing]]:
+    return build_methods(base, methods, variants, "cpu", dtype)
+
+
+def tried(method: TimedMethod, what: What, *lengths: int) -> list[int | Missing]:
+    """The peak memory at each length, or why there is none."""
+    found = [try_once(method, what, length, 1) for length in lengths]
+    return [each if isinstance(each, Missing) else each[1] for each in found]
+
+
+REROPE = Variant("rerope", (), ("relative_positions.type=rerope", "relative_positions.window=4"))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -62,21 +80,18 @@ def test_the_contraction_refuses_what_it_does_not_compute(keys: dict[str, Any]) 
 
 
 def test_all_models_have_one_set_of_weights() -> None:
-    cases, _ = choose(config(), ["rotary", "coca", "rpe"], [])
-    built, refused = build_all(cases, "cpu", torch.float32)
+    built, refused = build(config(), ["rotary", "coca", "rpe"])
     first, *others = (dict(each.model.named_parameters()) for each in built)
     assert not refused and [each.label for each in built] == ["rotary", "coca", "rpe"]
     for other in others:
         assert all(other[name] is parameter for name, parameter in first.items())
     assert len(others[1]) == len(first) + 1, "T5's table is its own"
-    ids, alone = torch.zeros(1, 8, dtype=torch.long), build_model(cases[1].config)
+    ids, alone = torch.zeros(1, 8, dtype=torch.long), build_model(built[1].config)
     torch.testing.assert_close(built[1].model(ids), alone(ids))
 
 
 def test_every_backend_has_its_own_rope() -> None:
-    rerope = Variant("rerope", (), ("relative_positions.type=rerope", "relative_positions.window=4"))
-    cases, _ = choose(config(), ["coca", CONTRACTION], [rerope])
-    built, _ = build_all(cases, "cpu", torch.float32)
+    built, _ = build(config(), ["coca", CONTRACTION], REROPE)
     assert [(each.label, each.backend) for each in built] == [
         ("coca", "sdpa"),
         ("contraction", "opt_einsum"),
@@ -88,22 +103,16 @@ def test_every_backend_has_its_own_rope() -> None:
 
 def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
     base = config(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
-    cases, refused = choose(base, ["rotary", "alibi"], [Variant("wrong", (), ("no_such_key=1",))])
-    assert [each.label for each in cases] == ["rotary"] and [each.at for each in refused] == ["alibi", "wrong"]
-    built, later = build_all(
-        [
-            *cases,
-            Case("masked", config(pos_emb="alibi", attention_backend="merge")),
-            Case("part", config(pos_emb="coca", rotary_pct=0.5), True),
-        ],
-        "cpu",
-        torch.float32,
-    )
-    assert [(each.at, each.kind) for each in later] == [("masked", "refused"), ("part", "refused")]
-    assert all(isinstance(each, Missing) and each.reason for each in [*refused, *later])
-    assert "rotary" in [each.label for each in built]
+    wrong = Variant("wrong", (), ("no_such_key=1",))
+    masked = Variant("masked", (), ("pos_emb=alibi", "rope_scaling=null", "attention_backend=merge"))
+    built, refused = build(base, ["rotary", "alibi"], wrong, masked)
+    assert [(each.at, each.kind) for each in refused] == [(name, "refused") for name in ("alibi", "wrong", "masked")]
+    assert all(each.reason for each in refused)
+    assert [each.label for each in built] == ["rotary", "rotary by sdpa"]
+    built, (part,) = build(config(rotary_pct=0.5), [CONTRACTION])
+    assert not built and (part.at, part.kind) == (CONTRACTION, "refused")
     with pytest.raises(EvaluationError, match="duplicate method"):
-        choose(base, ["rotary"], [Variant("rotary")])
+        build(base, ["rotary"], Variant("rotary"))
 
 
 def test_methods_take_turns() -> None:
@@ -133,26 +142,25 @@ def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.Mon
         work.call()
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(layer.length == 8 for cache in caches for layer in cache.layers)
-    assert (work.tokens, work.passes) == ((2, probing.DECODED) if what == "decode" else (16, 1))
+    assert (work.tokens, work.passes) == ((2, speed.DECODED) if what == "decode" else (16, 1))
     assert len(caches) == (what == "decode")
 
 
 def test_scores_that_do_not_fit_are_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "free_bytes", lambda device: 100 * 2**20)
-    case = Case(CONTRACTION, config(pos_emb="coca"), True)
-    plan = Plan(("model forward", "model forward+backward", "decode"), (8, 4096), 1, 2)
-    found = {(each.what, each.length): each for each in probe(build(case, "cpu", torch.float32), plan)}
-    assert found["model forward", 8].kind is None and found["model forward", 8].peak is not None
-    assert found["model forward", 4096].kind == "out of memory"
-    assert "4096 x 4096 scores take about 1.2 GiB, free are 0.1 GiB" in found["model forward", 4096].reason
-    decoded = {(found["decode", length].kind, found["decode", length].reason) for length in plan.lengths}
-    assert decoded == {("refused", "the contraction computes whole sequences only")} and len(found) == 6
+    monkeypatch.setattr(speed, "free_bytes", lambda device: 100 * 2**20)
+    (method, *_), _ = build(config(), [CONTRACTION])
+    fits, too_large = tried(method, "model forward", 8, 4096)
+    assert isinstance(fits, int) and isinstance(too_large, Missing) and too_large.kind == "out of memory"
+    assert "4096 x 4096 scores take about 1.2 GiB, free are 80.0 MiB" in too_large.reason
+    decoded = {(each.kind, each.reason) for each in tried(method, "decode", 8, 4096) if isinstance(each, Missing)}
+    assert decoded == {("refused", "the contraction computes whole sequences only")}
 
 
 def test_a_length_that_a_method_does_not_have_is_refused() -> None:
-    built = build(Case("learned", config(pos_emb="learned")), "cpu", torch.float32)
-    found = list(probe(built, Plan(("model forward",), (16, 17), 1, 2)))
-    assert [each.kind for each in found] == [None, "refused"] and "beyond" in found[1].reason
+    (method, *_), _ = build(config(), ["learned"])
+    reached, beyond = tried(method, "model forward", 16, 17)
+    assert isinstance(reached, int) and isinstance(beyond, Missing)
+    assert beyond.kind == "refused" and "beyond" in beyond.reason
 
 
 def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,29 +168,29 @@ def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to")
 
     monkeypatch.setitem(WORKLOADS, "layer forward", full)
-    built = build(Case("rotary", config()), "cpu", torch.float32)
-    (found,) = probe(built, Plan(("layer forward",), (8,), 1, 2))
-    assert found.kind == "out of memory" and "does not suffice" in found.reason
+    (method,), _ = build(config(), ["rotary"])
+    (found,) = tried(method, "layer forward", 8)
+    assert isinstance(found, Missing) and found.kind == "out of memory" and "does not suffice" in found.reason
 
 
 def test_peak_counts_what_is_held_at_once() -> None:
     def grow(count: int) -> Any:
         return lambda: [torch.empty(1000, 256) for _ in range(count)]
 
-    one, three = (probing.measured_peak(grow(count), CPU) for count in (1, 3))
+    one, three = (speed.measured_peak(grow(count), CPU) for count in (1, 3))
     assert one == 1024_000 and three == 3 * one
-    assert probing.measured_peak(lambda: [torch.empty(1000, 256).sum() for _ in range(3)], CPU) < 2 * one
+    assert speed.measured_peak(lambda: [torch.empty(1000, 256).sum() for _ in range(3)], CPU) < 2 * one
 
 
 def test_memory_is_what_a_call_holds_at_once() -> None:
     """The contraction holds at least four tensors of scores, and half precision half of their bytes."""
     peaks = []
     for dtype in (torch.float32, torch.bfloat16):
-        built = build(Case(CONTRACTION, config(pos_emb="coca"), True), "cpu", dtype)
-        short, long = probe(built, Plan(("layer forward",), (512, 1024), 1, 1))
-        assert short.peak is not None and long.peak is not None
-        assert long.peak > 4 * dtype.itemsize * 1024**2 and 3 < long.peak / short.peak < 5
-        peaks.append(long.peak)
+        (method, *_), _ = build(config(), [CONTRACTION], dtype=dtype)
+        short, long = tried(method, "layer forward", 512, 1024)
+        assert isinstance(short, int) and isinstance(long, int)
+        assert long > 4 * dtype.itemsize * 1024**2 and 3 < long / short < 5
+        peaks.append(long)
     assert 1.5 < peaks[0] / peaks[1] < 2.5
 
 
@@ -221,7 +229,8 @@ def test_the_command_measures_every_cell(tmp_path: Path, capsys: pytest.CaptureF
     assert decoded == {"rotary": 2 * 32 * 4 * 2, "coca": 2 * 32 * 4 * 2}
     assert result.machine.threads == torch.get_num_threads() and "torch" in result.machine.versions
     shown = capsys.readouterr().out
-    assert all(f"shape, {what}, cpu, float32" in shown for what in WHATS) and "coca: to RoPE" in shown
+    assert "shape: batch 1, cpu, float32" in shown and "time against rotary" in shown
+    assert all(f"{what.capitalize()}: milliseconds by length" in shown for what in WHATS)
     assert main(arguments(tmp_path, "--methods", "rotary", "--output", str(output))) == 2
     assert "times of two runs cannot be combined" in capsys.readouterr().err
 
@@ -243,16 +252,16 @@ def test_decoding_by_the_contraction_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 def test_only_rope_by_the_same_backend_is_a_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that has no time, there is no ratio, and the table says so; the contraction takes any RoPE."""
-    rerope = Variant("rerope", (), ("relative_positions.type=rerope", "relative_positions.window=4"))
-    cases, _ = choose(config(), ["rotary", "coca", CONTRACTION], [rerope])
-    built, _ = build_all(cases, "cpu", torch.float32)
-    plan = Plan(("layer forward",), (8,), 1, 2)
-    found = {each.label: [Probe("layer forward", 8)] for each in built}
-    found["rotary by merge"] = [Probe("layer forward", 8, kind="refused", reason="it is slow")]
-    store = Store(None, empty_result(parsed(), config(), built, "cpu"))
-    monkeypatch.setattr(speed_rounds, "probe", lambda each, plan: found[each.label])
-    measure(built, plan, CPU, store)
+    """Where that has no time, there is no ratio; the contraction takes any RoPE."""
+    built, _ = build(config(), ["rotary", "coca", CONTRACTION], REROPE)
+    store = Store(None, empty_result(parsed(), config(), built[0], "cpu"))
+    slow = Missing(at="layer forward, length 8, rotary by merge", kind="refused", reason="it is slow")
+
+    def first(method: TimedMethod, *rest: Any) -> tuple[Workload, int] | Missing:
+        return slow if method.label == "rotary by merge" else try_once(method, *rest)
+
+    monkeypatch.setattr(speed, "try_once", first)
+    measure(built, "layer forward", 8, 1, 2, store)
     against = {cell.method: cell.to_rope.against if cell.to_rope else None for cell in store.result.results}
     assert against == {"rotary": "rotary", "coca": "rotary", "contraction": "rotary", "rerope": None}
-    assert tables(store.result).rstrip().endswith("was not measured: rerope")
+    assert store.result.missing == [slow]

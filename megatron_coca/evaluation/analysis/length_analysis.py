@@ -12,7 +12,7 @@ from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs, bias_of_pairs
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
-from megatron_coca.evaluation.analysis import distance_sweep, records
+from megatron_coca.evaluation.analysis import distance_sweep
 from megatron_coca.evaluation.analysis.attention_maps import in_band, observed, row_scores
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.analysis.records import (
@@ -28,7 +28,6 @@ from megatron_coca.evaluation.documents import read_subject_documents
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
-from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import GPT
 from megatron_coca.model.layers import soft_capped
 
@@ -238,7 +237,7 @@ def run(args: Namespace) -> int:
     layers = chosen if len(names) > 1 else None
     protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), layers=layers, **samples)
     fields = {"protocol": protocol, "documents": documents.record()}
-    for subject, store in evaluation.variants(AnalysisResult, console_table, **fields):
+    for subject, store in evaluation.variants(AnalysisResult, **fields):
         for length in sorted(args.lengths):
             at = f"length {length}"
             if store.get((length,)) is not None:
@@ -247,20 +246,4 @@ def run(args: Namespace) -> int:
                 with measured(subject.device) as meter:
                     cell = analyse(subject.model, documents.arrays, length, protocol, chosen)
                 store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
-        if store.path is not None and store.result.results:
-            records.draw_files(store.result, store.path)
     return evaluation.status
-
-
-def console_table(result: AnalysisResult) -> str:
-    rows = []
-    for cell in result.results:
-        anomalous, undefined = (cell.angles.anomalous, cell.angles.undefined) if cell.angles else (None, None)
-        beyond = cell.borders.k.beyond_training if cell.borders else None
-        of_these = None if not anomalous or beyond is None else beyond / anomalous
-        numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
-        rows.append([str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)])
-    samples = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
-    title = f"{result.label}: {result.trained}, {samples}"
-    header = ["length", "anomalous", "of these beyond training", "undefined", "score falls", "entropy, nats"]
-    return f"{title}\n\n{format_table(header, rows)}\n"

@@ -1,14 +1,14 @@
 """One page that shows what position methods do, side by side: scores, wavelengths, phases, biases, logits, layers."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
@@ -20,16 +20,7 @@ from megatron_coca.config.model import GAU
 from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.options import plot_text
-from megatron_coca.evaluation.report.charts import (
-    LIGHT,
-    STYLES,
-    Figure,
-    Line,
-    Panel,
-    panels,
-    size_with_legend,
-    svg,
-)
+from megatron_coca.evaluation.report.charts import SHARES, STYLES, Figure, Line, Panel, panels, size_with_legend, svg
 from megatron_coca.evaluation.report.document import (
     ReportBlock,
     ReportDocument,
@@ -47,6 +38,18 @@ PAIRS = 64
 MOST_HEADS = 8
 """Heads whose bias is drawn; of more, as many at equal steps."""
 FULL_CIRCLE = 2 * math.pi
+CAPTIONS = {
+    "scores": f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} "
+    "normal vectors and all heads, without bias and gates. No line where the method hides the key. For CoCA the key's "
+    "vector is that of the T projection.",
+    "wavelengths": "Tokens in one rotation of every frequency; the dotted line is the training length, above which "
+    "training shows only a part of the circle. Frequencies of 0 are left out.",
+    "phases": "The share of the circle that the rotations of a frequency reach in this input and never reached in "
+    "training; 0 where every phase was seen.",
+    "biases": f"What is added to the scores of a query at the end of the input, of at most {MOST_HEADS} heads.",
+    "logits": "What the scores of a query are multiplied by: logit scaling, and the temperature of the extension.",
+    "layers": "The type of every layer.",
+}
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,6 @@ class ShownMethod:
         return self.trained.model.seq_length
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A section of the page: its title, its figure, and the numbers in it."""
-
-    title: str
-    figure: Figure
-    panels: tuple[Panel, ...] = ()
-
-
 def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, length: int) -> list[ShownMethod]:
     """The methods of all types of layers of one model, whose variant may change what it was trained with.
 
@@ -122,29 +116,6 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
     ]
 
 
-@torch.no_grad()
-def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str, list[Panel]]]:
-    """The page of at least one method, and the panels of its figures by name."""
-    rotary = [each for each in shown if each.method.rotary is not None]
-    biased = [group[0] for group in _by_model(shown) if _bias(group[0]) is not None]
-    drawn = [
-        _scores(shown),
-        *([_wavelengths(rotary), _phases(rotary)] if rotary else []),
-        *([_biases(biased)] if biased else []),
-        _logit_factors(shown),
-        _layers(list({id(each.config): each for each in shown}.values())),
-    ]
-    sections = [Section("methods", "Methods", (ReportBlock(tables=(_settings(shown),)),))]
-    sections += [Section(each.figure.name, each.title, (ReportBlock(figures=(each.figure,)),)) for each in drawn]
-    lengths = sorted({each.training_length for each in shown})
-    summary = (
-        f"Position methods with L = {', '.join(map(str, lengths))}, in an input of {shown[0].length} tokens. All"
-        " numbers come from the functions that the model runs; learned weights have their initial values."
-    )
-    document = ReportDocument("Position methods", summary, tuple(sections), measured=False)
-    return document, {each.figure.name: list(each.panels) for each in drawn}
-
-
 def _settings(shown: Sequence[ShownMethod]) -> Table:
     def chosen(choice: object) -> str:
         given = choice.model_dump() if hasattr(choice, "model_dump") else {}
@@ -162,20 +133,9 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
             chosen(position.relative_positions),
             str(position.sliding_window_width or position.attention_chunk_size or "-"),
             chosen(position.logit_scaling),
-            chosen(position.forgetting_gate),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
-    header = (
-        "method",
-        "layers",
-        "pos_emb",
-        "base",
-        "extension",
-        "distance map",
-        "window or chunk",
-        "logit scaling",
-        "gate",
-    )
+    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
     return Table("methods", "What was compared", header, tuple(rows))
 
 
@@ -189,76 +149,14 @@ def _bias(shown: ShownMethod) -> DistanceBias | None:
     return layer.distance_bias() if layer is not None else bias.fixed
 
 
-def _bias_at(bias: DistanceBias, distances: list[int]) -> Tensor:
+def _bias_at(bias: DistanceBias, distances: Sequence[int]) -> Tensor:
     """[heads, distances] float64, for the query at the end of the input."""
     ascending = torch.tensor(distances, dtype=torch.float64)
     return bias_of_pairs(bias, ascending, ascending[-1])
 
 
-def _mark(shown: Sequence[ShownMethod]) -> dict[float, str]:
-    return {each.training_length: "training length" for each in shown}
-
-
-def _drawing(title: str, name: str, caption: str, drawn: Sequence[Panel]) -> Drawing:
-    """One panel, or several in two columns."""
-    columns = min(2, len(drawn))
-    size = size_with_legend([line.label for line in drawn[0].lines] + [*drawn[0].marks.values()])
-    if len(drawn) > 1:
-        size = (9.2, 1.0 + 3.0 * math.ceil(len(drawn) / columns))
-    return Drawing(title, Figure(name, caption, title, panels(drawn, columns), size), tuple(drawn))
-
-
-def _by_model(shown: Sequence[ShownMethod]) -> list[list[ShownMethod]]:
-    return [[each for each in shown if each.model == model] for model in dict.fromkeys(each.model for each in shown)]
-
-
-def _scores(shown: Sequence[ShownMethod]) -> Drawing:
-    def line(each: ShownMethod) -> Line:
-        model, distances = each.config.model, _distances(each.length)
-        sweep = DistanceSweep(each.encoding, distances, each.length, torch.device("cpu"))
-        drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(each)
-        swept = sweep.scores(token, token, bias)
-        scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
-        scores = scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan))
-        return Line(each.variant, tuple(map(float, distances)), tuple(scores.tolist()))
-
-    drawn = [
-        Panel(tuple(map(line, group)), "distance (tokens)", "score", group[0].model, marks=_mark(group), linear_x=True)
-        for group in _by_model(shown)
-    ]
-    caption = (
-        f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} normal"
-        " vectors and all heads, without bias and gates. No line where the method hides the key. For CoCA the key's"
-        " vector is that of the T projection."
-    )
-    return _drawing("Score against distance", "scores", caption, drawn)
-
-
-def _trained_frequencies(shown: ShownMethod) -> Tensor:
-    method = build_method(shown.trained_position, shown.trained.model)
-    assert method.rotary is not None
-    return rotary_frequencies(PositionEncoding(method).eval(), shown.training_length)
-
-
-def _wavelengths(shown: Sequence[ShownMethod]) -> Drawing:
-    def line(label: str, frequencies: Tensor) -> Line:
-        lengths = (FULL_CIRCLE / frequencies).tolist()
-        return Line(label, tuple(map(float, range(len(lengths)))), tuple(lengths))
-
-    def panel(group: Sequence[ShownMethod]) -> Panel:
-        trained = line("in training", _trained_frequencies(group[0]))
-        used = [line(each.variant, rotary_frequencies(each.encoding, each.length)) for each in group]
-        level = group[0].training_length
-        return Panel(
-            (trained, *used), "frequency", "wavelength (tokens)", group[0].model, True, level=level, linear_x=True
-        )
-
-    caption = (
-        "Tokens in one rotation of every frequency; the dotted line is the training length, above which training"
-        " shows only a part of the circle. Frequencies of 0 are left out."
-    )
-    return _drawing("Wavelengths", "wavelengths", caption, [*map(panel, _by_model(shown))])
+def _trained(shown: ShownMethod) -> PositionMethod:
+    return build_method(shown.trained_position, shown.trained.model)
 
 
 def _reach(method: PositionMethod, trained: bool, length: int) -> float:
@@ -268,79 +166,145 @@ def _reach(method: PositionMethod, trained: bool, length: int) -> float:
     return float(rotated_distances(bands, keys[-1:], keys).abs().max())
 
 
-def _phases(shown: Sequence[ShownMethod]) -> Drawing:
-    def line(each: ShownMethod) -> Line:
-        given = each.trained.general.training_positions  # an offset alone changes no distance
-        wide = given is not None and given.type != "shifted"
-        length = window_tokens(given.max, each.training_length) if given and wide else each.training_length
-        assert length is not None  # checked with the configuration
-        method = build_method(each.trained_position, each.trained.model)
-        seen = _trained_frequencies(each) * _reach(method, True, length)
-        used = rotary_frequencies(each.encoding, each.length) * _reach(each.method, False, each.length)
-        unseen = ((used.clamp(max=FULL_CIRCLE) - seen.clamp(max=FULL_CIRCLE)) / FULL_CIRCLE).clamp(min=0)
-        return Line(each.variant, tuple(map(float, range(len(unseen)))), tuple(unseen.tolist()))
-
-    drawn = [
-        Panel(tuple(map(line, group)), "frequency", "share", group[0].model, y_range=(-0.03, 1.03), linear_x=True)
-        for group in _by_model(shown)
-    ]
-    caption = (
-        "The share of the circle that the rotations of a frequency reach in this input and never reached in training;"
-        " 0 where every phase was seen."
-    )
-    return _drawing("Phases that training never showed", "phases", caption, drawn)
+Curves = dict[str, tuple[Sequence[float], Tensor]]
+"""x, and y of the same length, by label."""
 
 
-def _biases(shown: Sequence[ShownMethod]) -> Drawing:
-    def panel(each: ShownMethod) -> Panel:
-        distances, bias = _distances(each.length), _bias(each)
-        assert bias is not None
-        values = _bias_at(bias, distances).detach()
-        heads = sorted({round(head) for head in np.linspace(0, len(values) - 1, min(MOST_HEADS, len(values)))})
-        x = tuple(map(float, distances))
-        lines = tuple(Line(f"head {head + 1}", x, tuple(values[head].tolist())) for head in heads)
-        return Panel(lines, "distance (tokens)", "bias", each.model, marks=_mark([each]), linear_x=True)
-
-    caption = f"What is added to the scores of a query at the end of the input, of at most {MOST_HEADS} heads."
-    return _drawing("Bias by head", "biases", caption, [panel(each) for each in shown])
+def _scores(shown: ShownMethod) -> Curves:
+    model, distances = shown.config.model, _distances(shown.length)
+    sweep = DistanceSweep(shown.encoding, distances, shown.length, torch.device("cpu"))
+    drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
+    swept = sweep.scores(token, token, bias)
+    scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
+    return {shown.variant: (distances, scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan)))}
 
 
-def _logit_factors(shown: Sequence[ShownMethod]) -> Drawing:
-    def line(each: ShownMethod) -> Line:
-        method, positions = each.method, torch.tensor(_distances(each.length), dtype=torch.float64)
-        factor = torch.ones_like(positions)
-        if method.logit_scaling is not None:
-            factor = factor * method.logit_scaling(positions, method.training_length)
-        if method.rotary is not None and each.encoding.clex is None:
-            factor = factor * method.rotary.multiplier(each.length) ** 2
-        return Line(each.variant, tuple(positions.tolist()), tuple(factor.tolist()))
-
-    drawn = [
-        Panel(tuple(map(line, group)), "position", "factor", group[0].model, marks=_mark(group), linear_x=True)
-        for group in _by_model(shown)
-    ]
-    caption = "What the scores of a query are multiplied by: logit scaling, and the temperature of the extension."
-    return _drawing("Logit factor", "logits", caption, drawn)
+def _wavelengths(shown: ShownMethod) -> Curves:
+    trained = rotary_frequencies(PositionEncoding(_trained(shown)).eval(), shown.training_length)
+    used = rotary_frequencies(shown.encoding, shown.length)
+    by_label = {"in training": FULL_CIRCLE / trained, shown.variant: FULL_CIRCLE / used}
+    return {label: (range(len(lengths)), lengths) for label, lengths in by_label.items()}
 
 
-def _layers(shown: Sequence[ShownMethod]) -> Drawing:
-    types = list(dict.fromkeys(name for each in shown for name in each.config.model.layer_names))
-    colours = {name: LIGHT[index % len(LIGHT)] for index, name in enumerate(types)}
+def _phases(shown: ShownMethod) -> Curves:
+    given = shown.trained.general.training_positions  # an offset alone changes no distance
+    wide = given is not None and given.type != "shifted"
+    length = window_tokens(given.max, shown.training_length) if given and wide else shown.training_length
+    assert length is not None  # checked with the configuration
+    method = _trained(shown)
+    trained = rotary_frequencies(PositionEncoding(method).eval(), shown.training_length)
+    seen = trained * _reach(method, True, length)
+    used = rotary_frequencies(shown.encoding, shown.length) * _reach(shown.method, False, shown.length)
+    unseen = ((used.clamp(max=FULL_CIRCLE) - seen.clamp(max=FULL_CIRCLE)) / FULL_CIRCLE).clamp(min=0)
+    return {shown.variant: (range(len(unseen)), unseen)}
+
+
+def _biases(shown: ShownMethod) -> Curves:
+    distances, bias = _distances(shown.length), _bias(shown)
+    assert bias is not None
+    values = _bias_at(bias, distances).detach()
+    heads = sorted({round(head) for head in np.linspace(0, len(values) - 1, min(MOST_HEADS, len(values)))})
+    return {f"head {head + 1}": (distances, values[head]) for head in heads}
+
+
+def _logit_factors(shown: ShownMethod) -> Curves:
+    method, positions = shown.method, torch.tensor(_distances(shown.length), dtype=torch.float64)
+    factor = torch.ones_like(positions)
+    if method.logit_scaling is not None:
+        factor = factor * method.logit_scaling(positions, method.training_length)
+    if method.rotary is not None and shown.encoding.clex is None:
+        factor = factor * method.rotary.multiplier(shown.length) ** 2
+    return {shown.variant: (positions.tolist(), factor)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A figure of the page: a panel for each model, with the curves of its variants; `panel` has fields of a Panel."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: Callable[[ShownMethod], Curves]
+    applies: Callable[[ShownMethod], bool] = lambda shown: True
+    panel: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _panel(kind: Kind, group: Sequence[ShownMethod]) -> Panel:
+    length = group[0].training_length
+    curves: Curves = {}
+    for each in group:
+        for label, curve in kind.curves(each).items():
+            curves.setdefault(label, curve)
+    lines = [Line(label, tuple(map(float, x)), tuple(y.tolist())) for label, (x, y) in curves.items()]
+    marks: dict[float, str] = {} if kind.x_label == "frequency" else {length: "training length"}
+    level = length if kind.y_label == "wavelength (tokens)" else None
+    labels = kind.x_label, kind.y_label, group[0].model
+    return Panel(tuple(lines), *labels, marks=marks, level=level, linear_x=True, **kind.panel)
+
+
+def _rotary(shown: ShownMethod) -> bool:
+    return shown.method.rotary is not None
+
+
+KINDS = (
+    Kind("scores", "Score against distance", "distance (tokens)", "score", _scores),
+    Kind("wavelengths", "Wavelengths", "frequency", "wavelength (tokens)", _wavelengths, _rotary, {"log_y": True}),
+    Kind("phases", "Phases that training never showed", "frequency", "share", _phases, _rotary, {"y_range": SHARES}),
+    Kind("biases", "Bias by head", "distance (tokens)", "bias", _biases, lambda shown: _bias(shown) is not None),
+    Kind("logits", "Logit factor", "position", "factor", _logit_factors),
+)
+"""The figures of the page, in order."""
+
+
+def _layers(shown: Sequence[ShownMethod]) -> Figure:
+    """A row of bars for each model, a bar for each layer, coloured by its type."""
+    models = {each.model.partition(":")[0]: each.config.model.layer_names for each in shown}
+    types = list(dict.fromkeys(name for names in models.values() for name in names))
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots()
-        for row, each in enumerate(shown):
-            for layer, name in enumerate(each.config.model.layer_names, 1):
-                axes.barh(row, 0.9, left=layer - 0.45, height=0.7, color=colours[name])
-        axes.set_yticks(range(len(shown)), [plot_text(each.label.partition(":")[0]) for each in shown])
-        axes.set_ylim(len(shown) - 0.5, -0.5)
+        for kind, name in enumerate(types):
+            bars = [
+                (row, layer) for row, of in enumerate(models.values()) for layer, own in enumerate(of) if own == name
+            ]
+            rows, layers = zip(*bars, strict=True)
+            axes.barh(rows, 0.9, left=[layer + 0.55 for layer in layers], height=0.7, color=f"C{kind}", label=name)
+        axes.set_yticks(range(len(models)), [plot_text(model) for model in models])
+        axes.set_ylim(len(models) - 0.5, -0.5)
         axes.set_xlabel("layer")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-        canvas.legend(handles=handles, loc="outside lower center", ncols=4)
+        canvas.legend(loc="outside lower center", ncols=4)
 
-    figure = Figure("layers", "The type of every layer.", "Type of every layer", draw, (9.0, 1.6 + 0.4 * len(shown)))
-    return Drawing("Layers", figure)
+    return Figure("layers", CAPTIONS["layers"], "Type of every layer", draw, (9.0, 1.6 + 0.4 * len(models)))
+
+
+@torch.no_grad()
+def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str, list[Panel]]]:
+    """The page of at least one method, and the panels of its figures by name."""
+    sections, drawn = [Section("methods", "Methods", (ReportBlock(tables=(_settings(shown),)),))], {}
+    models = dict.fromkeys(each.model for each in shown)
+    for kind in KINDS:
+        groups = [[each for each in shown if each.model == model and kind.applies(each)] for model in models]
+        if not any(groups):
+            continue
+        drawn[kind.name] = [_panel(kind, group) for group in groups if group]
+        first, *others = drawn[kind.name]
+        size = size_with_legend([*(line.label for line in first.lines), *first.marks.values()])
+        if others:
+            size = (9.2, 1.0 + 3.0 * math.ceil(len(drawn[kind.name]) / 2))
+        draw = panels(drawn[kind.name], min(2, len(drawn[kind.name])))
+        figure = Figure(kind.name, CAPTIONS[kind.name], kind.title, draw, size)
+        sections.append(Section(kind.name, kind.title, (ReportBlock(figures=(figure,)),)))
+    if any(len(set(each.config.model.layer_names)) > 1 for each in shown):
+        sections.append(Section("layers", "Layers", (ReportBlock(figures=(_layers(shown),)),)))
+    lengths = sorted({each.training_length for each in shown})
+    summary = (
+        f"Position methods with L = {', '.join(map(str, lengths))}, in an input of {shown[0].length} tokens. All"
+        " numbers come from the functions that the model runs; learned weights have their initial values."
+    )
+    return ReportDocument("Position methods", summary, tuple(sections), measured=False), drawn
 
 
 def write_page(document: ReportDocument, page: Path) -> list[Path]:

@@ -1,19 +1,9 @@
-"""The result file of `evaluate.py analyse`, and its plots."""
+"""The result file of `evaluate.py analyse`."""
 
-import io
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from megatron_coca.evaluation.axes import label_log_axis
 from megatron_coca.evaluation.documents import DocumentsRecord
-from megatron_coca.evaluation.options import plot_text
-from megatron_coca.evaluation.results import Cell, Record, Result, write_atomically
+from megatron_coca.evaluation.results import Cell, Record, Result
 
 Share = float | None
 """Between 0 and 1; None where there is nothing to take a share of."""
@@ -122,96 +112,3 @@ class AnalysisResult(Result):
     protocol: AnalysisProtocol
     documents: DocumentsRecord
     results: list[LengthAnalysis]
-
-
-LOW, MEDIAN, HIGH = 0, 2, 4
-"""Indices of quantiles."""
-REFERENCE = {"color": "grey", "linewidth": 0.8}
-"""The style of reference lines."""
-
-
-def _label(axes: Axes, result: AnalysisResult, x: str, y: str, title: str) -> None:
-    axes.set(xlabel=x, ylabel=y, title=f"{plot_text(result.label)}: {title}")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
-
-
-def draw_angles(axes: Axes, result: AnalysisResult) -> None:
-    """Density of the initial angles over all layers, heads and rotated pairs, a line for each length."""
-    for cell in result.results:
-        if cell.angles is not None:
-            counts, edges = np.array(cell.angles.counts_by_pair).sum(axis=0), np.degrees(cell.angles.edges)
-            axes.stairs(counts / max(1, counts.sum()) / np.diff(edges), edges, label=f"{cell.length} tokens")
-    axes.axvline(0, linestyle="--", **REFERENCE)  # type: ignore[arg-type]
-    axes.set_xticks(range(-180, 181, 60))
-    _label(axes, result, "initial angle from key to query (degrees)", "density (per degree)", "angles")
-
-
-def draw_reach(axes: Axes, result: AnalysisResult) -> None:
-    """Reach of the anomaly by rotated pair at the first length, with the other two borders."""
-    borders = next((cell.borders for cell in result.results if cell.borders is not None), None)
-    if borders is not None:
-        for name, border in {"reach tau (k)": borders.k, "-q": borders.minus_q, "q": borders.q}.items():
-            known = {j: values for j, values in enumerate(border.quantiles) if values is not None}
-            if known:
-                low, median, high = ([values[at] for values in known.values()] for at in (LOW, MEDIAN, HIGH))
-                (line,) = axes.plot(list(known), median, label=f"{name}, median")
-                axes.fill_between(list(known), low, high, alpha=0.2, color=line.get_color(), linewidth=0)
-    trained = result.checkpoint.seq_length
-    axes.axhline(trained, linestyle="--", label="training length", **REFERENCE)  # type: ignore[arg-type]
-    if borders is not None:
-        label_log_axis(axes.yaxis, axes.dataLim.minposy, axes.dataLim.y1)
-    _label(axes, result, "rotated pair j", "distance (tokens)", "rotary borders")
-
-
-def draw_decay(axes: Axes, result: AnalysisResult) -> None:
-    """Mean |score| by distance at the longest length, of sampled and swept pairs, with the bounds."""
-    if not result.results:
-        return
-    decay = result.results[-1].decay
-    curves: tuple[tuple[str, str, Sequence[float | None] | None], ...] = (
-        ("tokens of text", "-", decay.measured.mean_abs),
-        ("same pair put apart", "-", decay.turned.mean_abs),
-        ("bound (CoCA)", "--", decay.bound_coca),
-        ("bound (RoPE)", ":", decay.bound_rope),
-    )
-    distances = [max(distance, 0.5) for distance in decay.distances]
-    for name, style, values in curves:
-        if values is not None:
-            axes.plot(distances, [np.nan if value is None else value for value in values], style, label=name)
-    label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
-    label_log_axis(axes.yaxis, axes.dataLim.minposy, axes.dataLim.y1)
-    _label(axes, result, "distance (tokens; 0 at the left edge)", "mean |score|", "decay")
-
-
-def draw_entropy(axes: Axes, result: AnalysisResult) -> None:
-    """Mean entropy of the attention weights by position of the query, a line for each length, and the entropy of equal
-    weights.
-    """
-    for cell in result.results:
-        axes.plot([at + 1 for at in cell.entropy.positions], cell.entropy.by_position, label=f"{cell.length} tokens")
-    if result.results:
-        keys = np.array(result.results[-1].entropy.positions) + 1
-        axes.plot(keys, np.log(keys), "--", label="equal weights", **REFERENCE)  # type: ignore[arg-type]
-    axes.axvline(result.checkpoint.seq_length, linestyle=":", **REFERENCE)  # type: ignore[arg-type]
-    label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
-    _label(axes, result, "keys that the query sees", "entropy (nats)", "attention entropy")
-
-
-FIGURES: dict[str, Callable[[Axes, AnalysisResult], None]] = {
-    "angles": draw_angles,
-    "reach": draw_reach,
-    "decay": draw_decay,
-    "entropy": draw_entropy,
-}
-
-
-def draw_files(result: AnalysisResult, path: Path) -> None:
-    """Write a PNG of each figure next to the result file `path`: NAME.angles.png and so on."""
-    for name, draw in FIGURES.items():
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
-        draw(figure.subplots(), result)
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=120, metadata={"Software": None})
-        write_atomically(path.with_name(f"{path.name.removesuffix('.json')}.{name}.png"), content.getvalue())

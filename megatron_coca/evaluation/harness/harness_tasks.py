@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_coca.attention.positions import PositionRangeError
-from megatron_coca.evaluation.options import dynamic_length_text, subject_options
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
     Cell,
     Cost,
@@ -19,7 +19,6 @@ from megatron_coca.evaluation.results import (
     out_of_memory,
 )
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
-from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import DynamicLength
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def run(args: Namespace) -> int:
         **options,
     )
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
-    for subject, store in evaluation.variants(HarnessResult, console_table, protocol=protocol):
+    for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
         for task in [task for task in tasks if _is_needed(task, store, args.overwrite)]:
             with noting_missing(store, f"task {task.name}", remedy):
                 _measure(task, subject, store)
@@ -214,22 +213,3 @@ def _count(name: str, results: dict[str, Any]) -> int:
     if name in results["n-samples"]:
         return results["n-samples"][name]["effective"]
     return sum(_count(child, results) for child in results["group_subtasks"].get(name, ()))
-
-
-def console_table(result: HarnessResult) -> str:
-    rows = [
-        [
-            cell.task,
-            "-" if cell.num_fewshot is None else str(cell.num_fewshot),
-            score.filter,
-            score.metric,
-            f"{score.value:.4f}",
-            "-" if score.stderr is None else f"{score.stderr:.4f}",
-            str(cell.samples),
-        ]
-        for cell in result.results
-        for score in cell.scores
-    ]
-    title = f"{result.label}: {result.trained}, up to {result.protocol.max_length} tokens"
-    names = ["task", "shots", "filter", "metric", "value", "stderr", "documents"]
-    return f"{title}\n\n{format_table(names, rows)}\n\n{dynamic_length_text(result.protocol.dynamic_length)}\n"

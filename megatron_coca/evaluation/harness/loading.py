@@ -9,14 +9,13 @@ import random
 import re
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets.exceptions import DatasetNotFoundError
 from lm_eval.api.model import LM
-from lm_eval.api.registry import metric_registry
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -26,6 +25,8 @@ from megatron_coca.evaluation.results import EvaluationError
 
 logger = logging.getLogger(__name__)
 
+NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group", "config_source", "task_data")
+"""Names and paths in the configuration of a task, and in its metadata, that do not change what is measured."""
 OWN_TASKS = Path(__file__).parent / "tasks"
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """A memory address in the repr of an object: it differs from run to run, and a result file must not."""
@@ -77,13 +78,6 @@ class HarnessTask:
             log_samples=True,
         )
         assert results is not None, "only processes other than the first get None"
-        for name, task in self.loaded["tasks"].items():
-            # Metrics of generated texts may have other names in the results.
-            metrics = () if task.OUTPUT_TYPE == "generate_until" else getattr(task, "_metric_fn_list", ())
-            computed = {key.partition(",")[0] for key in results["results"][name]}
-            for metric in (metric for metric in metrics if metric not in computed):
-                text = "task %s: metric %s is not computed for %s; left out"
-                logger.warning(text, name, metric, task.OUTPUT_TYPE)
         return dict(results)
 
     def _prepare(self) -> None:
@@ -110,15 +104,14 @@ def load_tasks(selection: Selection) -> list[HarnessTask]:
     Raises EvaluationError for an unknown name.
     """
     import_evaluate_library()
-    absent = [path for path in selection.include if not path.is_dir()]
-    if absent:
-        raise EvaluationError(f"--include-path {absent[0]}: no such folder; name one with task files (*.yaml)")
-    unreadable = []  # task files that the harness skips silently
-    for path in sorted(path for folder in selection.include for path in folder.glob("**/*.yaml")):
-        try:
-            load_yaml(path, resolve_func=False)
-        except Exception as error:
-            unreadable.append(f"{path}: cannot be read as a task file ({reason(error)})")
+    for folder in selection.include:
+        if not folder.is_dir():
+            raise EvaluationError(f"--include-path {folder}: no such folder; name one with task files (*.yaml)")
+        for path in sorted(folder.glob("**/*.yaml")):
+            try:
+                load_yaml(path, resolve_func=False)  # the harness skips a file that it cannot read
+            except Exception as error:
+                raise EvaluationError(f"{path}: cannot be read as a task file ({reason(error)})") from error
     manager = _task_manager(selection)
     names: list[str] = []
     for name in selection.names:
@@ -126,14 +119,10 @@ def load_tasks(selection: Selection) -> list[HarnessTask]:
         if entry is None:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"; near it are {', '.join(near)}" if near else ""
-            files = "".join(f"; {problem}" for problem in unreadable)
             raise EvaluationError(
-                f"--tasks {name}: no such task, group or tag{hint}; name a folder of your own tasks with "
-                f"--include-path{files}"
+                f"--tasks {name}: no such task, group or tag{hint}; name a folder of your own tasks with --include-path"
             )
         names += sorted(entry.tags) if entry.kind.name == "TAG" else [name]
-    for problem in unreadable:
-        logger.warning("%s", problem)
     return [_load(manager, name, selection) for name in dict.fromkeys(names)]
 
 
@@ -193,76 +182,54 @@ def _load(manager: TaskManager, name: str, selection: Selection) -> HarnessTask:
     # A task file can run any code; the fault of one task must not stop the others.
     except Exception as error:
         logger.debug("task %s", name, exc_info=True)
-        listed = (manager.task_index[name].cfg or {}).get("metric_list") or ()
-        metrics = [metric.get("metric") for metric in listed if isinstance(metric, dict)]
-        unknown = [m for m in metrics if isinstance(m, str) and "/" not in m and m not in metric_registry]
-        hint = f"; the harness has no metric {', '.join(unknown)}" if unknown else ""
-        fault = f"its file or its documents are not valid ({reason(error)}){hint}; correct them"
+        fault = f"its file or its documents are not valid ({reason(error)}); correct them"
     else:
         return HarnessTask(name, selection, loaded)
     return HarnessTask(name, selection, {}, fault)
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and text of an error and of its causes in one line."""
-    texts = []
-    cause: BaseException | None = error
-    while cause is not None:
-        kind, text = type(cause).__name__, " ".join(str(cause).split())
-        if kind == "StopIteration" and not text:
+    """Return the type and text of an error and of its causes in one line; of an EvaluationError its text alone."""
+    if isinstance(error, EvaluationError):
+        return str(error)
+    texts, cause = [], error
+    while True:
+        text = " ".join(str(cause).split())
+        if isinstance(cause, StopIteration) and not text:
             text = "nothing to read, as in an empty file of documents"
-        if isinstance(cause, EvaluationError):
-            texts.append(text)
-        else:
-            texts.append(f"{kind}: {text}" if text else kind)
-        cause = None if isinstance(error, EvaluationError) else cause.__cause__
-    return ADDRESS.sub("", "; caused by ".join(texts))
+        texts.append(f"{type(cause).__name__}: {text}" if text else type(cause).__name__)
+        if cause.__cause__ is None:
+            return ADDRESS.sub("", "; caused by ".join(texts))
+        cause = cause.__cause__
 
 
 def fingerprints(loaded: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the hashes of what every task and group measures, by the names of the fields in the result file."""
-    tasks = {name: _task_fingerprint(task) for name, task in loaded["tasks"].items()}
-    groups = {name: _group_fingerprint(group, tasks) for name, group in loaded.get("groups", {}).items()}
-    return tasks | groups
+    """Return the hashes of what every task and group measures, by the names of the fields in the result file.
+
+    Of a task: its configuration without paths, the documents that the requests are of, and their first prompts; of a
+    group: its means, and those of its tasks.
+    """
+    found = {name: _task_fingerprint(task) for name, task in loaded["tasks"].items()}
+    for name, group in loaded.get("groups", {}).items():
+        tasks = sorted(task.task_name for task in group.get_all_tasks())
+        hashes = {field: [(task, found[task][field]) for task in tasks] for field in found[tasks[0]]}
+        means = [vars(metric) for metric in group.aggregate_metric_list or ()]
+        found[name] = {field: _hash([means, of] if field == "config_sha256" else of) for field, of in hashes.items()}
+    return found
 
 
 def _task_fingerprint(task: Any) -> dict[str, str]:
-    """Hash the configuration without paths, the documents that the requests are of, and their first prompts."""
     first: dict[int, Any] = {}
     for instance in sorted(task.instances, key=lambda instance: (instance.doc_id, instance.idx)):
         first.setdefault(instance.doc_id, instance)
-    documents = [
-        json.dumps(instance.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        for instance in first.values()
-    ]
-    configured = task.dump_config()
-    config = {
-        name: value
-        for name, value in configured.items()
-        if name not in ("dataset_kwargs", "task_alias", "tag", "group", "metadata")
-    }
-    metadata = configured.get("metadata") or {}
-    paths = ("config_source", "task_data")
-    config["metadata"] = {name: value for name, value in metadata.items() if name not in paths}
+    dump = partial(json.dumps, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    config = {name: value for name, value in task.dump_config().items() if name not in NOT_HASHED}
+    metadata = config.get("metadata") or {}
+    config["metadata"] = {name: value for name, value in metadata.items() if name not in NOT_HASHED}
     return {
         "config_sha256": _hash(config),
-        "documents_sha256": _hash([hash_string(document) for document in documents]),
+        "documents_sha256": _hash([hash_string(dump(instance.doc)) for instance in first.values()]),
         "prompts_sha256": _hash([hash_string(instance.args[0]) for instance in first.values()]),
-    }
-
-
-def _group_fingerprint(group: Any, tasks: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Hash the means of a group and the hashes of its tasks."""
-    names = sorted(task.task_name for task in group.get_all_tasks())
-    means = [vars(metric) for metric in group.aggregate_metric_list or ()]
-
-    def of_tasks(field: str) -> list[tuple[str, str]]:
-        return [(name, tasks[name][field]) for name in names]
-
-    return {
-        "config_sha256": _hash([means, of_tasks("config_sha256")]),
-        "documents_sha256": _hash(of_tasks("documents_sha256")),
-        "prompts_sha256": _hash(of_tasks("prompts_sha256")),
     }
 
 

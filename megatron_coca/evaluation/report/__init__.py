@@ -4,33 +4,38 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import pdf, png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
-from megatron_coca.evaluation.report.document import (
-    Report,
-    console_text,
-    csv_table,
-    html_page,
-    latex_table,
-    markdown,
-    table_record,
-)
+from megatron_coca.evaluation.report.document import Report, console_text, csv_table, html_page, markdown, table_record
 from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
-from megatron_coca.safe_yaml import YamlFault, read_yaml
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    Result,
+    check_writable,
+    read_yaml_file,
+    validated,
+    write_atomically,
+    write_record,
+)
 
 
-def chosen_labels(loaded: Sequence[LoadedResult], labels: Sequence[str]) -> list[LoadedResult]:
-    """The results with these labels, in their order. Raises EvaluationError for a label without a result."""
-    known = {item.result.label for item in loaded}
-    if missing := sorted(set(labels) - known):
-        raise EvaluationError(f"labels: {', '.join(missing)}: no such result; there are {', '.join(sorted(known))}")
-    chosen = [item for item in loaded if item.result.label in labels]
-    return sorted(chosen, key=lambda item: labels.index(item.result.label))
+class FigureOptions(Record):
+    """Figures for a document: inches, points, and the labels in the order of the report; the others are left out."""
+
+    width: float | None = Field(default=None, gt=0, le=50)
+    font_size: float | None = Field(default=None, gt=0, le=72)
+    labels: list[str] | None = Field(default=None, min_length=1)
+
+
+def read_figure_options(path: Path) -> FigureOptions:
+    """Read the file of `--figures`. Raises EvaluationError that names every wrong key."""
+    return validated(path, read_yaml_file(path), FigureOptions, "a file of figures")
 
 
 def run(args: Namespace) -> int:
@@ -40,28 +45,12 @@ def run(args: Namespace) -> int:
     return 0
 
 
-class FigureOptions(BaseModel):
-    """Figures for a document: inches, points, and the labels in the order of the report; the others are left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    width: float | None = Field(default=None, gt=0, le=50)
-    font_size: float | None = Field(default=None, gt=0, le=72)
-    labels: list[str] | None = Field(default=None, min_length=1)
-
-
-def read_figure_options(path: Path) -> FigureOptions:
-    """Read the file of `--figures`. Raises EvaluationError that names every wrong key."""
-    try:
-        return FigureOptions.model_validate(read_yaml(path))
-    except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
-    except YamlFault as error:
-        raise EvaluationError(error.at(str(path))) from error
-    except ValidationError as error:
-        known = ", ".join(FigureOptions.model_fields)
-        faults = (f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise EvaluationError("\n".join((*faults, f"known keys are {known}"))) from error
+def tables_of_result(result: Result) -> str:
+    """Return the tables of one result for the console, without published numbers."""
+    title = f"{result.label}: {result.setting}"
+    if (seen := getattr(getattr(result, "protocol", None), "dynamic_length", None)) is not None:
+        title += f"\n{dynamic_length_text(seen)}"
+    return console_text(report_document([LoadedResult("", result)], title, ReportOptions(papers=False)))
 
 
 def build_report(
@@ -74,7 +63,7 @@ def build_report(
     figures: FigureOptions | None = None,
 ) -> str:
     """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg, with `figures` figures/NAME.pdf) and the
-    tables (tables/NAME.csv, .tex).
+    tables (tables/NAME.csv).
 
     `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers;
     `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
@@ -87,7 +76,11 @@ def build_report(
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
     if figures is not None and figures.labels is not None:
-        loaded = chosen_labels(loaded, figures.labels)
+        known, order = {item.result.label for item in loaded}, figures.labels
+        if missing := sorted(set(order) - known):
+            raise EvaluationError(f"labels: {', '.join(missing)}: no such result; there are {', '.join(sorted(known))}")
+        chosen = [item for item in loaded if item.result.label in order]
+        loaded = sorted(chosen, key=lambda item: order.index(item.result.label))
     curves = find_curves(loaded) if curves is None else curves
     document = report_document(loaded, title, ReportOptions(papers, baseline, curves))
     report = Report(
@@ -107,7 +100,6 @@ def build_report(
             write_atomically(folder / "figures" / f"{figure.name}.pdf", pdf(figure, figures.width, figures.font_size))
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
-        write_atomically(folder / "tables" / f"{table.name}.tex", latex_table(table).encode())
     write_record(folder / REPORT_FILE, report)
     write_atomically(folder / "report.md", markdown(document).encode())
     # The page last, so that it exists only if everything else does.

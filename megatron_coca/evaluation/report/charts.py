@@ -1,4 +1,4 @@
-"""Plots of a report: curves against length with their intervals, single numbers by label, and heat maps."""
+"""Plots of a report: curves against length with their intervals, heat maps, and axes whose ends are labelled."""
 
 import io
 import math
@@ -10,13 +10,13 @@ from typing import Any, cast
 import matplotlib
 from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
-from megatron_coca.evaluation.axes import label_log_axis
 from megatron_coca.evaluation.options import plot_text
 
 LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
@@ -32,6 +32,8 @@ FEW_POINTS = 30
 """Points of a line up to which each has a marker, and a bar."""
 MOST_BEYOND = 3.0
 """Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
+SHARES = (-0.03, 1.03)
+"""The range of accuracies on an axis."""
 INCH, LABEL = 12, 28
 """Characters of a legend in one inch, about, and in one line of a label."""
 DODGE, MOST_DODGE = 0.05, 0.5
@@ -253,29 +255,6 @@ def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], 
         axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
 
 
-def dots(panel: Panel) -> Callable[[Canvas], None]:
-    """Return a function that draws the only number of each line, with its interval, in a row of its own."""
-
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        for row, line in enumerate(panel.lines):
-            style = row if line.like is None else line.like
-            colour, fill_style = f"C{style % len(LIGHT)}", "full" if line.like is None else "none"
-            axes.plot(line.y[0], row, MARKERS[style % len(MARKERS)], color=colour, fillstyle=fill_style, zorder=3)
-            if line.low:
-                axes.hlines(row, line.low[0], line.high[0], color=colour, linewidth=1.5, zorder=2)
-        axes.set_yticks(range(len(panel.lines)), [plot_text(fill(line.label, 40)) for line in panel.lines])
-        axes.set_ylim(len(panel.lines) - 0.5, -0.5)
-        if panel.log_y:
-            label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
-        if panel.y_range is not None:
-            axes.set_xlim(*panel.y_range)
-        axes.set(xlabel=plot_text(panel.y_label), title=plot_text(panel.title))
-        axes.grid(which="major")
-
-    return draw
-
-
 def short_length(length: float) -> str:
     whole = int(length)
     return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
@@ -323,3 +302,62 @@ def _emptiness(values: Sequence[Sequence[float | None]]) -> str:
     """What a map without any number above 0 shows; empty for others."""
     known = [value for line in values for value in line if value is not None]
     return "" if any(known) else "all zero" if known else "nothing measured"
+
+
+# Logarithmic axes
+
+LEAST_RATIO = 1.25
+"""Of the ends of an axis, so that a difference of 2% takes at most a tenth of it."""
+MOST_TICKS = 10
+LARGEST_EXPONENT = 308.0
+"""Of a float64."""
+
+
+def widened(low: float, high: float) -> tuple[float, float]:
+    """The ends of an axis for positive values from `low` to `high`: at least LEAST_RATIO apart."""
+    if low <= 0 or high >= LEAST_RATIO * low:
+        return low, high
+    middle, reach = math.sqrt(low) * math.sqrt(high), math.sqrt(LEAST_RATIO)
+    return middle / reach, middle * reach
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round positive numbers from at most `low` to at least `high`: evenly spaced within a factor of 4, else 1, 2 and 5
+    times powers of ten, or these powers alone.
+    """
+    if high < 4 * low:
+        return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    fine = [factor * _power(exponent) for exponent in range(first, last) for factor in (1, 2, 5)] + [_power(last)]
+    start = max(index for index, tick in enumerate(fine) if tick <= low or index == 0)
+    end = min(index for index, tick in enumerate(fine) if tick >= high or index == len(fine) - 1)
+    if end - start < MOST_TICKS:
+        return fine[start : end + 1]
+    step = math.ceil((last - first) / (MOST_TICKS - 1))
+    return [_power(exponent) for exponent in range(first, last + step, step)]
+
+
+def _power(exponent: float) -> float:
+    return 10.0 ** min(exponent, LARGEST_EXPONENT)
+
+
+def tick_text(tick: float) -> str:
+    """A tick as a label: `0.5`, `20000`, or a formula with a power of ten."""
+    if 1e-3 <= tick < 1e5:
+        return f"{tick:g}"
+    mantissa, exponent = f"{tick:e}".split("e")
+    factor = f"{float(mantissa):g}"
+    return f"$10^{{{int(exponent)}}}$" if factor == "1" else rf"${factor}\cdot10^{{{int(exponent)}}}$"
+
+
+def label_log_axis(axis: Axis, low: float, high: float) -> None:
+    """Make an axis logarithmic, from a labelled tick below `low` to one above `high`; nothing if they are no range."""
+    if not 0 < low <= high < math.inf:
+        return
+    ticks = log_ticks(*widened(low, high))
+    start, end = math.log10(ticks[0]), math.log10(ticks[-1])
+    margin = 0.02 * (end - start)
+    name = axis.axis_name  # type: ignore[attr-defined]
+    axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (_power(start - margin), _power(end + margin))})
+    axis.set_ticks(ticks, labels=list(map(tick_text, ticks)))
+    axis.set_minor_locator(NullLocator())

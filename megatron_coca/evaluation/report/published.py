@@ -118,6 +118,7 @@ class PublishedTable:
     source: str = SOURCE
     # With measurements of all models, of those of the same training length, or of those of a method among the rows.
     shown: Literal["always", "same length", "same method"] = "always"
+    apart: bool = False  # never in one table with ours: rows of differences
     measured: bool = True  # False for a table of formulas
 
     def is_shown_with(self, training_lengths: Collection[int], methods: Iterable[MethodKey]) -> bool:

@@ -16,7 +16,7 @@ from megatron_coca.evaluation.perplexity import PerplexityResult
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Result
 from megatron_coca.evaluation.retrieval.recall import RecallResult
 from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.speed.speed_rounds import SpeedResult
+from megatron_coca.evaluation.speed import SpeedResult
 
 logger = logging.getLogger(__name__)
 

@@ -5,34 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, dots, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import (
-    Estimate,
-    differ,
-    difference_interval,
-    estimate,
-    geometric_estimate,
-)
+from megatron_coca.evaluation.report.intervals import Estimate, differ, difference_interval
+from megatron_coca.evaluation.report.metrics import Metric, Show, mean_cell
 from megatron_coca.evaluation.report.published import PublishedTable, method_key, tables_of
-from megatron_coca.evaluation.report.reading import (
-    Comparable,
-    LoadedResult,
-    Replicate,
-    ResultGroup,
-    Series,
-    group_results,
-)
-from megatron_coca.evaluation.results import Missing, Result
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
+from megatron_coca.evaluation.results import Result
 
 HASH_DIGITS = 12
 """Digits of a hash that are shown; report.json has them all."""
 DASHED = " Dashed with hollow marks: the CoCA paper's numbers."
-MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
-"""Table text for each kind of missing cell."""
-Show = Callable[[float], str]
-TWO_DIGITS: Show = "{:.2f}".format
 MOST_LINES = 7
 """Labels above which a plot by length has one panel for each set of weights."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
@@ -49,7 +33,6 @@ class ReportOptions:
 
 Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
 """Makes the blocks of a section out of results; none leaves the section out."""
-CellFunction = Callable[[Series, int], TableCell]
 BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
@@ -100,51 +83,13 @@ def provenance(group: ResultGroup) -> tuple[str, ...]:
     for header in headers:
         labels.setdefault(checkpoint_text(header), []).append(header.label)
     checkpoints = [f"{checkpoint}: {', '.join(measured)}" for checkpoint, measured in labels.items()]
-    computed = dict.fromkeys(environment_text(header) for header in headers if header.environment.backend)
+    computed = dict.fromkeys(
+        f"{environment_text(header)}, torch {header.environment.torch}, tokenizer "
+        f"{(header.tokenizer or 'none')[:HASH_DIGITS]}"
+        for header in headers
+        if header.environment.backend
+    )
     return *checkpoints, *filter(None, [data_text(group.first)]), *(f"computed with {device}" for device in computed)
-
-
-def missing_cell(missing: Missing) -> TableCell:
-    return TableCell(MISSING_TEXT[missing.kind], note=missing.reason, absent=True)
-
-
-def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = False) -> TableCell:
-    """The mean of `values`, one for each seed, with its 95% t interval.
-
-    `log` is for logarithms: their mean and the ends of its interval are shown as exponentials.
-    """
-    found = (geometric_estimate if log else estimate)(values)
-    cell = TableCell(show(found.mean), found.mean, seeds=found.count)
-    if math.isnan(found.low):
-        return cell
-    detail = f"{show(found.low)}–{show(found.high)}" if log else f"± {show(found.high - found.mean)}"
-    return replace(cell, detail=detail, low=found.low, high=found.high)
-
-
-def value_cell(
-    series: Series,
-    at: str,
-    number: Callable[[Replicate], float | None],
-    show: Show = TWO_DIGITS,
-    log: bool = False,
-) -> TableCell:
-    """The `mean_cell` over the replicates of a series.
-
-    `number` is None where a replicate has none; `at` is the name of the cell among those that are missing.
-    """
-    numbers = [number(replicate) for replicate in series.replicates]
-    known = [value for value in numbers if value is not None]
-    if not known:
-        reasons = [replicate.why(at) for replicate in series.replicates]
-        return missing_cell(next((missing for missing in reasons if missing.kind != "not run"), reasons[0]))
-    without = [
-        (replicate.header.checkpoint.seed, replicate.why(at))
-        for replicate, value in zip(series.replicates, numbers, strict=True)
-        if value is None
-    ]
-    reasons_by_seed = [f"seed {seed}: {': '.join(filter(None, (why.kind, why.reason)))}" for seed, why in without]
-    note = f"{len(known)} of {len(numbers)} seeds; {'; '.join(reasons_by_seed)}" if without else ""
-    return replace(mean_cell(known, show, log), note=note)
 
 
 PAIRED_NOTE = (
@@ -153,18 +98,9 @@ PAIRED_NOTE = (
 )
 
 
-def paired_tables(
-    name: str,
-    caption: str,
-    group: ResultGroup,
-    number: Callable[[Replicate, int], float | None],
-    show: Show,
-    log: bool = False,
-) -> list[Table]:
+def paired_tables(name: str, caption: str, group: ResultGroup, metric: Metric, show: Show) -> list[Table]:
     """What every variant changes by length, paired by the weights that it shares with a plain model; none without two
-    seeds.
-
-    `number` is that of a replicate at a length. With `log` it is a logarithm, and ratios are shown.
+    seeds. Of logarithms ratios are shown.
     """
     by_weights = [{each.header.checkpoint.identity: each for each in series.replicates} for series in group.series]
     lengths, rows = group.lengths(), []
@@ -175,13 +111,13 @@ def paired_tables(
                 continue
             cells = []
             for length in lengths:
-                pairs = [(number(own[identity], length), number(others[identity], length)) for identity in common]
+                pairs = [(metric.of(own[each], length), metric.of(others[each], length)) for each in common]
                 changes = [one - other for one, other in pairs if one is not None and other is not None]
                 finite = [change for change in changes if math.isfinite(change)]
-                cells.append(mean_cell(finite, show, log) if len(finite) > 1 else EMPTY)
+                cells.append(mean_cell(finite, show, metric.log) if len(finite) > 1 else EMPTY)
             rows.append(TableRow(f"{series.label} against {plain.label}", tuple(cells)))
     header = ("at length", *length_header(lengths, group.training_lengths()))
-    notes = (PAIRED_NOTE.format("ratios" if log else "differences"),)
+    notes = (PAIRED_NOTE.format("ratios" if metric.log else "differences"),)
     return [Table(f"{name}-paired", caption, header, tuple(rows), notes)] if rows else []
 
 
@@ -243,19 +179,23 @@ def length_table(
     caption: str,
     head: str,
     group: ResultGroup,
-    cell: CellFunction,
-    metric: str,
-    lowest: bool,
+    metric: Metric,
+    published: str = "",
+    reference: Series | None = None,
 ) -> list[Table]:
     """Ours by length with the published rows of the same training length; then published tables of other settings.
 
-    `cell` is the cell of a series at a length; `metric` selects published tables, none if empty.
+    `published` is the metric of published tables, none if empty; numbers are compared with those of `reference`.
     """
     trained = group.training_lengths()
-    joined, apart = matching_tables(group, metric)
+    joined, apart = matching_tables(group, published)
     lengths = sorted({*group.lengths(), *published_lengths(joined)})
     rows = mark_best(
-        [TableRow(series.label, tuple(cell(series, length) for length in lengths)) for series in group.series], lowest
+        [
+            TableRow(series.label, tuple(metric.cell(series, length, reference=reference) for length in lengths))
+            for series in group.series
+        ],
+        metric.lowest,
     )
     for table in joined:
         rows += published_rows(table, lengths, group)
@@ -265,7 +205,7 @@ def length_table(
     return [main, *(published_table(table, group, name) for table in apart)]
 
 
-def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], list[Line]]:
+def length_lines(group: ResultGroup, cell: Callable[[Series, int], TableCell]) -> tuple[list[Series], list[Line]]:
     """Return the series that have complete numbers, and for each a line with the numbers and intervals of the table."""
     drawn, lines = [], []
     for series in group.series:
@@ -291,22 +231,22 @@ def bands_text(drawn: Sequence[Series], cut_off: bool = False) -> str:
 
 def length_figure(
     name: str, what: str, drawn: Sequence[Series], lines: Sequence[Line], panel: Mapping[str, Any], caption: str
-) -> Figure:
+) -> list[Figure]:
     """Lines against length with the training lengths marked; `what` they show, and other fields of the panel.
 
     The first lines are those of `drawn`. More than MOST_LINES of them are drawn in a panel for each set of weights, if
-    these are fewer than the lines. With a single length there is nothing to draw a line through: a row for each label.
+    these are fewer than the lines. None with a single length, where there is nothing to draw a line through.
     """
+    if len({x for line in lines for x in line.x}) < 2:
+        return []
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
     trained = {float(length): f"training length {length}" for length in lengths}
     alt = f"{what} for {', '.join(series.label for series in drawn)}; the table has the numbers"
-    if len(measured := {x for line in lines for x in line.x}) == 1:
-        only = Panel(tuple(lines), title=f"{panel['x_label']}: {measured.pop():g}", **panel)
-        return Figure(name, caption, alt, dots(only), (6.0, 1.2 + 0.3 * max(3, len(lines))))
     weights = [tuple(replicate.header.checkpoint.identity for replicate in series.replicates) for series in drawn]
     if len(drawn) <= MOST_LINES or len(set(weights)) in (1, len(drawn)):
         shown = panels([Panel(tuple(lines), marks=trained, **panel)])
-        return Figure(name, caption, alt, shown, size_with_legend([*(line.label for line in lines), *trained.values()]))
+        size = size_with_legend([*(line.label for line in lines), *trained.values()])
+        return [Figure(name, caption, alt, shown, size)]
     by_weights: dict[Any, list[Line]] = {}
     for identities, line in zip(weights, lines, strict=False):
         by_weights.setdefault(identities, []).append(line)
@@ -322,14 +262,14 @@ def length_figure(
     ]
     columns = min(3, len(grid))
     size = size_with_legend([*styles, *trained.values()], 2.8 * math.ceil(len(grid) / columns), 9.0)
-    return Figure(name, caption, alt, panels(grid, columns), size)
+    return [Figure(name, caption, alt, panels(grid, columns), size)]
 
 
 def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
     trained = group.training_lengths()
     methods = [key for series in group.series if (key := method_key(series.header)) is not None]
     shown = [table for table in tables_of(metric) if table.is_shown_with(trained, methods)]
-    joined = [table for table in shown if table.training_length in trained]
+    joined = [table for table in shown if table.training_length in trained and not table.apart]
     return joined, [table for table in shown if table not in joined]
 
 

@@ -1,20 +1,16 @@
 """The table of report sections, and the sections on speed, costs, analysis and models."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
-from matplotlib.figure import Figure as Canvas
-
-from megatron_coca.evaluation.analysis.records import FIGURES, LengthAnalysis
 from megatron_coca.evaluation.report import length_sections as by_length
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report import short_sections as short
+from megatron_coca.evaluation.report.analysis_section import analysis_blocks
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.document import (
     EMPTY,
@@ -25,29 +21,14 @@ from megatron_coca.evaluation.report.document import (
     TableCell,
     TableRow,
 )
-from megatron_coca.evaluation.report.overview_sections import curve_blocks, summary_blocks
+from megatron_coca.evaluation.report.metrics import missing_cell
 from megatron_coca.evaluation.report.published import COST, tables_of
-from megatron_coca.evaluation.report.reading import (
-    RESULT_TYPES,
-    Comparable,
-    LoadedResult,
-    ResultGroup,
-    Series,
-)
-from megatron_coca.evaluation.report.recall_section import recall_blocks
+from megatron_coca.evaluation.report.reading import RESULT_TYPES, LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Result
-from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
-from megatron_coca.evaluation.speed.speed_rounds import SpeedCell, SpeedResult
+from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES, SpeedResult, bytes_text
 
 # Speed and memory
-
-
-def bytes_text(count: int) -> str:
-    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**exponent:
-            return f"{count / 1024**exponent:.1f} {unit}"
-    return f"{count} B"
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -87,25 +68,17 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         sizes = [cell.cache_bytes_per_token for (name, _), cell in cells.items() if name == method]
         known = [size for size in sizes if size is not None]
         row = tuple(
-            speed_cell(cells[method, length])
-            if (method, length) in cells
-            else shared.missing_cell(why_not_timed(result, what, method, length))
+            TableCell(cell.milliseconds, 1000 * cell.seconds, cell.details)
+            if (cell := cells.get((method, length)))
+            else missing_cell(why_not_timed(result, what, method, length))
             for length in lengths
         )
         rows.append(TableRow(method, row, detail=f"cache: {known[0]:,} bytes a token" if known else ""))
     against = next((cell.to_rope.against for cell in cells.values() if cell.to_rope is not None), None)
-    small_print = f"Small print: time against {against}, and against the contraction; peak memory."
+    small_print = f"Small print: time against {against}, and against the contraction; peak memory; tokens a second."
     caption = f"{what[0].upper()}{what[1:]}: milliseconds by length"
     notes = () if against is None else (small_print,)
     return Table(name, caption, ("method", *map(str, lengths)), tuple(rows), notes)
-
-
-def speed_cell(cell: SpeedCell) -> TableCell:
-    small = [f"×{ratio.median:.2f}" for ratio in (cell.to_rope, cell.to_contraction) if ratio is not None]
-    small += [bytes_text(cell.peak_memory_bytes)] if cell.peak_memory_bytes is not None else []
-    milliseconds = cell.seconds * 1e3
-    text = f"{milliseconds:,.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
-    return TableCell(text, milliseconds, detail=" · ".join(small))
 
 
 def why_not_timed(result: SpeedResult, what: str, method: str, length: int) -> Missing:
@@ -141,122 +114,40 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
     return Figure(name, caption, alt, panels([panel]), size_with_legend(list(ratios)))
 
 
-MEMORY_CAPTIONS = {
-    False: "Peak memory: on CUDA the most that PyTorch held, weights included",
-    True: "Peak memory: on the CPU it is the growth of the process's memory, so that only the first label measured in "
-    "a process shows the whole",
-}
-"""By whether a result was measured on the CPU."""
 SMALLEST_GROWTH = 1024**2
 """Bytes below which the growth of a process on the CPU says nothing: it keeps the memory that it frees."""
+COST_CAPTION = (
+    "Tokens per second, and the peak memory: on CUDA the most that PyTorch held, weights included; on the CPU the "
+    "growth of the process's memory, so that only the first label measured in a process shows the whole"
+)
 
 
-def rate_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
-    rates = [cost.tokens_per_second for cost in costs]
-    mean = fmean(rates)
-    return TableCell(f"{mean:,.0f}" if mean >= 10 else f"{mean:.1f}", mean, seeds=seeds)
-
-
-def memory_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
+def cost_cell(costs: Sequence[Cost], on_cpu: bool) -> TableCell:
+    if not costs:
+        return EMPTY
+    rate = fmean(cost.tokens_per_second for cost in costs)
     peaks = [cost.peak_memory_bytes for cost in costs if cost.peak_memory_bytes is not None]
-    if not peaks:
-        return TableCell("–", note="the device does not count it")
-    large = [float(peak) for peak in peaks if not on_cpu or peak >= SMALLEST_GROWTH]
-    if not large:
-        return TableCell("–", note="the process held what this needed already")
-    return TableCell(bytes_text(round(fmean(large))), fmean(large), seeds=seeds)
+    known = [peak for peak in peaks if not on_cpu or peak >= SMALLEST_GROWTH]
+    memory = bytes_text(fmean(known)) if known else ""
+    return TableCell(f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}", rate, memory, seeds=len(costs))
 
 
 def cost_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """Rates and memory of every task with files of costs, by label, device and cell."""
+    """Rates and memory of every task with files of costs, by label, device and cell; means over seeds."""
     blocks = []
     for task in dict.fromkeys(item.result.task for item in loaded if item.costs):
-        by_row: dict[tuple[str, str, int], list[LoadedResult]] = {}
-        files: Counter[tuple[str, int | None]] = Counter()
+        by_row: dict[tuple[str, str, str], list[Cost]] = {}
         for item in (item for item in loaded if item.costs and item.result.task == task):
-            environment = item.result.environment
-            shown = f"{environment.device}, {environment.dtype}, {environment.backend}"
-            # A row has one file of each seed.
-            of_seed = (item.result.label, item.result.checkpoint.seed)
-            by_row.setdefault((item.result.label, shown, files[of_seed]), []).append(item)
-            files[of_seed] += 1
-        every = [cost for items in by_row.values() for item in items for cost in item.costs]
-        columns = sorted({cost.at for cost in every}, key=lambda at: (len(at), at))
-        on_cpu = [items[0].result.environment.device == "cpu" for items in by_row.values()]
-        tables = []
-        for kind, caption, cell in (
-            ("rate", "Tokens per second", rate_cell),
-            ("memory", "; ".join(MEMORY_CAPTIONS[device] for device in sorted(set(on_cpu))), memory_cell),
-        ):
-            rows = []
-            for ((label, shown, _), items), is_cpu in zip(by_row.items(), on_cpu, strict=True):
-                costs = {at: [cost for item in items for cost in item.costs if cost.at == at] for at in columns}
-                cells = tuple(cell(costs[at], len(items), is_cpu) if costs[at] else EMPTY for at in columns)
-                rows.append(TableRow(label, cells, detail=shown))
-            tables.append(Table(f"cost-{task}-{kind}", caption, ("label", *columns), tuple(rows)))
-        blocks.append(ReportBlock(tables=tuple(tables), heading=f"evaluate.py {task}"))
+            shown = shared.environment_text(item.result)
+            by_row.setdefault((item.result.label, shown, item.result.environment.device), []).extend(item.costs)
+        columns = sorted({cost.at for costs in by_row.values() for cost in costs}, key=lambda at: (len(at), at))
+        rows = []
+        for (label, shown, device), costs in by_row.items():
+            cells = [cost_cell([cost for cost in costs if cost.at == at], device == "cpu") for at in columns]
+            rows.append(TableRow(label, tuple(cells), detail=shown))
+        table = Table(f"cost-{task}", COST_CAPTION, ("label", *columns), tuple(rows))
+        blocks.append(ReportBlock(tables=(table,), heading=f"evaluate.py {task}"))
     return blocks
-
-
-# Analysis of attention
-
-ANALYSIS_COMPARABLE: Comparable = {
-    "documents (sha256)": "documents.sha256",
-    "pairs": "protocol.pairs",
-    "queries": "protocol.queries",
-    "seed": "protocol.seed",
-    "protocol": "protocol.text",
-}
-FIGURE_TEXTS = {
-    "angles": "Initial angles from key to query over all layers, heads and rotated pairs, before rotation.",
-    "reach": "Distances at which rotated pairs first cross their borders; k is the reach tau of the anomaly.",
-    "decay": "Mean |score| by distance, with the decay bounds.",
-    "entropy": "Entropy of the attention weights by how many keys a query sees.",
-}
-ANALYSIS_COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
-    "anomalous pairs": lambda cell: cell.angles.anomalous if cell.angles is not None else None,
-    "collinear pairs": lambda cell: cell.angles.collinear if cell.angles is not None else None,
-    "largest angle, rad": lambda cell: cell.angles.largest if cell.angles is not None else None,
-    "tau beyond training": lambda cell: cell.borders.k.beyond_training if cell.borders is not None else None,
-    "score falls with distance": lambda cell: cell.decay.falling_mean,
-    "entropy, nats": lambda cell: cell.entropy.mean,
-}
-
-
-def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis], float | None]) -> TableCell:
-    cell = shared.value_cell(
-        series, f"length {length}", lambda replicate: replicate.number((length,), number), "{:.3f}".format
-    )
-    return TableCell("–") if cell.absent and (length,) in series.keys else cell
-
-
-@shared.grouped("analysis", ANALYSIS_COMPARABLE)
-def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Section 2 and Figures 3 and 7 of the CoCA paper: a table, and the plots of each label."""
-    rows = []
-    for series in group.series:
-        for length in group.lengths():
-            cells = [analysis_cell(series, length, number) for number in ANALYSIS_COLUMNS.values()]
-            rows.append(TableRow(f"{series.label}, {length} tokens", tuple(cells)))
-    caption = "Anomalous pairs, falling scores and entropy (shares of pairs of tokens, means)"
-    table = Table(name, caption, ("label", *ANALYSIS_COLUMNS), tuple(rows))
-
-    def draw(kind: str, result: Any, canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        FIGURES[kind](axes, result)
-        axes.grid()
-
-    figures = []
-    for index, series in enumerate(group.series, 1):
-        first, *others = series.replicates
-        merged = series.header.model_copy(update={"results": list(first.cells.values())})
-        seed = f" Seed {first.header.checkpoint.seed} only." if others else ""
-        for kind in FIGURES if first.cells else ():
-            caption = f"{series.label}: {FIGURE_TEXTS[kind]}{seed}"
-            alt = f"{series.label}: {kind}"
-            figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
-    text = (f"Protocol: {group.first.protocol.text}.",)
-    return ReportBlock(text, tuple(figures), (table,))
 
 
 # Models
@@ -276,13 +167,8 @@ def model_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
         seeds = sorted({result.checkpoint.seed for result in results if result.checkpoint.seed is not None})
         texts += [", ".join(map(str, seeds)), ", ".join(dict.fromkeys(result.task for result in results))]
         rows.append(TableRow(label, tuple(TableCell(text, wide=True) for text in texts)))
-    used = [
-        f"{shared.checkpoint_text(result)}: {shared.environment_text(result)}, torch {result.environment.torch}, "
-        f"tokenizer {(result.tokenizer or 'none')[: shared.HASH_DIGITS]}"
-        for result in (item.result for item in loaded)
-    ]
     table = Table("models", "Models, and what was measured of them", MODELS_HEADER, tuple(rows))
-    return [ReportBlock(tables=(table,), provenance=tuple(dict.fromkeys(used)))]
+    return [ReportBlock(tables=(table,))]
 
 
 def overrides_text(result: Result) -> str:
@@ -299,13 +185,12 @@ def overrides_text(result: Result) -> str:
 NOT_PRINTED = ("summary", "training", "models", "costs")
 """Sections that do not appear on the console."""
 SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
-    "summary": ("Summary", ("perplexity", "passkey"), summary_blocks),
-    "recall": ("Key-value recall", ("recall",), recall_blocks),
-    "training": ("Learning curves", tuple(RESULT_TYPES), curve_blocks),
+    "summary": ("Summary", ("perplexity", "passkey"), by_length.summary_blocks),
+    "recall": ("Key-value recall", ("recall",), retrieval.recall_blocks),
+    "training": ("Learning curves", tuple(RESULT_TYPES), by_length.curve_blocks),
     "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
     "rerope": ("Loss with windowed relative positions", ("perplexity",), by_length.map_blocks),
     "passkey": ("Passkey retrieval", ("passkey",), retrieval.passkey_blocks),
-    "strict": ("CoCA-Strict against CoCA-Slack", ("perplexity", "passkey"), by_length.strict_blocks),
     "needle": ("A needle in a haystack", ("needle",), retrieval.needle_blocks),
     "ruler": ("RULER-style tasks", ("ruler",), retrieval.ruler_blocks),
     "short": ("Short-context tasks", ("lm-eval",), short.harness_blocks),

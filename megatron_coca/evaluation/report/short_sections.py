@@ -8,6 +8,7 @@ from megatron_coca.evaluation.harness.harness_tasks import Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.metrics import value_cell
 from megatron_coca.evaluation.report.published import AVERAGED_GROUPS, SHORT_CONTEXT, TASKS_BY_GROUP
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
@@ -39,7 +40,7 @@ def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 
         score = find_score(replicate, key)
         return None if score is None else scale * score.value
 
-    cell = shared.value_cell(series, f"task {key[0]}", number, f"{{:.{digits}f}}".format)
+    cell = value_cell(series, f"task {key[0]}", number, f"{{:.{digits}f}}".format)
     score = find_score(series.replicates[0], key)
     if len(series.replicates) > 1 or score is None or score.stderr is None:
         return cell
@@ -130,7 +131,7 @@ def group_mean_cell(series: Series, column: str) -> TableCell:
         known = [value for value in means if value is not None]
         return fmean(known) if len(known) == len(means) else None
 
-    cell = shared.value_cell(series, "", mean)
+    cell = value_cell(series, "", mean)
     if not cell.absent:
         return cell
     lacking = [

@@ -5,29 +5,23 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_coca.data import Tokenizer, corpus_files, ensure_builtin, read_documents
 from megatron_coca.evaluation.results import EvaluationError, Record
 
-FILLER = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 """Texts of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
 
 BUILTIN = "builtin"
 MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than a prompt of 500,000 tokens needs
 MAX_SENTENCE_CHARACTERS = 300  # a longer one, such as a table, is cut between words: prompts are filled by sentences
-TRUSTED_TRIES = 4  # tries of `fit` by prediction before it bisects
+FIRST_TRY = 8  # units of the first prompt with filler
 
 _BETWEEN_PARAGRAPHS = re.compile(r"\n\s*\n")
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
@@ -51,7 +45,7 @@ class Case:
     number: int  # index among the cases of its task, length and seed
     prompt: np.ndarray  # token ids, int32 [at most the requested length]
     expected: tuple[str, ...]  # strings that a right answer contains
-    facts: tuple[FactRecord, ...]  # in the order of the text; none if the answer is a property of the whole text
+    facts: tuple[FactRecord, ...]  # in the order of the text
 
 
 class HaystackRecord(Record):
@@ -143,37 +137,10 @@ class Text(NamedTuple):
     facts: tuple[tuple[float, int], ...] = ()
 
 
-class Draft(Protocol):
-    """A prompt that can hold any number of filler units."""
-
-    @property
-    def limit(self) -> int | None:
-        """Number of available units, or None for any number."""
-
-    def build(self, units: int) -> Text:
-        """Return the prompt with that many units."""
-
-    def predict(self, units: int) -> int:
-        """Estimate the tokens that these units add; up to a few tokens, it grows with the units."""
-
-
-class TokenCosts:
-    """Tokens that a piece of text adds to a text in which it stands between spaces, cached by piece."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        if text not in self._known:
-            twice, once = (len(self._tokenizer.encode(piece)) for piece in (f"{text} {text}", text))
-            self._known[text] = twice - once
-        return self._known[text]
-
-
-@dataclass
-class HaystackDraft:
-    """A task description, the haystack with hidden sentences, and the question.
+@dataclass(frozen=True)
+class Draft:
+    """A prompt that can hold any number of filler units: a task description, the haystack with hidden sentences, and
+    the question.
 
     Description, haystack and question are lines; with `in_lines` every hidden sentence and stretch of filler is a line
     too. `first` is the index of the sentence that the haystack starts with.
@@ -183,11 +150,8 @@ class HaystackDraft:
     haystack: Haystack
     hidden: Sequence[Hidden]
     question: str
-    costs: TokenCosts
     first: int = 0
     in_lines: bool = False
-    limit: int | None = None
-    _sums: list[int] = field(default_factory=lambda: [0])
 
     def build(self, units: int) -> Text:
         placed = sorted(self.hidden, key=lambda hidden: hidden.gap(units))
@@ -207,24 +171,11 @@ class HaystackDraft:
             separator = "\n" if self.in_lines else " "
         return Text(f"{text}\n{self.question}", tuple(facts))
 
-    def predict(self, units: int) -> int:
-        if not self.haystack.restarts:
-            return self._sum(units)
-        cuts = [0, *sorted(hidden.gap(units) for hidden in self.hidden), units]
-        return sum(self._sum(end - start) for start, end in pairwise(cuts))
-
     def _block(self, start: int, end: int) -> str:
         if self.haystack.restarts:
             start, end = 0, end - start
         sentences = self.haystack.sentences
         return " ".join(sentences[(self.first + number) % len(sentences)] for number in range(start, end))
-
-    def _sum(self, units: int) -> int:
-        sentences = self.haystack.sentences
-        while len(self._sums) <= units:
-            number = self.first + len(self._sums) - 1
-            self._sums.append(self._sums[-1] + self.costs(sentences[number % len(sentences)]))
-        return self._sums[units]
 
 
 class Fitted(NamedTuple):
@@ -236,51 +187,37 @@ class Fitted(NamedTuple):
 def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
     """Return the prompt with the most units that has at most `length` tokens, tokenized as one text.
 
-    The prediction says how many units to try, and its error at the last try corrects it, which mostly takes two or
-    three tries. That one more unit would be too many is also predicted. After `TRUSTED_TRIES` the remaining interval is
-    bisected, so that no prediction can cause many tries.
+    The next number of units to try is interpolated between the nearest smaller and larger prompts; every third try
+    halves the interval, so that sentences of very different lengths cannot cause many.
 
-    Raises LengthError if not even the prompt without filler fits, or if there are too few units.
+    Raises LengthError if not even the prompt without filler fits.
     """
 
     def attempt(units: int) -> Fitted:
         text = draft.build(units)
         return Fitted(text, tokenizer.encode(text.text), units)
 
-    best = attempt(0)
+    best, other = attempt(0), attempt(FIRST_TRY)
     if len(best.ids) > length:
         raise LengthError(
             f"length {length}: the prompt has {len(best.ids)} tokens without any filler; use a greater length"
         )
-    error = error_of_best = len(best.ids) - draft.predict(0)
-    too_many = None if draft.limit is None else draft.limit + 1
-    for tries in itertools.count():
-        count = _most_units(draft, length - error, best.units, too_many)
-        if count == best.units and (error == error_of_best or count + 1 == too_many):
-            break
-        if tries >= TRUSTED_TRIES and too_many is not None:
-            count = (best.units + too_many) // 2
-        tried = attempt(max(count, best.units + 1))
-        error = len(tried.ids) - draft.predict(tried.units)
-        if len(tried.ids) <= length:
-            best, error_of_best = tried, error
+    if len(other.ids) <= length:
+        best, other = other, best
+    too_many = other.units if other.units > best.units else None
+    for tries in itertools.count(1):
+        if too_many == best.units + 1:
+            return best
+        per_unit = (len(other.ids) - len(best.ids)) / (other.units - best.units)
+        units = best.units + max(1, int((length - len(best.ids)) / max(per_unit, 1)))
+        if too_many is not None:
+            units = (best.units + too_many) // 2 if tries % 3 == 0 else min(units, too_many - 1)
+        tried = attempt(units)
+        if len(tried.ids) > length:
+            other, too_many = tried, units
         else:
-            too_many = tried.units
-    if best.units == draft.limit:
-        raise LengthError(f"length {length}: all available filler is {len(best.ids)} tokens; use a shorter length")
-    return best
-
-
-def _most_units(draft: Draft, tokens: int, low: int, above: int | None) -> int:
-    """Return the largest number of units, at least `low` and below `above`, predicted to add at most `tokens`."""
-    high = low + 1
-    while (above is None or high < above) and draft.predict(high) <= tokens:
-        high *= 2
-    high = high if above is None else min(high, above)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if draft.predict(middle) <= tokens else (low, middle)
-    return low
+            best, other = tried, other if too_many is not None else best
+    raise AssertionError("unreachable")
 
 
 def facts_of(fitted: Fitted, tokenizer: Tokenizer) -> tuple[FactRecord, ...]:

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record
 from megatron_coca.evaluation.retrieval import tasks
 from megatron_coca.evaluation.retrieval.retrieval_tasks import Tally, noting_refusals, tally, tally_fields
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
-from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import GPT
 
 PROTOCOL = (
@@ -125,14 +124,18 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
 def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
     """Return the maker of passkey prompts, for models that were not trained on the task."""
     tokenizer, task = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True)
-    costs = tasks.TokenCosts(tokenizer)
+
+    @cache
+    def added_tokens(key: str) -> int:
+        """Tokens that a key adds to a text in which it stands between spaces."""
+        return len(tokenizer.encode(f"{key} {key}")) - len(tokenizer.encode(key))
 
     def make(length: int) -> list[Questions]:
         groups: dict[int, list[tuple[np.ndarray, int, int]]] = {}
         for case in task.make_cases(tokenizer, length, args.cases, args.seed):
             start = len(case.prompt) - case.facts[0].distance
             group = groups.setdefault(len(case.prompt), [])
-            group.append((case.prompt.astype(np.int64), start, start + costs(case.expected[0])))
+            group.append((case.prompt.astype(np.int64), start, start + added_tokens(case.expected[0])))
         made = []
         for group in groups.values():
             ids, first, last = (np.stack(part) for part in zip(*group, strict=True))
@@ -160,7 +163,7 @@ def run(args: Namespace) -> int:
     cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
     made: dict[int, list[Questions]] = {}  # by length, the same for every variant
-    for subject, store in evaluation.variants(RecallResult, console_table, protocol=protocol):
+    for subject, store in evaluation.variants(RecallResult, protocol=protocol):
         with Progress(subject.label, len(cells), "cells") as progress:
             for tokens, shift in cells:
                 progress.advance(1)
@@ -251,19 +254,3 @@ def retrieving_head(cells: Sequence[RecallCell]) -> tuple[int, int] | None:
 def scores_of(cell: RecallCell, place: tuple[int, int]) -> HeadScores | None:
     """Return the scores of one head."""
     return next((head for head in cell.heads if (head.layer, head.head) == place), None)
-
-
-def console_table(result: RecallResult) -> str:
-    place, rows = retrieving_head(result.results), []
-    for cell in result.results:
-        sides = ["-" if side is None else f"{side.accuracy:.2f} ({side.count})" for side in (cell.inside, cell.beyond)]
-        head = scores_of(cell, place) if place is not None else None
-        numbers = [None, None, None] if head is None else [head.fact, head.rest, head.weight]
-        scores = ["-" if number is None else f"{number:.2f}" for number in numbers]
-        interval = f"{cell.low:.2f}-{cell.high:.2f}"
-        rows.append([str(cell.length), str(cell.shift), f"{cell.accuracy:.3f}", interval, *sides, *scores])
-    header = ["length", "shift", "accuracy", "95% interval", "inside", "beyond", "score of fact", "rest", "weight"]
-    chance = "" if result.protocol.chance is None else f", chance {result.protocol.chance:.3f}"
-    title = f"{result.label}: {result.protocol.prompts}, {result.protocol.cases} cases{chance}"
-    scored = "" if place is None else f"\n\nscores: layer {place[0]}, head {place[1]}, the retrieving one"
-    return f"{title}\n\n{format_table(header, rows)}{scored}\n"

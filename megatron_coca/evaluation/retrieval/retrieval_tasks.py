@@ -13,7 +13,7 @@ import torch
 
 from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
-from megatron_coca.evaluation.options import dynamic_length_text, subject_options
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
 from megatron_coca.evaluation.retrieval import tasks
 from megatron_coca.evaluation.retrieval.prompts import (
@@ -27,7 +27,6 @@ from megatron_coca.evaluation.retrieval.prompts import (
 )
 from megatron_coca.evaluation.retrieval.tasks import RetrievalTask
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
-from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batches, generate
 
 ANSWER_CHARACTERS = 160
@@ -221,7 +220,7 @@ def ruler(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
     protocol = RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack))
-    by_name = {name: tasks.RULER_TASKS[name](haystack, args.answer_stub) for name in args.tasks}
+    by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     units = [
         Unit(f"{name}, length {length}", length, {(name, length): task})
         for length in sorted(set(args.lengths))
@@ -244,7 +243,7 @@ def measure(
     remedy = (
         f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
     )
-    for subject, store in evaluation.variants(kind, console_table, protocol=protocol):
+    for subject, store in evaluation.variants(kind, protocol=protocol):
         for unit in units:
             if all(store.get(key) is not None for key in unit.tasks):
                 continue
@@ -316,38 +315,3 @@ def generate_answers(
                 answers[index] = [token for token in row if token not in (NOT_GENERATED, tokenizer.eod)]
             progress.advance(len(batch))
     return [answers[index] for index in range(len(prompts))]
-
-
-def console_table(result: RetrievalResult) -> str:
-    """Return lengths as rows for passkeys, and as columns for needles by depth and RULER by task."""
-    protocol, seen = result.protocol, dynamic_length_text(result.protocol.dynamic_length)
-    if isinstance(result, PasskeyResult):
-        quarters = [f"quarter {number}" for number in range(1, 5)]
-        header = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
-        rows = [passkey_row(cell) for cell in result.results]
-        title = f"{result.label}: passkey, {protocol.cases} cases"
-        trained = result.checkpoint.seq_length
-        note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
-        return f"{title}\n\n{format_table(header, rows)}\n\n{note}\n{seen}\n"
-    if isinstance(result, NeedleResult):
-        title, corner = f"{result.label}: needle in {protocol.haystack.name}, {protocol.cases} cases each", "depth"
-        accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
-        names = [f"{depth}%" for depth in result.protocol.depths]
-    else:
-        title, corner = f"{result.label}: RULER-style tasks, {protocol.cases} cases each", "task"
-        accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
-        names = sorted({cell.task for cell in result.results})
-    lengths = sorted({length for _, length in accuracy})
-    rows = [
-        [name, *(f"{accuracy[name, length]:.2f}" if (name, length) in accuracy else "-" for length in lengths)]
-        for name in names
-    ]
-    return f"{title}\n\n{format_table([corner, *map(str, lengths)], rows)}\n\n{seen}\n"
-
-
-def passkey_row(cell: PasskeyCell) -> list[str]:
-    tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
-    span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
-    tallies = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
-    shown = ["-" if part is None else f"{part.accuracy:.2f} ({part.count})" for part in tallies]
-    return [str(cell.length), span, f"{cell.accuracy:.2f}", f"{cell.low:.2f}-{cell.high:.2f}", *shown]

@@ -6,8 +6,7 @@ on.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.retrieval import prompts
-from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, HaystackDraft, Hidden, Text, TokenCosts
+from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, Hidden
 from megatron_coca.safe_yaml import read_yaml
 
 PASSKEY_PROTOCOL = (
@@ -81,35 +80,8 @@ def share_found(answer: str, expected: Sequence[str]) -> float:
     return sum(text.lower() in answer.lower() for text in expected) / len(expected)
 
 
-Compose = Callable[[Random, int, TokenCosts], tuple[Draft, tuple[str, ...]]]
-"""Draws a prompt for a length in tokens, and the strings that a right answer contains."""
-
-
-@dataclass(frozen=True)
-class RetrievalTask:
-    """A kind of prompts with known answers; random numbers of a case follow from `name`, seed, length and number."""
-
-    name: str
-    compose: Compose
-    score_answer: Callable[[str, Sequence[str]], float] = share_found
-
-    def make_cases(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Case]:
-        """Return cases 0 .. count-1 of at most `length` tokens; they do not depend on other lengths or on `count`.
-
-        Raises LengthError for a length that is too short or too long.
-        """
-        costs, cases = TokenCosts(tokenizer), []
-        for number in range(count):
-            random = Random(f"{self.name}/{seed}/{length}/{number}")
-            draft, expected = self.compose(random, length, costs)
-            fitted = prompts.fit(draft, tokenizer, length)
-            ids = np.array(fitted.ids, dtype=np.int32)
-            cases.append(Case(number, ids, expected, prompts.facts_of(fitted, tokenizer)))
-        return cases
-
-
 class Puzzle(NamedTuple):
-    """Content of one haystack prompt: `stub` is the beginning of the answer, for models that are given it."""
+    """Content of one prompt: `stub` is the beginning of the answer, for models that are given it."""
 
     description: str
     hidden: Sequence[Hidden]
@@ -119,17 +91,35 @@ class Puzzle(NamedTuple):
     in_lines: bool = False
 
 
-def in_haystack(puzzle: Callable[[Random, int], Puzzle], haystack: Haystack, answer_stub: bool) -> Compose:
-    """Return a task's `compose` that hides what `puzzle` draws in `haystack`."""
+@dataclass(frozen=True)
+class RetrievalTask:
+    """A kind of prompts with known answers; random numbers of a case follow from `name`, seed, length and number.
 
-    def compose(random: Random, length: int, costs: TokenCosts) -> tuple[Draft, tuple[str, ...]]:
-        content = puzzle(random, length)
-        first = 0 if haystack.restarts else random.randrange(len(haystack.sentences))
-        question = f"{content.question} {content.stub}" if answer_stub else content.question
-        draft = HaystackDraft(content.description, haystack, content.hidden, question, costs, first, content.in_lines)
-        return draft, content.expected
+    `puzzle` draws what is hidden in `haystack` for a length in tokens; `answer_stub` adds the beginning of the answer.
+    """
 
-    return compose
+    name: str
+    puzzle: Callable[[Random, int], Puzzle]
+    haystack: Haystack
+    answer_stub: bool = False
+    score_answer: Callable[[str, Sequence[str]], float] = share_found
+
+    def make_cases(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Case]:
+        """Return cases 0 .. count-1 of at most `length` tokens; they do not depend on other lengths or on `count`.
+
+        Raises LengthError for a length that is too short.
+        """
+        cases = []
+        for number in range(count):
+            random = Random(f"{self.name}/{seed}/{length}/{number}")
+            puzzle = self.puzzle(random, length)
+            first = 0 if self.haystack.restarts else random.randrange(len(self.haystack.sentences))
+            question = f"{puzzle.question} {puzzle.stub}" if self.answer_stub else puzzle.question
+            draft = Draft(puzzle.description, self.haystack, puzzle.hidden, question, first, puzzle.in_lines)
+            fitted = prompts.fit(draft, tokenizer, length)
+            ids = np.array(fitted.ids, dtype=np.int32)
+            cases.append(Case(number, ids, puzzle.expected, prompts.facts_of(fitted, tokenizer)))
+        return cases
 
 
 def passkey(answer_stub: bool = False) -> RetrievalTask:
@@ -145,7 +135,7 @@ def passkey(answer_stub: bool = False) -> RetrievalTask:
         stub = "The pass key is"  # the original prompt's
         return Puzzle(description, [hidden], "What is the passkey?", stub, (key,), in_lines=True)
 
-    return RetrievalTask("passkey", in_haystack(puzzle, prompts.FILLER_BLOCKS, answer_stub), passkey_score)
+    return RetrievalTask("passkey", puzzle, prompts.FILLER_BLOCKS, answer_stub, passkey_score)
 
 
 def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
@@ -160,7 +150,7 @@ def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> Retriev
         )
         return Puzzle(description, [hidden], f"What is the code of {city}?", f"The code of {city} is", (code,))
 
-    return RetrievalTask(f"needle at {depth}", in_haystack(puzzle, haystack, answer_stub))
+    return RetrievalTask(f"needle at {depth}", puzzle, haystack, answer_stub)
 
 
 def within(number: int, low: int, high: int) -> int:
@@ -220,83 +210,14 @@ def variable_tracking(random: Random, length: int) -> Puzzle:
     return Puzzle(description, hidden, question, f"The variables with the value {values[0]} are", expected)
 
 
-class Frequencies(NamedTuple):
-    """Number of common words, how often each of them occurs, and how often each other word."""
-
-    words: int
-    common: int
-    others: int
-
-
-FREQUENCIES = (Frequencies(10, 30, 3), Frequencies(6, 10, 2), Frequencies(4, 4, 1))
-"""The first are the paper's."""
-
-
-def common_words(haystack: Haystack, answer_stub: bool) -> RetrievalTask:
-    """Return the task that asks for the most frequent words of a list; there are no facts and no `haystack`."""
-
-    def compose(random: Random, length: int, costs: TokenCosts) -> tuple[Draft, tuple[str, ...]]:
-        # The first whose common words take at most half of the length, by the mean cost of a compound.
-        sample = [f"{adjective}-{noun}," for adjective, noun in zip(ADJECTIVES, NOUNS, strict=False)]
-        cost = sum(map(costs, sample)) / len(sample)
-        fitting = (times for times in FREQUENCIES if times.words * times.common * cost <= length / 2)
-        times = next(fitting, FREQUENCIES[-1])
-        # A prompt has fewer words than tokens, so it needs no more words than that.
-        words = compounds(random, min(COMPOUNDS, times.words + length))
-        common = tuple(words[: times.words])
-        question = f"Which {times.words} words occur most often in the list?"
-        if answer_stub:
-            question += f" The {times.words} words that occur most often are"
-        return WordList(times, common, words[times.words :], question, costs, random.getrandbits(64)), common
-
-    return RetrievalTask("common_words", compose)
-
-
-@dataclass
-class WordList:
-    """A `Draft` whose units are the words that are not common, each repeated `times.others` times."""
-
-    times: Frequencies
-    common: Sequence[str]
-    others: Sequence[str]
-    question: str
-    costs: TokenCosts
-    order: int
-    _sums: list[int] = field(default_factory=lambda: [0])
-
-    @property
-    def limit(self) -> int | None:
-        return len(self.others)
-
-    def build(self, units: int) -> Text:
-        """Return the words in random order, without facts."""
-        words = [word for word in self.common for _ in range(self.times.common)]
-        words += [word for word in self.others[:units] for _ in range(self.times.others)]
-        Random(self.order).shuffle(words)
-        description = "Below is a list of words. Some of them occur more often than all others. Find out which."
-        return Text(f"{description}\n{', '.join(words)}\n{self.question}")
-
-    def predict(self, units: int) -> int:
-        while len(self._sums) <= units:
-            word = self.others[len(self._sums) - 1]
-            self._sums.append(self._sums[-1] + self.times.others * self.costs(f"{word},"))
-        return self._sums[units]
-
-
-HIDDEN = {
+RULER_TASKS: dict[str, Callable[[Random, int], Puzzle]] = {
     "multi_key": multi_key,
     "multi_value": multi_value,
     "multi_query": multi_query,
     "variable_tracking": variable_tracking,
 }
+"""What each task hides; names as `options.RULER_NAMES`."""
 
 
-def hidden_task(name: str, haystack: Haystack, answer_stub: bool) -> RetrievalTask:
-    return RetrievalTask(name, in_haystack(HIDDEN[name], haystack, answer_stub))
-
-
-RULER_TASKS: dict[str, Callable[[Haystack, bool], RetrievalTask]] = {
-    **{name: partial(hidden_task, name) for name in HIDDEN},
-    "common_words": common_words,
-}
-"""Makes each task for a haystack, with or without the beginning of the answer; names as `options.RULER_NAMES`."""
+def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
+    return RetrievalTask(name, RULER_TASKS[name], haystack, answer_stub)
