@@ -26,12 +26,6 @@ def percent(share: float | None) -> str:
     return f"{share:.2%}" if share == 0 or share >= 0.0001 else f"{share * 100:.1e}%"
 
 
-def excerpt(text: str, length: int = 80) -> str:
-    """The first ``length`` characters of a text on one line, with unprintable characters escaped."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:length])
-    return shown[:length] + ("..." if len(text) > length or len(shown) > length else "")
-
-
 def escaped(text: str) -> str:
     """Escape plain text for one line of Markdown. HTML becomes entities."""
     return _MARKUP.sub(lambda found: f"\\{found[0]}", escape(_LINE_ENDS.sub(" ", text), quote=False))

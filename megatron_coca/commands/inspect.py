@@ -2,9 +2,8 @@
 
     megatron-coca inspect sample configs/350M/roformer_coca.yml --number 1000 train_batch_size=64
     megatron-coca inspect document data/mine/books_train 17
-    megatron-coca inspect lengths data/mine --output lengths.png
+    megatron-coca inspect lengths data/mine
     megatron-coca inspect mixture configs/350M/roformer_coca.yml
-    megatron-coca inspect coverage data/mine
     megatron-coca inspect verify data/mine
     megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
     megatron-coca inspect checkpoint runs/350M_roformer_coca/global_step5000 --no-verify
@@ -32,7 +31,7 @@ from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.verify import CHECKS, verify_shards
-from megatron_coca.markdown_tables import excerpt, format_table, percent
+from megatron_coca.markdown_tables import format_table, percent
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
@@ -134,11 +133,7 @@ def _document(options: argparse.Namespace) -> Result:
 
 
 def _lengths(options: argparse.Namespace) -> Result:
-    if options.output is not None:
-        inspection.check_picture(options.output)
     lengths_of = inspection.lengths_by_source(inspection.find_shards(options.shards))
-    if options.output is not None:
-        inspection.plot_lengths(lengths_of, options.output)
     facts = {source: lengths.facts() for source, lengths in lengths_of.items()}
     columns = ["documents", "tokens", "min", *inspection.QUANTILES, "max", "mean"]
     quantiles = [[source, *(values[name] for name in columns)] for source, values in facts.items()]
@@ -148,22 +143,6 @@ def _lengths(options: argparse.Namespace) -> Result:
         format_table(["tokens in documents longer than", *map(str, inspection.THRESHOLDS)], longer),
     ]
     return Result("\n\n".join(tables), facts)
-
-
-def _coverage(options: argparse.Namespace) -> Result:
-    entries = inspection.find_shards(options.shards)
-    tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
-    facts = inspection.measure_coverage(entries, tokenizer, show=True)
-    names = ["source", "documents", "tokens", "bytes_per_token", "vocabulary_used", "tokens_never_seen"]
-    rows = _rows(facts, [*names, "fallback", "unknown"], shares=("vocabulary_used", "fallback", "unknown"))
-    header = ["source", "documents", "tokens", "bytes per token", "vocabulary used", "never seen"]
-    lines = [format_table([*header, "fallback", "unknown"], rows), ""]
-    for f in facts:
-        frequent = "  ".join(f"{excerpt(piece, 20)} {percent(n / f['tokens'])}" for _, piece, n in f["most_frequent"])
-        lines.append(f"{f['source']}, most frequent: {frequent}")
-        if f["bytes_measured_on_documents"] < f["documents"]:
-            lines.append(f"{f['source']}: bytes per token measured on {f['bytes_measured_on_documents']:,} documents")
-    return Result("\n".join(lines), facts)
 
 
 def _verify(options: argparse.Namespace) -> Result:
@@ -247,7 +226,6 @@ def parser() -> argparse.ArgumentParser:
     mixture = command("mixture", _mixture, "show how much a run reads from each source")
     document = command("document", _document, "decode one document of a shard")
     lengths = command("lengths", _lengths, "document lengths by source, from the index files alone")
-    coverage = command("coverage", _coverage, "how the vocabulary is used, by source")
     verify = command("verify", _verify, "compare shards with their manifest, index and vocabulary; reads all tokens")
     checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
     method = command("method", _method, "draw what the position methods of configurations do, side by side")
@@ -271,10 +249,9 @@ def parser() -> argparse.ArgumentParser:
     document.add_argument("number", type=int, help="from 0")
     for added in (sample, document):
         added.add_argument("--tokens", action="store_true", help="show id:piece of each token")
-    lengths.add_argument("--output", type=Path, metavar="FILE.png", help="draw the histogram")
-    for added in (lengths, coverage, verify):
+    for added in (lengths, verify):
         added.add_argument("shards", nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them")
-    for added in (document, coverage, verify):
+    for added in (document, verify):
         named = added.add_argument_group("tokenizer", "for shards without a saved tokenizer")
         named.add_argument("--tokenizer-type", choices=list(TOKENIZERS))
         named.add_argument("--vocab-file", type=Path)

@@ -1,6 +1,5 @@
-"""Inspect prepared data: find shards, decode documents and samples, count document lengths and tokens."""
+"""Inspect prepared data: find shards, decode documents and samples, count document lengths."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -29,7 +28,6 @@ class ShardEntry:
         source: its name in the manifest, or that of its files; preceded by the folder where two folders share a name.
         split: train, valid or test.
         prefix: path of its files without their suffix.
-        bytes: of the UTF-8 text.
         sha256: of the .bin file, hexadecimal.
         labels, labels_sha256: prefix of its label shard, if it has one, and the same of it.
     """
@@ -37,7 +35,6 @@ class ShardEntry:
     source: str
     split: str
     prefix: Path
-    bytes: int | None = None
     documents: int | None = None
     tokens: int | None = None
     sha256: str | None = None
@@ -90,7 +87,7 @@ def manifest_entries(folder: Path) -> list[ShardEntry]:
     for source in read_manifest(folder / MANIFEST)["sources"]:
         for split, facts in source.items():
             if isinstance(facts, dict) and facts.get("prefix"):
-                names = ("bytes", "documents", "tokens", "sha256", "labels_sha256")
+                names = ("documents", "tokens", "sha256", "labels_sha256")
                 values = {name: facts.get(name) for name in names}
                 labels = folder / facts["labels"] if facts.get("labels") else None
                 prefix = folder / facts["prefix"]
@@ -248,7 +245,6 @@ def _decoded(tokens: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
 
 QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
 THRESHOLDS = (512, 2048, 8192, 32768)
-PICTURES = (".png", ".svg", ".pdf")
 _SHORT = 1 << 20  # lengths below have a counter each; longer documents are few
 
 
@@ -310,96 +306,3 @@ def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, Lengths]:
         )
         for source in dict.fromkeys(entry.source for entry in entries)
     }
-
-
-def check_picture(path: Path) -> None:
-    """Raise ``DataError`` for a file name without the suffix of a picture."""
-    if path.suffix.lower() not in PICTURES:
-        raise DataError(f"{path}: unknown picture format. End the name in one of {', '.join(PICTURES)}.")
-
-
-def plot_lengths(lengths_of: dict[str, Lengths], path: Path) -> None:
-    """Draw a histogram of document lengths, one line per source, both axes logarithmic."""
-    check_picture(path)
-    from matplotlib.figure import Figure
-
-    shortest = max(1, min(int(lengths.values[0]) for lengths in lengths_of.values()))
-    longest = max(2, *(int(lengths.values[-1]) for lengths in lengths_of.values()))
-    edges = 2.0 ** np.arange(math.floor(math.log2(shortest)), math.log2(longest) + 0.5, 0.5)
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for source, lengths in lengths_of.items():
-        counts, _ = np.histogram(np.maximum(lengths.values, 1), bins=edges, weights=lengths.counts)
-        axes.stairs(counts, edges, label=f"{source} ({lengths.documents:,})")
-    axes.set(xscale="log", yscale="log", ylim=(0.8, None), title="Document lengths")
-    axes.set(xlabel="tokens in a document", ylabel="documents")
-    axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-MOST_FREQUENT = 20
-_SAMPLED_DOCUMENTS = 200  # of a shard whose manifest does not tell the bytes of text
-
-
-def measure_coverage(entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: bool = False) -> list[dict[str, Any]]:
-    """For each source, how its tokens use the vocabulary, for JSON; reads every token once.
-
-    ``bytes_per_token`` excludes separators and comes from ``bytes_measured_on_documents`` documents; ``fallback`` is
-    the share of byte tokens other than line feeds; ``most_frequent`` lists (id, piece, occurrences).
-    Raises ``DataError`` for a damaged shard and for ids that the tokenizer does not have.
-    """
-    # SentencePiece models usually spell a line feed as its byte; it is not missing from the vocabulary.
-    fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != "<0x0A>")
-    unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
-    result = []
-    for source in dict.fromkeys(entry.source for entry in entries):
-        counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        documents = size = tokens = measured = 0
-        for entry in (entry for entry in entries if entry.source == source):
-            shard = Shard(entry.prefix)
-            own = _token_counts(shard, entry.label, tokenizer.vocab_size, show)
-            counts += own
-            documents += shard.documents
-            if entry.bytes is None:
-                chosen = np.linspace(0, shard.documents - 1, min(_SAMPLED_DOCUMENTS, shard.documents))
-                for number in np.unique(chosen.astype(np.int64)).tolist():
-                    ids = shard.document(number).tolist()
-                    ids = ids[:-1] if ids and ids[-1] == tokenizer.eod else ids
-                    size += len(tokenizer.decode(ids).encode())
-                    tokens += len(ids)
-                    measured += 1
-            else:
-                size += entry.bytes
-                tokens += int(own.sum() - own[tokenizer.eod])
-                measured += shard.documents
-        used, total = int((counts > 0).sum()), int(counts.sum())
-        frequent = np.argsort(-counts, kind="stable")[:MOST_FREQUENT].tolist()
-        result.append(
-            {
-                "source": source,
-                "documents": documents,
-                "tokens": total,
-                "bytes_per_token": size / max(1, tokens),
-                "bytes_measured_on_documents": measured,
-                "vocabulary_used": used / tokenizer.vocab_size,
-                "tokens_never_seen": tokenizer.vocab_size - used,
-                "fallback": int(counts[fallback].sum()) / max(1, total),
-                "unknown": int(counts[unknown].sum()) / max(1, total),
-                "most_frequent": [(i, tokenizer.piece(i), int(counts[i])) for i in frequent if counts[i]],
-            }
-        )
-    return result
-
-
-def _token_counts(shard: Shard, label: str, vocab_size: int, show: bool) -> np.ndarray:
-    """Occurrences of each token in a shard: int64 [vocab_size]."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for tokens, _ in token_blocks(shard, label, show):
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise DataError(
-                f"{shard.prefix}: contains token {tokens.max()}, outside the tokenizer's {vocab_size}. "
-                "Name the tokenizer that the shard was made with."
-            )
-        counts += np.bincount(tokens, minlength=vocab_size)
-    return counts

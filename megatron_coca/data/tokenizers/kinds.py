@@ -43,14 +43,10 @@ class Tokenizer(ABC):
         vocab_size: largest id plus one.
         eod: the id that ends each document of a prepared corpus.
         fingerprint: as ``fingerprint_of``.
-        fallback_ids: tokens for single bytes of characters outside the vocabulary.
-        unknown_id: the token for text that cannot be encoded, or None.
         chat: the template of chats, or None. It changes no encoding, and so not the fingerprint.
     """
 
     tokenizer_type: str
-    fallback_ids: frozenset[int] = frozenset()
-    unknown_id: int | None = None
     chat: ChatTemplate | None = None
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
@@ -193,9 +189,6 @@ def agree(one: Tokenizer, other: Tokenizer) -> bool:
     return one.eod == other.eod and first_difference(one, other) is None
 
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-
-
 class HFTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
@@ -213,8 +206,6 @@ class HFTokenizer(Tokenizer):
         if getattr(self._model.model, "dropout", None):
             self._model.model.dropout = None
         vocabulary = self._model.get_vocab()
-        self.fallback_ids = frozenset(i for name, i in vocabulary.items() if _BYTE.fullmatch(name))
-        self.unknown_id = vocabulary.get(getattr(self._model.model, "unk_token", None))
         return max(vocabulary.values(), default=-1) + 1  # ids may have gaps
 
     def build(self, data: dict[str, bytes]) -> Any:

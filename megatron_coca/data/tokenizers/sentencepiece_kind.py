@@ -103,10 +103,8 @@ class SentencePieceTokenizer(Tokenizer):
         if settings.dummy_prefix:
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=without_dummy_prefix(file))
         size = self._model.get_piece_size()
-        self.fallback_ids = frozenset(i for i in range(size) if self._model.is_byte(i))
-        self.unknown_id = self._model.unk_id()
         marks = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
-        self._space_mark_ids = marks if self.fallback_ids.issuperset(marks) else None
+        self._space_mark_ids = marks if all(map(self._model.is_byte, marks)) else None
         self._divisible = settings.is_bpe and settings.plain_spaces and self._spaces_separate(size)
         return size
 
