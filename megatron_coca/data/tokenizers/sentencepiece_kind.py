@@ -4,20 +4,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import sentencepiece
 
 from megatron_coca.data.tokenizers.kinds import Tokenizer
-
-# Fields of sentencepiece_model.proto: of the model, of its trainer_spec, of its normalizer_spec.
-_TRAINER, _NORMALIZER = 2, 3
-_MODEL_TYPE, _SPACE_AS_SUFFIX = 3, 24
-_CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5
-_BPE = 2
-_FIXED_SIZES = {1: 8, 5: 4}
-# The last value of a field wins, so that these bytes at the end of a file disable its dummy prefix.
-_NO_DUMMY_PREFIX = bytes([_NORMALIZER << 3 | 2, 2, _DUMMY_PREFIX << 3, 0])
 
 
 @dataclass(frozen=True)
@@ -37,50 +28,29 @@ class ModelSettings:
     @classmethod
     def read(cls, model: bytes) -> Self:
         """Parse the bytes of a valid SentencePiece model."""
-        trainer: dict[int, int | bytes] = {}
-        normalizer: dict[int, int | bytes] = {}
-        for number, value in _fields(model):
-            if number in (_TRAINER, _NORMALIZER) and isinstance(value, bytes):
-                (trainer if number == _TRAINER else normalizer).update(_fields(value))
+        proto = _proto(model)
+        trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
         return cls(
-            is_bpe=trainer.get(_MODEL_TYPE, 1) == _BPE,
-            dummy_prefix=bool(normalizer.get(_DUMMY_PREFIX, 1)),
-            plain_spaces=not normalizer.get(_CHARSMAP)
-            and not normalizer.get(_REMOVE_SPACES, 1)
-            and bool(normalizer.get(_ESCAPE_SPACES, 1))
-            and not trainer.get(_SPACE_AS_SUFFIX, 0),
+            is_bpe=trainer.model_type == trainer.BPE,
+            dummy_prefix=normalizer.add_dummy_prefix,
+            plain_spaces=not normalizer.precompiled_charsmap
+            and not normalizer.remove_extra_whitespaces
+            and normalizer.escape_whitespaces
+            and not trainer.treat_whitespace_as_suffix,
         )
 
 
 def without_dummy_prefix(model: bytes) -> bytes:
     """The same model without a dummy prefix."""
-    return model + _NO_DUMMY_PREFIX
+    proto = _proto(model)
+    proto.normalizer_spec.add_dummy_prefix = False
+    return proto.SerializeToString()
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (field number, value) of a protobuf message, in order; fixed-size numbers stay bytes."""
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        if tag & 7 == 0:
-            value, position = _varint(message, position)
-            yield tag >> 3, value
-            continue
-        size = _FIXED_SIZES.get(tag & 7)
-        if size is None:
-            size, position = _varint(message, position)
-        yield tag >> 3, message[position : position + size]
-        position += size
+def _proto(model: bytes) -> Any:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when it runs
 
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[position]
-        value |= (byte & 127) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 128:
-            return value, position
+    return ModelProto.FromString(model)
 
 
 _PIECE = 2000  # characters; the library's time per character doubles by a million, and shorter calls cost more
