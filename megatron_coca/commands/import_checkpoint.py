@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
     written = f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only"
     print("\n  set ".join([written, *done.changes]))
-    for note in filter(None, (done.tokenizer_note, done.behaviour_note)):
+    kept = "chat template, special tokens around and within texts, and generation defaults are not taken over"
+    remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to have those of the source"
+    for note in filter(None, (done.tokenizer_note, remedy if done.huggingface_folder is not None else None)):
         print(f"megatron-coca import: {note}", file=sys.stderr)
     return 0

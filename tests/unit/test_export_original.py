@@ -13,7 +13,7 @@ from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.tokenizer import THEIRS
-from megatron_coca.checkpoints.importing import behaviour_note, import_checkpoint
+from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands import export as export_command
 from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.data import load_tokenizer
@@ -120,59 +120,10 @@ def test_nothing_to_compare_with(source: Path, tmp_path: Path) -> None:
     assert ids(done.folder) == IDS
 
 
-PLAIN = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 1, "suppress_tokens": [5], "_from_model_config": True}
-BEHAVES: dict[str, tuple[dict[str, Json | str], str | None]] = {
-    "nothing": ({"generation_config.json": PLAIN}, None),
-    "template": ({"chat_template.jinja": "{{ messages }}"}, "a chat template"),
-    "older template": ({"tokenizer_config.json": {"chat_template": "x"}}, "a chat template"),
-    "flag": ({"tokenizer_config.json": {"add_bos_token": True}}, "special tokens that it adds around texts"),
-    "template of symbols": (
-        {"tokenizer.json": {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {}}]}}},
-        "special tokens that it adds around texts",
-    ),
-    "within a sequence": (
-        {"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [{"type": "BertProcessing"}]}}},
-        "special tokens that it adds around texts",
-    ),
-    "adds nothing": ({"tokenizer.json": {"post_processor": {"type": "ByteLevel"}}}, None),
-    "LLaMA's class": (
-        {"tokenizer.model": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}},
-        "special tokens that it adds around texts",
-    ),
-    "LLaMA's class, told": (
-        {"tokenizer.model": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}},
-        None,
-    ),
-    "the end alone": ({"tokenizer.json": {"added_tokens": [{"id": 1, "special": True}]}}, None),
-    "special tokens": ({"tokenizer.json": {"added_tokens": [{"id": 2, "special": True}]}}, "special tokens"),
-    "declared ones": (
-        {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"special": True}}}},
-        "special tokens within texts",
-    ),
-    "sampling": ({"generation_config.json": PLAIN | {"top_p": 0.9}}, "generation defaults"),
-    "several ends": ({"generation_config.json": PLAIN | {"eos_token_id": [1, 3]}}, "generation defaults"),
-}
-
-
-@pytest.mark.parametrize("name", BEHAVES)
-def test_what_an_import_does_not_keep(name: str, tmp_path: Path) -> None:
-    files, told = BEHAVES[name]
-    for file, content in files.items():
-        (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
-    note = behaviour_note(tmp_path, 1)
-    assert (note is None) == (told is None)
-    if told is not None:
-        assert note == f"{tmp_path}: also has {told}; export with --tokenizer {tmp_path} to keep them" or told in note
-
-
 def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_tool.main([str(source), str(tmp_path / "save")]) == 0
     said = capsys.readouterr().err
-    assert (
-        "a chat template, special tokens that it adds around texts, special tokens within texts, generation defaults"
-        in said
-    )
-    assert f"export with --tokenizer {source} to keep them" in said
+    assert f"are not taken over; export with --tokenizer {source} to have those of the source" in said
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert export_command.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
