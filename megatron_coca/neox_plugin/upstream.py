@@ -31,68 +31,47 @@ class Requirement(NamedTuple):
 
 _ARGUMENTS, _NEOX_ARGS = "megatron.neox_arguments.neox_args", "megatron.neox_arguments"
 _TRANSFORMER, _RATES = "megatron.model.transformer", "megatron.learning_rates"
-
-REQUIREMENTS: tuple[Requirement, ...] = (
-    Requirement(
-        _ARGUMENTS,
-        "NeoXArgsModel",
-        fields=(
-            *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "pos_emb"),
-            *("rotary_pct", "rotary_emb_base", "attention_config", "sliding_window_width", "max_position_embeddings"),
-            "make_vocab_size_divisible_by",
-        ),
-    ),
-    Requirement(_ARGUMENTS, "NeoXArgsLRScheduler", fields=("lr_decay_style", "min_lr", "warmup")),
-    Requirement(_ARGUMENTS, "NeoXArgsTraining", fields=("attention_dropout", "train_iters")),
-    Requirement(_ARGUMENTS, "NeoXArgsTokenizer", fields=("padded_vocab_size",)),
-    Requirement(_ARGUMENTS, "NeoXArgsParallelism", fields=("model_parallel_size",)),
-    Requirement(
-        _NEOX_ARGS,
-        "NeoXArgs",
-        fields=("user_script", "optimizer", "optimizer_type", "config_files", "iteration", "use_mup"),
-    ),
-    Requirement(
-        _NEOX_ARGS,
-        "NeoXArgs",
-        fields=("finetune", "no_load_optim", "pipe_parallel_size", "steps_per_print", "deepspeed_extra_args"),
-    ),
-    Requirement(_NEOX_ARGS, "NeoXArgs.from_ymls", ("paths_to_yml_files", "overwrite_values")),
-    Requirement(_NEOX_ARGS, "NeoXArgs.calculate_derived", ("self",)),
-    Requirement(_NEOX_ARGS, "NeoXArgs.validate_values", ("self",)),
-    Requirement(_NEOX_ARGS, "NeoXArgs.build_tokenizer", ("self",)),
-    Requirement(_NEOX_ARGS, "NeoXArgs.get_deepspeed_main_args", ("self",)),
-    Requirement(
-        _TRANSFORMER,
-        "ParallelSelfAttention",
-        (
-            *("neox_args", "attention_mask_func", "init_method", "output_layer_init_method", "layer_number"),
-            *("rpe", "rotary", "use_cache", "parallel_output"),
-        ),
-    ),
-    Requirement(
-        _TRANSFORMER,
-        "ParallelSelfAttention.attention",
-        ("self", "query_layer", "key_layer", "value_layer", "layer_past", "attention_mask"),
-    ),
-    Requirement(
-        _TRANSFORMER,
-        "ParallelSelfAttention.flash_attention",
-        ("self", "query_layer", "key_layer", "value_layer"),
-    ),
-    Requirement("megatron.mpu", "get_cuda_rng_tracker"),
-    Requirement("megatron.checkpointing", "check_checkpoint_args", ("neox_args", "checkpoint_args")),
-    Requirement("megatron.checkpointing", "save_ds_checkpoint", ("iteration", "model", "neox_args")),
-    Requirement("megatron.text_generation_utils", "stream_tokens", ("neox_args", "model", "context_tokens")),
-    Requirement("megatron.training", "get_learning_rate_scheduler", ("optimizer", "neox_args")),
-    Requirement("megatron.training", "get_model", ("neox_args",)),
-    Requirement("megatron.training", "forward_step", ("data_iterator", "model", "neox_args")),
-    Requirement(
-        _RATES,
-        "AnnealingLR",
-        ("optimizer", "start_lr", "warmup_iter", "total_iters", "decay_style", "last_iter", "min_lr"),
-    ),
-    Requirement(_RATES, "AnnealingLR.get_lr", ("self",)),
-    Requirement(_RATES, "AnnealingLR.step", ("self", "step_num")),
+_MODEL_FIELDS = (
+    "num_layers hidden_size num_attention_heads num_kv_heads seq_length pos_emb rotary_pct rotary_emb_base"
+    " attention_config sliding_window_width max_position_embeddings make_vocab_size_divisible_by"
+)
+_RUN_FIELDS = (
+    "user_script optimizer optimizer_type config_files iteration use_mup finetune no_load_optim pipe_parallel_size"
+    " steps_per_print deepspeed_extra_args"
+)
+_ATTENTION_PARAMETERS = "neox_args attention_mask_func init_method output_layer_init_method layer_number rpe rotary use_cache parallel_output"
+_QKV = "self query_layer key_layer value_layer"
+_FIELDS = (
+    (_ARGUMENTS, "NeoXArgsModel", _MODEL_FIELDS),
+    (_ARGUMENTS, "NeoXArgsLRScheduler", "lr_decay_style min_lr warmup"),
+    (_ARGUMENTS, "NeoXArgsTraining", "attention_dropout train_iters"),
+    (_ARGUMENTS, "NeoXArgsTokenizer", "padded_vocab_size"),
+    (_ARGUMENTS, "NeoXArgsParallelism", "model_parallel_size"),
+    (_NEOX_ARGS, "NeoXArgs", _RUN_FIELDS),
+)
+_PARAMETERS = (
+    (_NEOX_ARGS, "NeoXArgs.from_ymls", "paths_to_yml_files overwrite_values"),
+    (_NEOX_ARGS, "NeoXArgs.calculate_derived", "self"),
+    (_NEOX_ARGS, "NeoXArgs.validate_values", "self"),
+    (_NEOX_ARGS, "NeoXArgs.build_tokenizer", "self"),
+    (_NEOX_ARGS, "NeoXArgs.get_deepspeed_main_args", "self"),
+    (_TRANSFORMER, "ParallelSelfAttention", _ATTENTION_PARAMETERS),
+    (_TRANSFORMER, "ParallelSelfAttention.attention", f"{_QKV} layer_past attention_mask"),
+    (_TRANSFORMER, "ParallelSelfAttention.flash_attention", _QKV),
+    ("megatron.mpu", "get_cuda_rng_tracker", ""),
+    ("megatron.checkpointing", "check_checkpoint_args", "neox_args checkpoint_args"),
+    ("megatron.checkpointing", "save_ds_checkpoint", "iteration model neox_args"),
+    ("megatron.text_generation_utils", "stream_tokens", "neox_args model context_tokens"),
+    ("megatron.training", "get_learning_rate_scheduler", "optimizer neox_args"),
+    ("megatron.training", "get_model", "neox_args"),
+    ("megatron.training", "forward_step", "data_iterator model neox_args"),
+    (_RATES, "AnnealingLR", "optimizer start_lr warmup_iter total_iters decay_style last_iter min_lr"),
+    (_RATES, "AnnealingLR.get_lr", "self"),
+    (_RATES, "AnnealingLR.step", "self step_num"),
+)
+REQUIREMENTS = (
+    *(Requirement(module, name, fields=tuple(fields.split())) for module, name, fields in _FIELDS),
+    *(Requirement(module, name, tuple(parameters.split())) for module, name, parameters in _PARAMETERS),
 )
 
 
