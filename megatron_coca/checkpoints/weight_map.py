@@ -32,12 +32,12 @@ class Packing:
     Attributes:
         join: parts -> packed.
         split: packed -> parts, bit by bit the inverse of `join`.
-        wanted: shapes of the parts -> the shapes that they must have, given the first.
+        wanted: shapes of the parts -> the shapes that they must have, given the first; any by default.
     """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
     split: Callable[[Tensor, Heads, int], Sequence[Tensor]]
-    wanted: Callable[[Sequence[Shape], Heads], Sequence[Shape]]
+    wanted: Callable[[Sequence[Shape], Heads], Sequence[Shape]] = lambda shapes, heads: shapes
 
 
 def _join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
@@ -62,13 +62,11 @@ def _shapes_by_head(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
     return [(count * width, *others) for count in (heads.query, heads.key, heads.key)]
 
 
-ALONE = Packing(
-    lambda parts, heads: parts[0], lambda packed, heads, count: [packed], wanted=lambda shapes, heads: shapes
-)
+ALONE = Packing(lambda parts, heads: parts[0], lambda packed, heads, count: [packed])
 STACKED = Packing(
     lambda parts, heads: torch.cat(list(parts)),
     lambda packed, heads, count: packed.chunk(count),
-    wanted=lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
+    lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
 )
 BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
 
@@ -82,10 +80,6 @@ def _in_halves(rows: Tensor, heads: int) -> Tensor:
 def _in_pairs(rows: Tensor, heads: int) -> Tensor:
     halves = rows.view(heads, 2, -1, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
-
-
-def _as_they_are(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
-    return shapes
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -116,33 +110,28 @@ def _split_fused(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
     return [torch.cat(list(_split_heads(packed, heads, 3)))]
 
 
-NEIGHBOURS = Packing(
-    lambda parts, heads: _join_heads(
-        [_in_halves(parts[0], heads.query), _in_halves(parts[1], heads.key), parts[2]], heads
-    ),
-    lambda packed, heads, count: [
-        turn(part)
-        for turn, part in zip(
-            (lambda q: _in_pairs(q, heads.query), lambda k: _in_pairs(k, heads.key), lambda v: v),
-            _split_heads(packed, heads, count),
-            strict=True,
-        )
-    ],
-    _shapes_by_head,
-)
+def _join_neighbours(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    q, k, v = parts
+    return _join_heads([_in_halves(q, heads.query), _in_halves(k, heads.key), v], heads)
+
+
+def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
+    q, k, v = _split_heads(packed, heads, count)
+    return [_in_pairs(q, heads.query), _in_pairs(k, heads.key), v]
+
+
+NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, _shapes_by_head)
 """BY_HEAD, of a model that rotates neighbouring features together."""
-FUSED = Packing(_join_fused, _split_fused, _as_they_are)
-GROUPED = Packing(_join_groups, _split_groups, _as_they_are)
-TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)], _as_they_are)
+FUSED = Packing(_join_fused, _split_fused)
+GROUPED = Packing(_join_groups, _split_groups)
+TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
 FUSED_TURNED = Packing(
     lambda parts, heads: _join_fused([_turned(parts[0])], heads),
     lambda packed, heads, count: [_turned(_split_fused(packed, heads, count)[0])],
-    _as_they_are,
 )
 GATE_FIRST = Packing(
     lambda parts, heads: torch.cat(parts[0].chunk(2)[::-1]),
     lambda packed, heads, count: [torch.cat(packed.chunk(2)[::-1])],
-    _as_they_are,
 )
 """The gate and then the value in one matrix."""
 
@@ -156,19 +145,36 @@ class Row:
     packing: Packing = ALONE
 
 
+def _layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
+    """Weights and biases of a block's modules: ours -> theirs and the packing."""
+    return [
+        Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
+        for ours, (theirs, packing) in modules.items()
+        for kind in ("weight", "bias")
+    ]
+
+
+MODULES = (
+    *("input_layernorm", "post_attention_layernorm", "attention.query_key_value", "attention.dense"),
+    *("mlp.linear1", "mlp.linear2"),
+)
+"""The modules of a block."""
+
+
+def _modules(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]:
+    """Their names of `MODULES`, in this order, with the packings that are not `ALONE` by the last part of our names."""
+    named = zip(MODULES, theirs.split(), strict=True)
+    return {ours: (name, packings.get(ours.rpartition(".")[2], ALONE)) for ours, name in named}
+
+
 GPT_NEOX: tuple[Row, ...] = (
     Row("embedding.word_embeddings.weight", ("gpt_neox.embed_in.weight",)),
-    *(
-        Row(f"blocks.{{i}}.{ours}.{kind}", (f"gpt_neox.layers.{{i}}.{theirs}.{kind}",))
-        for kind in ("weight", "bias")
-        for ours, theirs in (
-            ("input_layernorm", "input_layernorm"),
-            ("post_attention_layernorm", "post_attention_layernorm"),
-            ("attention.query_key_value", "attention.query_key_value"),
-            ("attention.dense", "attention.dense"),
-            ("mlp.linear1", "mlp.dense_h_to_4h"),
-            ("mlp.linear2", "mlp.dense_4h_to_h"),
-        )
+    *_layer_rows(
+        "gpt_neox.layers.{i}",
+        _modules(
+            "input_layernorm post_attention_layernorm attention.query_key_value attention.dense mlp.dense_h_to_4h"
+            " mlp.dense_4h_to_h"
+        ),
     ),
     Row("norm.weight", ("gpt_neox.final_layer_norm.weight",)),
     Row("norm.bias", ("gpt_neox.final_layer_norm.bias",)),
@@ -179,12 +185,7 @@ GPT_NEOX: tuple[Row, ...] = (
 def llama(key_projection: str) -> tuple[Row, ...]:
     """LLaMA's table; folders of CoCA's authors call the key projection `t_proj`. Most models have no biases."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
-    rows += [
-        Row(f"blocks.{{i}}.{norm}.weight", (f"model.layers.{{i}}.{norm}.weight",))
-        for norm in ("input_layernorm", "post_attention_layernorm")
-    ]
-    for ours, theirs, packing in (
+    packed = (
         (
             "attention.query_key_value",
             [f"{attention}.{name}" for name in ("q_proj", key_projection, "v_proj")],
@@ -193,14 +194,18 @@ def llama(key_projection: str) -> tuple[Row, ...]:
         ("attention.dense", [f"{attention}.o_proj"], ALONE),
         ("mlp.linear1", [f"{mlp}.up_proj", f"{mlp}.gate_proj"], STACKED),
         ("mlp.linear2", [f"{mlp}.down_proj"], ALONE),
-    ):
-        rows += [
+    )
+    return (
+        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        *(Row(f"blocks.{{i}}.{norm}.weight", (f"model.layers.{{i}}.{norm}.weight",)) for norm in MODULES[:2]),
+        *(
             Row(f"blocks.{{i}}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), packing)
+            for ours, theirs, packing in packed
             for kind in ("weight", "bias")
-        ]
-    rows.append(Row("norm.weight", ("model.norm.weight",)))
-    rows.append(Row("final_linear.weight", ("lm_head.weight",)))
-    return tuple(rows)
+        ),
+        Row("norm.weight", ("model.norm.weight",)),
+        Row("final_linear.weight", ("lm_head.weight",)),
+    )
 
 
 DENSE_NORMS: dict[str, tuple[str, ...]] = {
@@ -243,15 +248,6 @@ def like_llama(norms: Mapping[str, str], packing: Packing = BY_HEAD) -> tuple[Ro
     return (*rows, *_layer_rows("model.layers.{i}", {ours: (theirs, ALONE) for ours, theirs in norms.items()}))
 
 
-def _layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
-    """Weights and biases of a block's modules: ours -> theirs and the packing."""
-    return [
-        Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
-        for ours, (theirs, packing) in modules.items()
-        for kind in ("weight", "bias")
-    ]
-
-
 _PHI3 = {
     "attention.query_key_value": ("self_attn.qkv_proj", FUSED),
     "mlp.linear1": ("mlp.gate_up_proj", GATE_FIRST),
@@ -277,50 +273,31 @@ def transformer(
 GPT2 = transformer(
     "h",
     "wte",
-    {
-        "input_layernorm": ("ln_1", ALONE),
-        "post_attention_layernorm": ("ln_2", ALONE),
-        "attention.query_key_value": ("attn.c_attn", FUSED_TURNED),
-        "attention.dense": ("attn.c_proj", TURNED),
-        "mlp.linear1": ("mlp.c_fc", TURNED),
-        "mlp.linear2": ("mlp.c_proj", TURNED),
-    },
+    _modules(
+        "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
+        query_key_value=FUSED_TURNED,
+        **dict.fromkeys(("dense", "linear1", "linear2"), TURNED),
+    ),
     ("embedding.position_embeddings", "wpe"),
     ("norm", "ln_f"),
 )
 MPT = transformer(
     "blocks",
     "wte",
-    {
-        "input_layernorm": ("norm_1", ALONE),
-        "post_attention_layernorm": ("norm_2", ALONE),
-        "attention.query_key_value": ("attn.Wqkv", FUSED),
-        "attention.dense": ("attn.out_proj", ALONE),
-        "mlp.linear1": ("ffn.up_proj", ALONE),
-        "mlp.linear2": ("ffn.down_proj", ALONE),
-    },
+    _modules("norm_1 norm_2 attn.Wqkv attn.out_proj ffn.up_proj ffn.down_proj", query_key_value=FUSED),
     ("norm", "norm_f"),
 )
-_BLOOM = {
-    "input_layernorm": ("input_layernorm", ALONE),
-    "post_attention_layernorm": ("post_attention_layernorm", ALONE),
-    "attention.query_key_value": ("self_attention.query_key_value", ALONE),
-    "attention.dense": ("self_attention.dense", ALONE),
-    "mlp.linear1": ("mlp.dense_h_to_4h", ALONE),
-    "mlp.linear2": ("mlp.dense_4h_to_h", ALONE),
-}
-BLOOM = transformer(
-    "h",
-    "word_embeddings",
-    _BLOOM,
-    ("embedding.embedding_layernorm", "word_embeddings_layernorm"),
-    ("norm", "ln_f"),
+_BLOOM = (
+    "input_layernorm post_attention_layernorm self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h"
+    " mlp.dense_4h_to_h"
 )
+_BLOOM_EMBEDDING_NORM = ("embedding.embedding_layernorm", "word_embeddings_layernorm")
+BLOOM = transformer("h", "word_embeddings", _modules(_BLOOM), _BLOOM_EMBEDDING_NORM, ("norm", "ln_f"))
 
 
 def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
     """Falcon's table for parallel or sequential blocks with one norm or two."""
-    modules = _BLOOM | {"attention.query_key_value": ("self_attention.query_key_value", GROUPED)}
+    modules = _modules(_BLOOM, query_key_value=GROUPED)
     if norms == 1:
         del modules["post_attention_layernorm"]
     elif parallel:

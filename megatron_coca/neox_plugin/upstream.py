@@ -39,7 +39,10 @@ _RUN_FIELDS = (
     "user_script optimizer optimizer_type config_files iteration use_mup finetune no_load_optim pipe_parallel_size"
     " steps_per_print deepspeed_extra_args"
 )
-_ATTENTION_PARAMETERS = "neox_args attention_mask_func init_method output_layer_init_method layer_number rpe rotary use_cache parallel_output"
+_ATTENTION_PARAMETERS = (
+    "neox_args attention_mask_func init_method output_layer_init_method layer_number rpe rotary use_cache"
+    " parallel_output"
+)
 _QKV = "self query_layer key_layer value_layer"
 _FIELDS = (
     (_ARGUMENTS, "NeoXArgsModel", _MODEL_FIELDS),
