@@ -325,7 +325,7 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         build_report(files, tmp_path / name)
     written = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*")]
-    assert {path.suffix for path in written} == {".html", ".md", ".json", ".png", ".svg", ".csv"}
+    assert {path.suffix for path in written} == {".html", ".md", ".json", ".png", ".svg", ".csv", ".tex"}
     for path in written:
         assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes(), path
 
