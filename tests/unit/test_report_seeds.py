@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,6 +38,8 @@ from megatron_coca.evaluation.report.document import (
     TableCell,
     TableRow,
     csv_table,
+    latex,
+    latex_table,
 )
 from megatron_coca.evaluation.report.length_sections import span
 from megatron_coca.evaluation.results import Result
@@ -259,12 +262,33 @@ def test_the_seed_does_not_identify_a_measurement() -> None:
     assert PerplexityResult.model_validate(earlier).checkpoint.seed is None
 
 
+HOSTILE = r"a_b & 50% #1 $x$ {y} ~ ^ \z <i> | -- 2×"
+
+
+def test_latex_escapes_and_counts_columns(tmp_path: Path) -> None:
+    cells = (TableCell("1.00", 1.0, "± 0.50", 0.5, 1.5, 3, best=True), TableCell("OOM", note="50% & more", absent=True))
+    rows = (TableRow(HOSTILE, cells), TableRow("[paper]", (TableCell("2"), TableCell("")), published="A_B"))
+    text = latex_table(Table("a-table", HOSTILE, ("label", "512*", "1024"), rows, ("note_1",)))
+    assert r"a\_b \& 50\% \#1 \$x\$ \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}z" in text
+    assert r"\textbf{1.00} $\pm$ 0.50" in text and r"OOM\textsuperscript{1}" in text and "\n{[}paper]" in text
+    assert r"-{}- 2$\times$" in text and r"\textsuperscript{1} 50\% \& more" in text and r"note\_1" in text
+    assert not re.search(r"(?<!\\)[&%#_]", latex(HOSTILE))
+    for command in ("toprule", "midrule", "bottomrule", "begin{tabular}{lrr}"):
+        assert f"\\{command}" in text
+
+
 def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
     files = write(tmp_path, every_result() | seeds("seeds_&_more", {512: [3.0, 3.1, 3.2]}))
     sections = sections_of(files, baseline="CoCA")
     tables = [table for section in sections for block in section.blocks for table in block.tables]
     assert len({table.name for table in tables}) == len(tables) > 10
     for table in tables:
+        text = latex_table(table)
+        lines = [line for line in text.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+        assert len(lines) == 1 + len(table.rows)
+        assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} == {len(table.header) - 1}, table.name
+        (specification,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", text)
+        assert len(specification) == len(table.header)
         header, *rows = csv.reader(io.StringIO(csv_table(table)))
         assert {len(row) for row in rows} == {len(header)} and len(rows) == len(table.rows)
         assert [head for head in header if head in table.header] == list(table.header)
@@ -276,7 +300,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     )
     assert (tmp_path / "figures" / "report.svg").read_text().startswith("<?xml")
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {
-        f"{name}.csv" for name in ("summary", "perplexity-1", "models")
+        f"{name}.{suffix}" for name in ("summary", "perplexity-1", "models") for suffix in ("csv", "tex")
     }
 
 

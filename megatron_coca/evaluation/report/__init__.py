@@ -9,7 +9,15 @@ from pydantic import Field
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import pdf, png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
-from megatron_coca.evaluation.report.document import Report, console_text, csv_table, html_page, markdown, table_record
+from megatron_coca.evaluation.report.document import (
+    Report,
+    console_text,
+    csv_table,
+    html_page,
+    latex_table,
+    markdown,
+    table_record,
+)
 from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
@@ -63,7 +71,7 @@ def build_report(
     figures: FigureOptions | None = None,
 ) -> str:
     """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg, with `figures` figures/NAME.pdf) and the
-    tables (tables/NAME.csv).
+    tables (tables/NAME.csv, .tex).
 
     `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers;
     `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
@@ -100,6 +108,7 @@ def build_report(
             write_atomically(folder / "figures" / f"{figure.name}.pdf", pdf(figure, figures.width, figures.font_size))
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
+        write_atomically(folder / "tables" / f"{table.name}.tex", latex_table(table).encode())
     write_record(folder / REPORT_FILE, report)
     write_atomically(folder / "report.md", markdown(document).encode())
     # The page last, so that it exists only if everything else does.

@@ -1,7 +1,8 @@
-"""The content of a report: tables, figures and sections, and their forms as Markdown, JSON, HTML and CSV."""
+"""The content of a report: tables, figures and sections, and their forms as Markdown, JSON, HTML, CSV and LaTeX."""
 
 import csv
 import io
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -207,6 +208,67 @@ def csv_table(table: Table) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.8g}"
+
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "[": "{[}",  # after the end of a row it would begin an option, as the asterisk
+    "*": "{*}",
+    "--": "-{}-",
+    "–": "--",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "†": r"\textsuperscript{\dag}",
+    "·": r"$\cdot$",
+}
+_LATEX_SPECIAL = re.compile("|".join(map(re.escape, LATEX)))
+
+
+def latex(text: str) -> str:
+    """Escape plain text for one line of LaTeX."""
+    return _LATEX_SPECIAL.sub(lambda match: LATEX[match[0]], " ".join(text.splitlines()))
+
+
+def latex_table(table: Table) -> str:
+    r"""A table environment for \usepackage{booktabs}, with its notes below."""
+    footnotes = table.footnotes()
+
+    def cell(value: TableCell) -> str:
+        text = rf"\textbf{{{latex(value.text)}}}" if value.best else latex(value.text)
+        text += latex(value.in_full.removeprefix(value.text))
+        return rf"{text}\textsuperscript{{{footnotes[value.note]}}}" if value.note else text
+
+    def line(row: TableRow) -> str:
+        return " & ".join([latex(row.name), *map(cell, row.cells)]) + r" \\"
+
+    wide = [any(row.cells[column].wide for row in table.rows) for column in range(len(table.header) - 1)]
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex(table.caption)}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{l{''.join('l' if is_wide else 'r' for is_wide in wide)}}}",
+        r"\toprule",
+        " & ".join(map(latex, table.header)) + r" \\",
+    ]
+    for published, rows in table.bodies():
+        lines.append(r"\midrule")
+        if published:
+            lines.append(rf"\multicolumn{{{len(table.header)}}}{{l}}{{\emph{{{latex(published)}}}}} \\")
+        lines += map(line, rows)
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    notes = [rf"\textsuperscript{{{number}}} {latex(note)}" for note, number in footnotes.items()]
+    notes += map(latex, (*table.notes, *table.sources))
+    lines += [rf"\par\smallskip{{\footnotesize {note}\par}}" for note in notes]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
 
 
 def html_page(document: ReportDocument, drawings: Mapping[str, Mapping[str, bytes]]) -> str:
