@@ -1,12 +1,16 @@
-"""Peak memory, and traces of a few steps: PyTorch's profiler and the GPU memory history."""
+"""Timers of forward passes, peak memory, and traces of a few steps: PyTorch's profiler and the GPU memory history."""
 
 import logging
 import resource
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.hooks import RemovableHandle
 
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.training.sinks import run_folder
@@ -17,6 +21,8 @@ GIB = 2**30
 FOLDER = "profile"
 ALLOCATIONS = 100_000
 """The newest events of the memory history that are kept."""
+TIMED_FORWARDS = 64
+"""The newest forward passes per report that are timed."""
 
 
 def peak_memory() -> tuple[float, float]:
@@ -29,6 +35,55 @@ def peak_memory() -> tuple[float, float]:
         allocated = torch.cuda.max_memory_allocated()
         return allocated / GIB, allocated / torch.cuda.get_device_properties().total_memory
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 0.0
+
+
+class ForwardTimer:
+    """Times the forward passes of a module, to find slow ranks: in a forward pass no rank waits for another, except
+    under ZeRO 3 and tensor or sequence parallelism. On a GPU it uses events, which do not block.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._start: Any = None
+        self._hooks: list[RemovableHandle] = []
+        self._timed: deque[tuple[Any, Any]] = deque(maxlen=TIMED_FORWARDS)
+
+    def watch(self, module: nn.Module) -> None:
+        """Time `module` while it is in training mode, until `close`."""
+        self._hooks += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+
+    def close(self) -> None:
+        """Remove the hooks: a module may outlive its timer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def lap(self) -> float:
+        """Mean seconds of a forward pass since the last call, 0 without any. On a GPU it waits for the last one."""
+        seconds = []
+        for start, end in self._timed:
+            if torch.cuda.is_available():
+                end.synchronize()
+                seconds.append(start.elapsed_time(end) / 1e3)
+            else:
+                seconds.append(end - start)
+        self._timed.clear()
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
+    def _mark(self) -> Any:
+        if not torch.cuda.is_available():
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @torch.compiler.disable
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        self._start = self._mark() if module.training else None
+
+    @torch.compiler.disable
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._start is not None:
+            self._timed.append((self._start, self._mark()))
 
 
 class Trace:

@@ -305,6 +305,7 @@ class Trainer:
             )
         while self.step < last or self._unvalidated:  # again after each rollback
             monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, hosts, dist.rank(), self._skipped)
+            monitor.watch(self._engine.module)
             if self.step == self._stage.first > 0:
                 monitor.note(self.step, f"stage begins: {self._stage.text}")
             if self._rollback_note is not None:

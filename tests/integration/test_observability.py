@@ -1,4 +1,4 @@
-"""What real runs report: figures in every sink, across a resume, and warnings."""
+"""What real runs report: figures in every sink, across a resume, and anomalies."""
 
 import json
 import os
@@ -15,12 +15,12 @@ STOP = 5
 
 SLOW = """
 import os, runpy, sys, time
-import megatron_coca.data as module
-usual = module.Loader.micro_batches
+import {module} as module
+usual = module.{place}
 def slow(*arguments, **named):
-    time.sleep(0.7 if os.environ["RANK"] == "1" else 0)
+    time.sleep({seconds} if os.environ["RANK"] == "1" else 0)
     return usual(*arguments, **named)
-module.Loader.micro_batches = slow
+module.{place} = slow
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -74,9 +74,19 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_data_is_named(start: Any, open_run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "place", "told"),
+    [
+        ("megatron_coca.model.gpt", "LanguageModelLoss.forward", "rank 1 ({host}) is slow: a forward pass takes"),
+        ("megatron_coca.data", "Loader.micro_batches", "of the time is spent waiting for data, on rank 1 ({host})"),
+    ],
+    ids=["straggler", "slow data"],
+)
+def test_a_rank_that_holds_up_the_others_is_named(
+    start: Any, open_run: Any, tmp_path: Path, module: str, place: str, told: str
+) -> None:
     script = tmp_path / "slow.py"
-    script.write_text(SLOW)
+    script.write_text(SLOW.format(module=module, place=place, seconds=0.7))
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     group |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     keys = {"save": str(tmp_path / "run"), "train_batch_size": 8, "train_iters": 20, "eval_interval": 100}
@@ -87,5 +97,5 @@ def test_a_rank_that_waits_for_data_is_named(start: Any, open_run: Any, tmp_path
     outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     (event,) = open_run(tmp_path / "run").events
-    assert f"of the time is spent waiting for data on rank 1 ({os.uname().nodename})" in event
+    assert told.format(host=os.uname().nodename) in event
     assert sum(output.count(event) for output in outputs) == 1, "one line, from the first rank"
