@@ -50,9 +50,9 @@ test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
 	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build: name one, make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
 	touch $@
 
-# On a machine with a GPU: the first measurements, in results/gpu (docs/gpu_report.md).
+# On a machine with a GPU: the first measurements, in results/gpu/gpu_report.md (docs/gpu_report.md).
 gpu-report: .venv/ready-dev
-	PYTHON=$(BIN)/python sh tools/gpu_report.sh
+	$(BIN)/python tools/gpu_report.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

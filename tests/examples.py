@@ -42,6 +42,7 @@ RUN = {
     "python train.py configs/finetune": "save=runs/new",
     "python train.py configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
     "megatron-coca estimate": "",
+    "python tools/gpu_report.py --dry-run": "",
     "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -93,6 +94,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--compile", action="store_true", help="torch_compile=true for ours, torch.compile for the peer"
     )
     parser.add_argument("--warmup", type=int, default=5, help="uncounted warm-up steps of each")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step of the first method")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -241,6 +243,12 @@ def race(entrants: list[Contestant], options: argparse.Namespace) -> None:
                 entrant.seconds.append(time.perf_counter() - start)
     for entrant in entrants:
         entrant.peak_memory = entrant.peak(micro_batches)
+    if options.profile:
+        first = next(entrant for entrant in entrants if entrant.name in options.methods)
+        options.profile.parent.mkdir(parents=True, exist_ok=True)
+        with profile(record_shapes=True) as trace:
+            first.step(micro_batches)
+        trace.export_chrome_trace(str(options.profile))
 
 
 def draw(config: Config, generator: torch.Generator) -> list[Tensor]:

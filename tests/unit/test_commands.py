@@ -32,7 +32,7 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/generate.py": "generate",
     "tools/prepare_data.py": "prepare",
 }
-NOT_FRONTS = {"records.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+NOT_FRONTS = {"records.py", "gpu_report.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
 REFUSED = {
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
