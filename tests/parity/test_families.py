@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama, free head width": ("Llama", {"head_dim": 10, "rope_parameters": LLAMA3}),
+    "llama, scales of YaRN": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}}),
     "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 8}),
     "mistral without a window": ("Mistral", {"sliding_window": None, "rope_parameters": DYNAMIC}),
     "qwen3": ("Qwen3", {"head_dim": 10, "rope_parameters": YARN}),
@@ -72,6 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "smollm3, windows by a list": (
+        "SmolLM3",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "ministral3, no temperature": (
         "Ministral3",
         {"head_dim": 10, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
@@ -85,6 +90,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": BASE | {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 11}},
     ),
     "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
+    "olmo2, scale of YaRN that is ignored": (
+        "Olmo2",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}},
+    ),
     "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "olmo3": (
         "Olmo3",
@@ -123,6 +132,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 6},
     ),
+    "cohere2 without rotation": ("Cohere2", {"layer_types": ["full_attention"] * 3, "rope_parameters": LINEAR}),
     "gpt2": ("GPT2", {"n_positions": LONG, "n_inner": 50} | DROPLESS),
     "gpt2 untied": ("GPT2", {"n_positions": LONG, "tie_word_embeddings": False} | DROPLESS),
     "mpt": ("Mpt", {"d_model": 40, "n_heads": 4, "n_layers": 3, "max_seq_len": LONG}),
@@ -143,7 +153,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 40,
             "num_kv_heads": 4,
         }
-        | {"num_attention_heads": 4},
+        | {"num_attention_heads": 4, "rope_parameters": LINEAR},
     ),
     "falcon grouped, untied": (
         "Falcon",
