@@ -26,7 +26,6 @@ from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
-from megatron_coca.model.cost import parameter_count
 from megatron_coca.training.resume import initial_model
 from tests.parity.exported import random_checkpoint
 
@@ -384,23 +383,6 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert load_model("hf://Qwen/Qwen3-0.6B").vocab_size == 96 and asked == ["Qwen/Qwen3-0.6B"]
     with pytest.raises(CheckpointError, match="hf://none/such: cannot be downloaded: offline"):
         load_model("hf://none/such")
-
-
-BLOCKS = {"neox": 4.0} | dict.fromkeys(("llama", "qwen3", "olmo2", "gemma3"), 8 / 3)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_overlays_of_blocks_have_the_parameters_of_a_plain_block(name: str) -> None:
-    config = load_config(["configs/350M/roformer_coca.yml", f"configs/model/{name}.yml"])
-    plain = load_config("configs/350M/roformer_coca.yml")
-    assert 0 <= config.model.ffn_hidden_size - BLOCKS[name] * config.model.hidden_size < 16
-    share = parameter_count(config).non_embedding / parameter_count(plain).non_embedding
-    assert abs(share - 1) < 4e-3 and config.position == plain.position and config.model.narrow_mlp is None
-
-
-def test_a_narrow_gated_layer_is_warned_of_with_its_width() -> None:
-    config = load_config("configs/350M/roformer.yml", ["activation=swiglu"])
-    assert "inner width is 1365, 4/3 of hidden_size" in str(config.model.narrow_mlp)
 
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"}
