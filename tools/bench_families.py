@@ -117,11 +117,11 @@ def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         for way, found in costs.items():
             found.append(ChildProcess(importer, way, folder)(str(scratch / f"{way}_{number}")))
-    return {
-        f"import_{unit}_{way}": choose(cost[place] for cost in found)
-        for way, found in costs.items()
-        for place, (unit, choose) in enumerate((("seconds", statistics.median), ("bytes", max)))
-    }
+    figures: dict[str, float] = {}
+    for way, found in costs.items():
+        figures[f"import_seconds_{way}"] = statistics.median(seconds for seconds, _ in found)
+        figures[f"import_bytes_{way}"] = max(peak for _, peak in found)
+    return figures
 
 
 def speeds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -84,6 +84,12 @@ def _in_pairs(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
+def _shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
+    rows, *others = shapes[0] or (0,)
+    count = heads.query + 2 * heads.key
+    return [((heads.width or rows // count) * count, *others)]
+
+
 def _as_they_are(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
     return shapes
 
@@ -131,8 +137,8 @@ NEIGHBOURS = Packing(
     _shapes_by_head,
 )
 """BY_HEAD, of a model that rotates neighbouring features together."""
-FUSED = Packing(_join_fused, _split_fused, _as_they_are)
-GROUPED = Packing(_join_groups, _split_groups, _as_they_are)
+FUSED = Packing(_join_fused, _split_fused, _shape_fused)
+GROUPED = Packing(_join_groups, _split_groups, _shape_fused)
 TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)], _as_they_are)
 FUSED_TURNED = Packing(
     lambda parts, heads: _join_fused([_turned(parts[0])], heads),

@@ -357,6 +357,23 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
+def test_a_wrong_number_of_heads_in_packed_weights(tmp_path: Path) -> None:
+    build("falcon").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"multi_query": False, "num_kv_heads": 6}))
+    message = r"h\.0\.self_attention\.query_key_value\.weight must be \[108, 36\]"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_width_that_cannot_be_rotated_is_named_as_in_the_file(tmp_path: Path) -> None:
+    build("qwen3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"head_dim": 7}))
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor \(here rotary_pct\): 1.0 of 7 features per head"):
+        load_model(tmp_path)
+
+
 def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) -> None:
     """GPT-2's published weights have no `transformer.` before their names."""
     build("gpt2").save_pretrained(tmp_path / "whole")
