@@ -258,6 +258,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": "n_positions",
             "intermediate_size": "n_inner",
             "attention_dropout": "attn_pdrop",
+            "num_key_value_heads": None,
         },
         activation=("activation_function", "gelu_new"),
         tied=True,

@@ -357,6 +357,14 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
+def test_a_key_of_another_class_is_not_read(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_key_value_heads": 1}))
+    with pytest.raises(CheckpointError, match="num_key_value_heads: not understood here"):
+        load_model(tmp_path)
+
+
 def test_a_wrong_number_of_heads_in_packed_weights(tmp_path: Path) -> None:
     build("falcon").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
