@@ -155,6 +155,7 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
         return {FULL: _rope(family, config, section, source)}
     if FULL in section or SLIDING in section:
         parts = {kind: section.get(kind) or {} for kind in (FULL, SLIDING)}
+        config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
     else:  # as transformers 4 wrote it: the extension and the base are those of layers without a window
         local = config.get("rope_local_base_freq")
         base = family.rope if family.architecture.startswith("Olmo") else 10000.0
@@ -169,7 +170,8 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
     strength = section.pop(TEMPERATURE, None) or 0.0
     if strength and not family.temperature:
         raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
-    period = config.get(ORIGINAL) or section.get(ORIGINAL)
+    extended = (section.get("rope_type") or section.get("type")) in ("llama3", "longrope", "yarn")
+    period = (config.get(ORIGINAL) if extended else None) or section.get(ORIGINAL)  # the top level goes first for these
     if strength and period is None:
         raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
     scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}

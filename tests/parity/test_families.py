@@ -357,6 +357,17 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "ministral3 without an extension"])
+@torch.no_grad()
+def test_a_length_of_the_top_level_that_is_not_read(name: str, tmp_path: Path) -> None:
+    """By neither side: sections by type of layers have their own, and so has a temperature without an extension."""
+    build(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"original_max_position_embeddings": 400}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_key_of_another_class_is_not_read(tmp_path: Path) -> None:
     build("gpt2").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
