@@ -102,7 +102,8 @@ def _falcon(config: Json, keys: Json) -> dict[str, Any]:
     found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}
     found |= dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bool(config.get("bias")))
     width = config["hidden_size"] // heads
-    return found | ({"pos_emb": "alibi", "alibi_slope_scale": width**-0.5} if config.get("alibi") else {})
+    alibi = {"pos_emb": "alibi", "alibi_slope_scale": width**-0.5, "rope_scaling": None}
+    return found | (alibi if config.get("alibi") else {})
 
 
 def _to_falcon(config: Config) -> dict[str, Any]:
@@ -257,6 +258,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": "n_positions",
             "intermediate_size": "n_inner",
             "attention_dropout": "attn_pdrop",
+            "num_key_value_heads": None,
         },
         activation=("activation_function", "gelu_new"),
         tied=True,

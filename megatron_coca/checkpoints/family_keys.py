@@ -7,7 +7,6 @@ that a family is used for a model only if it expresses all of it.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +108,9 @@ def from_layer(config: Json, count: int) -> list[bool]:
 
 
 def smollm3_layers(config: Json, count: int) -> list[bool]:
+    """A list of types goes before `use_sliding_window`: its class makes the mask from the list alone."""
     used = config.get("use_sliding_window", False)
-    rotating = smollm3_rope(config, [False] * count)
-    listed = _listed(config, (not rotates for rotates in rotating))
-    return listed if used else [False] * count
+    return _listed(config, (used and not rotates for rotates in smollm3_rope(config, [False] * count)))
 
 
 def smollm3_rope(config: Json, sliding: list[bool]) -> list[bool]:
@@ -135,7 +133,7 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
         own = {} if other == ropes[FULL] else {"rope_scaling": None} | other
         changes["sliding"] = {"sliding_window_width": window - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
-    changes["nope"] = {"pos_emb": "none"}
+    changes["nope"] = {"pos_emb": "none", "rope_scaling": None}
     names = [
         (("sliding" if slides else GLOBAL) if rotates else ("sliding_nope" if slides else "nope"))
         for slides, rotates in zip(sliding, rotating, strict=True)
@@ -157,6 +155,7 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
         return {FULL: _rope(family, config, section, source)}
     if FULL in section or SLIDING in section:
         parts = {kind: section.get(kind) or {} for kind in (FULL, SLIDING)}
+        config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
     else:  # as transformers 4 wrote it: the extension and the base are those of layers without a window
         local = config.get("rope_local_base_freq")
         base = family.rope if family.architecture.startswith("Olmo") else 10000.0
@@ -171,7 +170,8 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
     strength = section.pop(TEMPERATURE, None) or 0.0
     if strength and not family.temperature:
         raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
-    period = config.get(ORIGINAL) or section.get(ORIGINAL)
+    extended = (section.get("rope_type") or section.get("type")) in ("llama3", "longrope", "yarn")
+    period = (config.get(ORIGINAL) if extended else None) or section.get(ORIGINAL)  # the top level goes first for these
     if strength and period is None:
         raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
     scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
@@ -182,9 +182,6 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
         )
     if family.architecture == "Phi3ForCausalLM" and (section.get("rope_type") or section.get("type")) in ("su", "yarn"):
         section |= {"rope_type": "longrope"}  # names that its class takes for it
-    if {"mscale", "mscale_all_dim"} <= section.keys():  # yarn of DeepSeek and Mistral
-        scales = [0.1 * section.pop(name) * log(section["factor"]) + 1 for name in ("mscale", "mscale_all_dim")]
-        section.setdefault("attention_factor", scales[0] / scales[1])
     values = {**config, "rope_parameters": section, "rope_scaling": None}
     values.setdefault("rope_theta", family.rope)
     return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {}) | scaling

@@ -21,7 +21,7 @@ from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH,
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
-from megatron_coca.config.source import OVERRIDES
+from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
 
 Json = Mapping[str, Any]
 
@@ -59,6 +59,9 @@ THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_kv_heads": "num_key_value_heads",
     "seq_length": "max_position_embeddings",
+    "kv_channels": "head_dim",
+    "rotary_pct": "partial_rotary_factor",
+    "rotary_emb_base": "rope_theta",
     "layernorm_epsilon": "layer_norm_eps",
     "rms_norm_epsilon": "rms_norm_eps",
     "gpt_j_residual": "use_parallel_residual",
@@ -151,7 +154,7 @@ def parse_config(
     except ConfigError as error:
         problems = []
         for line in error.problems:
-            key, problem = line.removeprefix(f"{OVERRIDES}: ").split(": ", 1)
+            key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
             name = f"{THEIR_NAMES[key]} (here {key})" if key in THEIR_NAMES else key
             problems.append(f"{name}: {problem}")
         raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error

@@ -1,6 +1,7 @@
 """The rotary base and the extension in config.json: read as our keys, and written."""
 
 from collections.abc import Mapping
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     if kind not in known:
         raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
     extension = methods.find("rope_scaling", kind)
+    if kind == "yarn":  # of DeepSeek and Mistral; transformers ignores one of the two alone, and both beside the factor
+        scales = [options.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+        if all(scales) and "factor" in options:
+            mscale, of_all = (0.1 * scale * max(log(options["factor"]), 0.0) + 1 for scale in scales)
+            options.setdefault("attention_factor", mscale / of_all)
     listed = [option.name for option in extension.options]
     unread = sorted(options.keys() - set(listed))
     if unread:

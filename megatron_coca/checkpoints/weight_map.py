@@ -82,6 +82,12 @@ def _in_pairs(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
+def _shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
+    rows, *others = shapes[0] or (0,)
+    count = heads.query + 2 * heads.key
+    return [((heads.width or rows // count) * count, *others)]
+
+
 def _turned(x: Tensor) -> Tensor:
     """A matrix transposed; biases stay."""
     return x.t() if x.dim() == 2 else x
@@ -122,8 +128,8 @@ def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tens
 
 NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, _shapes_by_head)
 """BY_HEAD, of a model that rotates neighbouring features together."""
-FUSED = Packing(_join_fused, _split_fused)
-GROUPED = Packing(_join_groups, _split_groups)
+FUSED = Packing(_join_fused, _split_fused, _shape_fused)
+GROUPED = Packing(_join_groups, _split_groups, _shape_fused)
 TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
 FUSED_TURNED = Packing(
     lambda parts, heads: _join_fused([_turned(parts[0])], heads),

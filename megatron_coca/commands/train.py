@@ -81,7 +81,10 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     files, keys = split_inputs(rest, options.conf_dir)
     first = options.inputs[0]
     if HUB_NAME.fullmatch(first) and files[:1] == [f"{first}.yml"] and not os.path.isdir(os.path.dirname(first)):
-        raise ConfigError(f"{first}: no such file or folder; a model of the Hugging Face hub is named hf://{first}")
+        raise ConfigError(
+            f"{first}: no such file or folder; a model of the Hugging Face hub is downloaded by `hf download {first} "
+            f"--local-dir models/{first.partition('/')[2]}`, or named as hf://{first}"
+        )
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
     names = ("num_gpus", "hostfile", "max_restarts")

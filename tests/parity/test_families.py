@@ -26,7 +26,6 @@ from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
-from megatron_coca.model.cost import parameter_count
 from megatron_coca.training.resume import initial_model
 from tests.parity.exported import random_checkpoint
 
@@ -56,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama, free head width": ("Llama", {"head_dim": 10, "rope_parameters": LLAMA3}),
+    "llama, scales of YaRN": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}}),
     "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 8}),
     "mistral without a window": ("Mistral", {"sliding_window": None, "rope_parameters": DYNAMIC}),
     "qwen3": ("Qwen3", {"head_dim": 10, "rope_parameters": YARN}),
@@ -72,6 +72,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "smollm3, windows by a list": (
+        "SmolLM3",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "ministral3, no temperature": (
         "Ministral3",
         {"head_dim": 10, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
@@ -85,6 +89,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": BASE | {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 11}},
     ),
     "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
+    "olmo2, scale of YaRN that is ignored": (
+        "Olmo2",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}},
+    ),
     "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "olmo3": (
         "Olmo3",
@@ -123,6 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 6},
     ),
+    "cohere2 without rotation": ("Cohere2", {"layer_types": ["full_attention"] * 3, "rope_parameters": LINEAR}),
     "gpt2": ("GPT2", {"n_positions": LONG, "n_inner": 50} | DROPLESS),
     "gpt2 untied": ("GPT2", {"n_positions": LONG, "tie_word_embeddings": False} | DROPLESS),
     "mpt": ("Mpt", {"d_model": 40, "n_heads": 4, "n_layers": 3, "max_seq_len": LONG}),
@@ -143,7 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 40,
             "num_kv_heads": 4,
         }
-        | {"num_attention_heads": 4},
+        | {"num_attention_heads": 4, "rope_parameters": LINEAR},
     ),
     "falcon grouped, untied": (
         "Falcon",
@@ -348,6 +357,42 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "ministral3 without an extension"])
+@torch.no_grad()
+def test_a_length_of_the_top_level_that_is_not_read(name: str, tmp_path: Path) -> None:
+    """By neither side: sections by type of layers have their own, and so has a temperature without an extension."""
+    build(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"original_max_position_embeddings": 400}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_key_of_another_class_is_not_read(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_key_value_heads": 1}))
+    with pytest.raises(CheckpointError, match="num_key_value_heads: not understood here"):
+        load_model(tmp_path)
+
+
+def test_a_wrong_number_of_heads_in_packed_weights(tmp_path: Path) -> None:
+    build("falcon").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"multi_query": False, "num_kv_heads": 6}))
+    message = r"h\.0\.self_attention\.query_key_value\.weight must be \[108, 36\]"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_width_that_cannot_be_rotated_is_named_as_in_the_file(tmp_path: Path) -> None:
+    build("qwen3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"head_dim": 7}))
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor \(here rotary_pct\): 1.0 of 7 features per head"):
+        load_model(tmp_path)
+
+
 def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) -> None:
     """GPT-2's published weights have no `transformer.` before their names."""
     build("gpt2").save_pretrained(tmp_path / "whole")
@@ -374,23 +419,6 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert load_model("hf://Qwen/Qwen3-0.6B").vocab_size == 96 and asked == ["Qwen/Qwen3-0.6B"]
     with pytest.raises(CheckpointError, match="hf://none/such: cannot be downloaded: offline"):
         load_model("hf://none/such")
-
-
-BLOCKS = {"neox": 4.0} | dict.fromkeys(("llama", "qwen3", "olmo2", "gemma3"), 8 / 3)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_overlays_of_blocks_have_the_parameters_of_a_plain_block(name: str) -> None:
-    config = load_config(["configs/350M/roformer_coca.yml", f"configs/model/{name}.yml"])
-    plain = load_config("configs/350M/roformer_coca.yml")
-    assert 0 <= config.model.ffn_hidden_size - BLOCKS[name] * config.model.hidden_size < 16
-    share = parameter_count(config).non_embedding / parameter_count(plain).non_embedding
-    assert abs(share - 1) < 4e-3 and config.position == plain.position and config.model.narrow_mlp is None
-
-
-def test_a_narrow_gated_layer_is_warned_of_with_its_width() -> None:
-    config = load_config("configs/350M/roformer.yml", ["activation=swiglu"])
-    assert "inner width is 1365, 4/3 of hidden_size" in str(config.model.narrow_mlp)
 
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"}
