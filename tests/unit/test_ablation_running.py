@@ -2,7 +2,6 @@
 estimates, and the scripts for Slurm.
 """
 
-import io
 import os
 import signal
 import subprocess
@@ -38,8 +37,6 @@ import yaml
 config = yaml.safe_load(Path(sys.argv[1]).read_text())
 save = Path(config["save"])
 print("threads", os.environ["OMP_NUM_THREADS"], "pos_emb", config["pos_emb"])
-while Path(__file__).with_suffix(".hold").exists():
-    time.sleep(0.01)
 if config["pos_emb"] == "alibi":
     print("ValueError: no such slope\\non rank 0 of 1, a host")
     sys.exit(1)
@@ -54,10 +51,8 @@ folder.mkdir()
 (folder / "manifest.json").write_text("{}")
 """
 EVALUATE = """
-import json, sys, time
+import json, sys
 from pathlib import Path
-while Path(__file__).with_suffix(".hold").exists():
-    time.sleep(0.01)
 arguments = sys.argv[1:]
 folder = Path(arguments[arguments.index("--output") + 1])
 folder.mkdir(parents=True, exist_ok=True)
@@ -139,39 +134,6 @@ def test_a_failed_cell_stops_no_other(
     assert len(run_cells(grid, MACHINE, 1)) == 1, "a failed cell is tried again"
     assert (grid[1].results / "cell.json").read_bytes() == before
     assert "threads 2 pos_emb alibi" in (grid[0].run / "log.txt").read_text()
-
-
-class Terminal(io.StringIO):
-    """Removes the files in `held` once their words are written; the children wait for that."""
-
-    def __init__(self, held: dict[str, Path]) -> None:
-        super().__init__()
-        self.held = held
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        for words, hold in self.held.items():
-            if words in text:
-                hold.unlink(missing_ok=True)
-        return super().write(text)
-
-
-def test_a_terminal_shows_a_table_of_what_is_running(
-    tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    held = {"  training": tmp_path / "TRAIN.hold", "  evaluating": tmp_path / "EVALUATE.hold"}
-    for hold in held.values():
-        hold.touch()
-    monkeypatch.setattr(sys, "stderr", stream := Terminal(held))
-    one = cell(tmp_path, small, "rotary")
-    assert not run_cells([one], MACHINE, 1)
-    text = stream.getvalue()
-    assert f"{one.name}  training" in text and f"{one.name}  evaluating perplexity" in text
-    assert "0 of 1 done, 0 failed, 0 waiting" in text and f"{one.name}: done, 1 of 1\n" in text
-    assert text.endswith("1 of 1 done, 0 failed, 0 waiting\n")
 
 
 def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) -> None:
