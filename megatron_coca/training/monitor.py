@@ -156,27 +156,18 @@ class Monitor:
 
     def _warn(self, step: int, training: float, ranks: Sequence[RankTimes]) -> None:
         """Note what slows or may end the run, each once, with the rank where it is worst."""
-        waited = max(ranks, key=lambda times: times.waited)
+        slowest = max(ranks, key=lambda times: times.waited)
         fullest = max(ranks, key=lambda times: times.memory_share)
-        self._trained, self._waited = self._trained + training, self._waited + waited.waited
-        waiting = self._waited / self._trained if self._trained >= SECONDS_JUDGED else 0.0
-        for share, limit, worst, problem, remedy in (
-            (
-                waiting,
-                DATA_WAIT,
-                waited,
-                "of the time is spent waiting for data",
-                "raise num_workers, or check the disks",
-            ),
-            (
-                fullest.memory_share,
-                MEMORY,
-                fullest,
-                "of the device's memory was in use",
-                "reduce the micro-batch or set checkpoint_activations",
-            ),
-        ):
-            if share > limit and problem not in self._warned:
-                self._warned.add(problem)
-                rank = ranks.index(worst)
-                self.note(step, f"{share:.0%} {problem} on rank {rank} ({self._hosts[rank]}); {remedy}")
+        self._trained, self._waited = self._trained + training, self._waited + slowest.waited
+        warnings: dict[str, tuple[RankTimes, str, str]] = {}
+        if self._trained >= SECONDS_JUDGED and self._waited > DATA_WAIT * self._trained:
+            text = f"{self._waited / self._trained:.0%} of the time is spent waiting for data"
+            warnings["data"] = slowest, text, "raise num_workers, or check the disks"
+        if fullest.memory_share > MEMORY:
+            text = f"{fullest.memory_share:.0%} of the device's memory was in use"
+            warnings["memory"] = fullest, text, "reduce the micro-batch or set checkpoint_activations"
+        for name in warnings.keys() - self._warned:
+            worst, text, remedy = warnings[name]
+            self._warned.add(name)
+            rank = ranks.index(worst)
+            self.note(step, f"{text} on rank {rank} ({self._hosts[rank]}); {remedy}")
