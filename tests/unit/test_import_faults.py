@@ -176,8 +176,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "rope type that transformers has not": (rope(rope_type="clex"), "rope_type 'clex' is not supported"),
     "rope option": (
-        rope(rope_type="yarn", factor=2.0, mscale=1.0),
-        "rope_type 'yarn' with mscale is not supported; its options are factor, ",
+        rope(rope_type="yarn", factor=2.0, interleaved=True),
+        "rope_type 'yarn' with interleaved is not supported; its options are factor, ",
     ),
     "rope without its factor": (rope(rope_type="linear"), "rope_type 'linear' has no factor"),
     "rope by layer": (rope(full_attention={"rope_type": "linear"}), "'default' with full_attention is not supported"),
