@@ -23,6 +23,7 @@ from megatron_coca.config.neox_keys import (
     UNSUPPORTED_CHOICES,
     is_inert,
 )
+from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.run_stages import RunStage, resolve_stages, stage_faults
 from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, SECTIONS, SELECTORS, Settings, nested_names
 from megatron_coca.config.source import (
@@ -37,6 +38,7 @@ from megatron_coca.config.source import (
     read_overrides,
     yaml_value,
 )
+from megatron_coca.config.training import TrainingPositions
 
 EXPECTED: dict[str, str] = {
     "int_type": "expected an integer",
@@ -315,6 +317,19 @@ class Config(Settings):
     def seed(self) -> int:
         """Seed of initialization, dropout and data order."""
         return self.general.seed
+
+    @property
+    def layer_types(self) -> dict[str, PositionConfig]:
+        """The position keys of every type of layers, in the order of their first layers."""
+        return self.position.of_types(self.model.layer_names)
+
+    @property
+    def training_positions(self) -> TrainingPositions | None:
+        """The positions of training samples; None for 0, 1, ... A learned extension (CLEX) has stretched ones."""
+        given, types = self.general.training_positions, self.layer_types.values()
+        factors = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
+        stretched = TrainingPositions(type="stretched", max=f"{max(factors)}L") if factors else None
+        return given if given is not None else stretched
 
     @property
     def gpu_keys(self) -> tuple[str, ...]:

@@ -47,19 +47,6 @@ class Settings(BaseModel):
     launch: LaunchConfig
     general: GeneralConfig
 
-    @property
-    def layer_types(self) -> dict[str, PositionConfig]:
-        """The position keys of every type of layers, in the order of their first layers."""
-        return self.position.of_types(self.model.layer_names)
-
-    @property
-    def training_positions(self) -> TrainingPositions | None:
-        """The positions of training samples; None for 0, 1, ... A learned extension (CLEX) has stretched ones."""
-        given, types = self.general.training_positions, self.layer_types.values()
-        factors = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
-        stretched = TrainingPositions(type="stretched", max=f"{max(factors)}L") if factors else None
-        return given if given is not None else stretched
-
 
 class KeyLocation(NamedTuple):
     """Group and field of a key."""

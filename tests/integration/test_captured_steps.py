@@ -68,7 +68,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_captured_steps_have_the_bits_of_others(processes: int) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)]
     group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

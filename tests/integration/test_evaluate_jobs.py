@@ -79,6 +79,7 @@ def killed_once(args: Namespace) -> int:
     return cli.run_task(args)
 
 
+@pytest.mark.slow
 def test_a_killed_process_gives_its_work_back(
     arguments: list[str], whole: dict[str, bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +95,7 @@ def always_killed(args: Namespace) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_leaves_the_work_to_others(arguments: list[str], tmp_path: Path) -> None:
     shares = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
     waiting = deque((share, 2) for share in shares)

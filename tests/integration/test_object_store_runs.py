@@ -154,6 +154,7 @@ def test_an_outage_has_a_status_of_its_own_and_loses_nothing(train: Train, tmp_p
     assert RemoteFolder(url).steps() == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away(train: Train, tmp_path: Path) -> None:
     url = "s3://bucket/back"
     steps = {"train_iters": 40, "checkpoint_factor": 10}

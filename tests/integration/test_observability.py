@@ -31,6 +31,7 @@ def sources(small: dict[str, Any]) -> dict[str, Any]:
     return {"valid_data_paths": small["train_data_paths"] + small["valid_data_paths"], "eval_iters": 2}
 
 
+@pytest.mark.slow
 def test_every_sink_over_a_resume(server: Any, small: dict[str, Any], tmp_path: Path) -> None:
     run, board = tmp_path / "run", tmp_path / "board"
     offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}

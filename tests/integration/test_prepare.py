@@ -97,6 +97,7 @@ def test_killed_at_random_it_ends_with_the_same_bytes(
     assert not left, "processes of a killed preparation live on"
 
 
+@pytest.mark.slow
 def test_after_an_interrupt_the_same_command_resumes(corpus: Path, tmp_path: Path) -> None:
     line = command(corpus, tmp_path / "out", "--train-tokenizer", 400, "--workers", 2)
     process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -47,7 +47,7 @@ SYNTHETIC = {
 }
 LAYOUTS = [
     layout("a synthetic task with drawn positions", 1, STOPS, slow=False, **SYNTHETIC),
-    layout("ZeRO 3 in two processes", 2, slow=False, zero_stage=3),
+    layout("ZeRO 3 in two processes", 2, zero_stage=3),
     layout("ZeRO 3, learned frequencies", 1, zero_stage=3, **CLEX),
     layout("ZeRO 1 in two processes", 2, zero_stage=1),
     layout("ZeRO 2, learned frequencies, three stops", 1, STOPS, zero_stage=2, **CLEX),

@@ -149,6 +149,7 @@ def test_a_signal_in_the_validation_at_a_border(live: Any, open_run: Any, tmp_pa
     assert whole.records == run.records and whole.weights(STEPS) == run.weights(STEPS)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_processes_across_a_border(live: Any, open_run: Any, tmp_path: Path) -> None:
     plain = KEYS | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "zero_stage": 1}
     live(plain | {"save": str(tmp_path / "whole")})

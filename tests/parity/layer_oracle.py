@@ -60,7 +60,7 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
         theta = clex_frequencies(layer.encoding.clex.up, layer.encoding.clex.down, -(-length // trained), step=0.004)
     else:
         theta = frequencies(dim if position.embedding.rotary else 0, float(position.rotary_emb_base), **kind, **scaling)
-    learned = (of_layer.position_factor, of_layer.position_sinks)
+    learned = {"factors": of_layer.position_factor, "sinks": of_layer.position_sinks}
     setting = Setting(
         multiplier(dim, float(position.rotary_emb_base), **kind, **scaling) if layer.encoding.clex is None else 1.0,
         _relative(config, layer.training),
@@ -68,7 +68,7 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
         trained,
         {},
         _chunks(config, hidden),
-        *(None if module is None else module() for module in learned),
+        **{name: None if module is None else module() for name, module in learned.items()},
     )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = attention(position.pos_emb, q, k, v, theta, setting=setting)

@@ -138,6 +138,7 @@ def test_documents_in_several_blocks(backend: str, monkeypatch: pytest.MonkeyPat
     check("coca_strict", backend, Layout(81, kv_heads=2, ids=DOCUMENTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_32768_tokens_are_as_exact_as_512(dtype: torch.dtype) -> None:
     """F is near -20,000 at the last token; in float32 its neighbours are 0.002 apart, and in bfloat16 128."""
@@ -152,6 +153,7 @@ def test_32768_tokens_are_as_exact_as_512(dtype: torch.dtype) -> None:
         assert errors[32768][what] < 1.5 * short, what
 
 
+@pytest.mark.slow
 def test_a_common_origin_loses_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an origin for every block of queries the first rows would have biases of thousands."""
     layout = Layout(4096, batch=1)

@@ -76,9 +76,14 @@ PAGES = [
     ("recall/grid.yml", "answers", "recall/findings.md.j2", "findings.md"),
     ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
 ]
+QUICK = ("study.md", "recall_text.md")
+"""Pages with few results; the others are read for 10 seconds each."""
 
 
-@pytest.mark.parametrize(("name", "scale", "template", "page"), PAGES, ids=[page for *_, page in PAGES])
+@pytest.mark.parametrize(
+    ("name", "scale", "template", "page"),
+    [pytest.param(*page, id=page[-1], marks=[] if page[-1] in QUICK else pytest.mark.slow) for page in PAGES],
+)
 def test_a_page_of_a_study_is_what_its_results_say(
     name: str, scale: str, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ NEWER_THAN_PYTHON_3_10 = {
 
 IN_TORCH_2_3 = {
     *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange", "are_deterministic_algorithms_enabled"),
-    *("autograd.Function", "baddbmm", "nn.ModuleDict"),
+    *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.logsigmoid"),
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
     *("device", "dropout", "ones_like", "utils.checkpoint.checkpoint"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
@@ -71,7 +71,7 @@ IN_TORCH_2_3 = {
     *("nn.attention.bias.causal_lower_right", "nn.functional.pad", "nn.functional.scaled_dot_product_attention"),
     *("nn.init.xavier_normal_", "no_grad", "ops.aten._scaled_dot_product_efficient_attention", "promote_types"),
     *("ops.aten._scaled_dot_product_efficient_attention_backward", "ops.aten._scaled_dot_product_flash_attention"),
-    *("ops.aten._scaled_dot_product_flash_attention_backward", "randint", "randperm", "relu", "sigmoid", "softmax"),
+    *("ops.aten._scaled_dot_product_flash_attention_backward", "relu", "sigmoid", "softmax"),
     *("ops.aten._scaled_dot_product_flash_attention_for_cpu", "square", "stack", "tanh", "tensor", "uint64", "where"),
     *("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "zeros", "zeros_like"),
 }

@@ -298,6 +298,7 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
         figure = Figure(kind.name, CAPTIONS[kind.name], kind.title, draw, size)
         sections.append(Section(kind.name, kind.title, (ReportBlock(figures=(figure,)),)))
     if any(len(set(each.config.model.layer_names)) > 1 for each in shown):
+        drawn["layers"] = []
         sections.append(Section("layers", "Layers", (ReportBlock(figures=(_layers(shown),)),)))
     lengths = sorted({each.training_length for each in shown})
     summary = (
