@@ -1,4 +1,4 @@
-"""Maps, extensions, norms, temperatures and sinks beside rotary: errors, memory, step time and launches.
+"""Maps, extensions, norms, temperatures, sinks, gates and biases beside rotary: errors, memory, step time and launches.
 
     python tools/bench_methods.py --measure errors memory
     python tools/bench_methods.py --measure time --only rotary rerope dual_chunk
@@ -60,6 +60,8 @@ METHODS: dict[str, dict[str, Any]] = {
     **_declared("rope_scaling", "default"),
     "resonance": {"rope_scaling": {"rope_type": "default", "resonance": True}},
     **_declared("logit_scaling", "none"),
+    **{name: {"forgetting_gate": name} for name in methods.names("forgetting_gate", compute=None)},
+    **{name: {"pos_emb": name} for name in methods.names("pos_emb", biased=True, compute=None)},
     "qk_norm: head": {"qk_norm": "head"},
     "qk_norm: projection": {"qk_norm": "projection"},
     "use_qk_layernorm": {"use_qk_layernorm": True},

@@ -61,18 +61,31 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
     else:
         theta = frequencies(dim if position.embedding.rotary else 0, float(position.rotary_emb_base), **kind, **scaling)
     learned = {"factors": of_layer.position_factor, "sinks": of_layer.position_sinks}
+    gated: dict[str, Any] = {}
+    if of_layer.position_gates is not None:
+        opened = _linear(of_layer.position_gates.projection, hidden.double()).transpose(1, 2)
+        gated = {"gate": position.forgetting_gate, "opened": opened}
     setting = Setting(
         multiplier(dim, float(position.rotary_emb_base), **kind, **scaling) if layer.encoding.clex is None else 1.0,
         _relative(config, layer.training),
         _logit_scaling(config),
         trained,
-        {},
+        _learned_bias(layer),
         _chunks(config, hidden),
+        **gated,
         **{name: None if module is None else module() for name, module in learned.items()},
     )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = attention(position.pos_emb, q, k, v, theta, setting=setting)
     return _linear(of_layer.dense, out.transpose(1, 2).flatten(2))
+
+
+def _learned_bias(layer: Attention) -> dict[str, Tensor]:
+    """The weights of the bias by the oracle's names."""
+    module = layer.attention.position_bias or layer.encoding.bias
+    weights = {} if module is None else dict(module.named_parameters())
+    names = {"bias_p": "p", "bias_a": "a", "weight": "table"}
+    return {names.get(name, name): value.double() for name, value in weights.items()}
 
 
 def _relative(config: Config, training: bool) -> RelativeMap | None:

@@ -15,6 +15,7 @@ from tools.records import ChildProcess
 def test_every_map_extension_and_scaling_is_a_row() -> None:
     for key, plain in (("relative_positions", ""), ("rope_scaling", "default"), ("logit_scaling", "none")):
         assert set(methods.names(key, compute=None)) - {plain} <= METHODS.keys()
+    assert {"fox", "cable", "fire", "alibi"} <= METHODS.keys()
 
 
 def test_records_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
