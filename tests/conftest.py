@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,34 @@ LONGEST = (
 """Files that take minutes with their slow tests: they begin first, so that none runs alone at the end."""
 
 
+EVERY_THIRD = frozenset(
+    {
+        "test_attention.py::test_float32_in_several_blocks",
+        "test_attention_layouts.py::test_late_queries_in_several_blocks",
+        "test_config_strange.py::test_a_key_takes_a_strange_value_or_refuses_it_by_name",
+        "test_export_generation.py::test_padding_on_the_left_changes_nothing",
+        "test_export_keys.py::test_gpt_neox",
+        "test_export_keys.py::test_hugging_face",
+        "test_export_remote.py::test_logits_and_weights",
+        "test_faults.py::test_checkpoints",
+        "test_forgetting_gates.py::test_triton",
+        "test_neox_resume.py::test_no_bit_is_lost_on_the_way",
+        "test_preparation_blocks.py::test_pieces_of_large_files",
+        "test_triton.py::test_values_and_all_gradients",
+    }
+)
+"""Tests of many alike cases, each of which takes long: the fast suite runs every third case."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        name = f"{item.path.name}::{getattr(item, 'originalname', '')}"
+        if name in EVERY_THIRD and item.get_closest_marker("slow") is None:
+            if cases[name] % 3:
+                item.add_marker(pytest.mark.slow)
+            cases[name] += 1
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 

@@ -167,10 +167,7 @@ CASES = cases()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name",
-    [name if number % 2 == 0 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(CASES)],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     """A short input after a long one, as if it were the first; then the weights that are read back."""
     checkpoint = random_checkpoint(tmp_path / "run", **CASES[name])
