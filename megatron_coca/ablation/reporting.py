@@ -59,9 +59,11 @@ def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], st
     return measured, file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
 
 
-def figures_of_scale(path: Path, scale: str) -> Figures:
-    """Return the figures of the finished cells of another scale of the file `path`. Raises EvaluationError."""
-    file = read_ablation(path, scale)
+def figures_of_scale(path: Path, scale: str | None, beside: str | None = None) -> Figures:
+    """Return the figures of the finished cells of another scale of the file `path`, or of the file called `beside` in
+    its folder. Raises EvaluationError.
+    """
+    file = read_ablation(path if beside is None else path.with_name(beside), scale)
     unpack(file.results)
     recorded = recorded_data(file.results)
     cells = expand(file, recorded=recorded) if recorded else []
@@ -69,12 +71,12 @@ def figures_of_scale(path: Path, scale: str) -> Figures:
 
 
 def write_page(
-    file: AblationFile, cells: Sequence[Cell], template: Path, page: Path, scale: Callable[[str], Figures]
+    file: AblationFile, cells: Sequence[Cell], template: Path, page: Path, scale: Callable[..., Figures]
 ) -> None:
     """Write `page`, and the plots that it shows into `figures/NAME/` beside it, where NAME is the page's stem.
 
-    `scale` returns the figures of another scale of the same file, by its name. Raises EvaluationError where the
-    template has a fault or asks for what the results do not have.
+    `scale` is `figures_of_scale` for the file. Raises EvaluationError where the template has a fault or asks for what
+    the results do not have.
     """
     done = [cell for cell in cells if state_of(cell) is State.DONE]
     measured, baseline = _measured(file, done)

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint of GPT-NeoX: its weights, optimizer, step and schedule, as a checkpoint of this run."""
+"""Continuing from a checkpoint of GPT-NeoX: its weights, optimizer, step and schedule, as a checkpoint of this run."""
 
 import io
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ COMPARED = {name for name, place in KEYS.items() if place.group == "position"} -
 
 
 def goes_on_from_neox(keys: CheckpointConfig) -> bool:
-    """Return whether `load` is a checkpoint of GPT-NeoX that the run goes on from."""
+    """Return whether `load` is a checkpoint of GPT-NeoX that the run continues from."""
     return keys.load is not None and not keys.finetune and find_step(Path(keys.load)) is not None
 
 

@@ -251,7 +251,7 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
 
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
-    """Whether the run goes on from `folder` without its optimizer's states: not from a checkpoint of its own."""
+    """Whether the run continues from `folder` without its optimizer's states: not from a checkpoint of its own."""
     own = keys.save is not None and _real(folder).parent == _real(keys.save)
     return keys.no_load_optim and not own
 

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint of GPT-NeoX with its optimizer; in a real checkout: test_neox_plugin.py."""
+"""A run that continues from a checkpoint of GPT-NeoX with its optimizer; in a real checkout: test_neox_plugin.py."""
 
 from collections import OrderedDict
 from collections.abc import Callable
