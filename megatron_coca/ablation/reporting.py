@@ -59,7 +59,7 @@ def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], st
     return measured, file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
 
 
-def figures_of_scale(path: Path, scale: str | None, beside: str | None = None) -> Figures:
+def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figures:
     """Return the figures of the finished cells of another scale of the file `path`, or of the file called `beside` in
     its folder. Raises EvaluationError.
     """

@@ -75,7 +75,7 @@ PAGES = [
     ("recall/grid.yml", "answers", "recall/page.md.j2", "recall_study.md"),
     ("recall/grid.yml", "answers", "recall/findings.md.j2", "findings.md"),
     ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
-    ("recall/books_grid.yml", None, "recall/books_page.md.j2", "recall_books.md"),
+    ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
 ]
 QUICK = ("study.md", "recall_text.md")
 """Pages with few results; the others are read for 10 seconds each."""
@@ -86,7 +86,7 @@ QUICK = ("study.md", "recall_text.md")
     [pytest.param(*page, id=page[-1], marks=[] if page[-1] in QUICK else pytest.mark.slow) for page in PAGES],
 )
 def test_a_page_of_a_study_is_what_its_results_say(
-    name: str, scale: str | None, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, scale: str, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the corpus, and from the archives alone: folders of results beside them may hold newer cells."""
     monkeypatch.chdir(tmp_path)
