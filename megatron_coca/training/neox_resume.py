@@ -19,8 +19,8 @@ from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, 
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
 from megatron_coca.training.engine.state import MOMENTS
+from megatron_coca.training.initial_model import refuse_other_tokenizer
 from megatron_coca.training.optimizer import OPTIMIZERS
-from megatron_coca.training.resume import refuse_other_tokenizer
 from megatron_coca.training.run_stages import OpenedStage
 from megatron_coca.training.saving import DTYPES, rng_states
 
@@ -28,7 +28,7 @@ COMPARED = {name for name, place in KEYS.items() if place.group == "position"} -
 """Keys besides the architecture that must be those of the checkpoint; its files say nothing of the other groups."""
 
 
-def goes_on_from_neox(keys: CheckpointConfig) -> bool:
+def starts_from_neox(keys: CheckpointConfig) -> bool:
     """Return whether `load` is a checkpoint of GPT-NeoX that the run continues from."""
     return keys.load is not None and not keys.finetune and find_step(Path(keys.load)) is not None
 

@@ -1,13 +1,12 @@
-"""Start of a run: fresh, resumed from the latest valid checkpoint, or from given weights.
+"""Choice of the checkpoint that a run resumes from.
 
 `candidates` lists the checkpoints to resume from, `first_valid` verifies them on all ranks and chooses one,
 `refuse_other_run` compares it with the configuration, `quarantine_newer` moves newer ones away. Without a checkpoint
-to resume from, `initial_model` builds the model.
+to resume from, `initial_model.py` builds the model.
 """
 
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,22 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
-from megatron_coca.checkpoints.compare import (
-    POSITION_WEIGHTS,
-    differing_keys,
-    extension_note,
-    refuse_other_architecture,
-)
+from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
-from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.checkpoints.neox import find_step
-from megatron_coca.checkpoints.tokenizer import made_of
-from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, load_config
-from megatron_coca.data import Tokenizer
-from megatron_coca.data.tokenizers.kinds import first_difference
-from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model
+from megatron_coca.config import COMPUTE_KEYS, CheckpointConfig, Config, load_config
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
 from megatron_coca.training.corpus import Corpus, differing_data
 from megatron_coca.training.engine import group as dist
@@ -47,11 +36,6 @@ state does not depend on the parallel layout.
 """
 ALIASED_KEYS = frozenset({"optimizer.type"})
 """Keys with several values for one meaning; the meanings are compared."""
-POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
-CLEX_WEIGHTS = re.compile(r"positions\.(others\.\w+\.)?clex\..+")
-"""Weights of a learned frequency extension; other position weights belong to `pos_emb`."""
-GATE_WEIGHTS = re.compile(r".+\.position_gates\..+")
-"""Weights of a forgetting gate."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
 """Intervals at which ranks agree on the progress of a verification, and log it."""
 MOST_THREADS = 16
@@ -295,107 +279,3 @@ def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
             f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
             f"({failure}); fix the permissions, or move them manually"
         ) from failure
-
-
-class InitialModel(NamedTuple):
-    """A model, and the identity of the checkpoint that its weights are from, None if they are drawn."""
-
-    model: GPT
-    origin: str | None
-
-
-def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
-    """Build a model for `device` with its weights in host memory, the same on every rank.
-
-    With `finetune` the weights are those of `load`. Its position method may differ: weights that only the old method
-    has are dropped, those that the new one learns are drawn.
-
-    Args:
-        tokenizer: that of the run's data, None if unknown.
-        verify: as for `open_checkpoint`.
-
-    Raises:
-        CheckpointError: there is nothing to load, the weights are of another architecture, or their tokenizer gives
-            other ids than `tokenizer`.
-        DataError: the tokenizer of the checkpoint is damaged.
-    """
-    keys = config.checkpoint
-    if not keys.finetune or keys.load is None:
-        return InitialModel(assemble_model(config, device), None)
-    source = open_checkpoint(keys.load, verify, keys.iteration)
-    saved = source.trained
-    refuse_other_architecture(source.folder, saved, config)
-    refuse_other_tokenizer(source, config, tokenizer)
-
-    # Position weights are taken only from the same method, CLEX's from the same frequencies, gates from the same gate.
-    kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in (saved, config)]
-    gates = [[(name, p.forgetting_gate) for name, p in each.layer_types.items()] for each in (saved, config)]
-    same_layers = saved.model.layer_names == config.model.layer_names
-    lengths = {each.position.original_length(each.model.seq_length) for each in (saved, config)}
-    same_frequencies = (
-        saved.position.rope_scaling == config.position.rope_scaling
-        and saved.position.rotary_emb_base == config.position.rotary_emb_base
-        and len(lengths) == 1
-    )
-    same = {CLEX_WEIGHTS: same_frequencies, GATE_WEIGHTS: same_layers and gates[0] == gates[1]}
-    same[POSITION_WEIGHTS] = same_layers and kinds[0] == kinds[1]
-    model = empty_model(config, device, memory="cpu")
-    learned = draw_learned_positions(model, config.model, config.seed)
-    weights, own = source.weights(), model.state_dict()
-    dropped = [
-        name
-        for name in weights.entries
-        if POSITION_WEIGHTS.fullmatch(name)
-        and (name not in own or not next(alike for kind, alike in same.items() if kind.fullmatch(name)))
-    ]
-    taken = weights.only(name for name in weights.entries if name not in dropped)
-    load_weights(model, taken, learned)
-
-    def kind(value: object) -> object:  # of a section with many options
-        keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]
-        return value[keys[0]] if isinstance(value, dict) and keys else value
-
-    before, after = saved.flat(), config.flat()
-    changed = [
-        f"{key} (saved {kind(before[key])!r}, now {kind(after[key])!r})"
-        for key in POSITION_KEYS
-        if before[key] != after[key]
-    ]
-    drawn, note = [name for name in learned if name not in taken.entries], extension_note(saved, config)
-    summary = [f"starts from the weights of {source.folder}", *([] if note is None else [note])]
-    summary += [f"with another {', '.join(changed)}"] if changed else []
-    summary += [f"without {', '.join(dropped)}"] if dropped else []
-    summary += [f"{', '.join(drawn)} drawn"] if drawn else []
-    logger.info("; ".join(summary))
-    return InitialModel(model, source.identity)
-
-
-def refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
-    """Raise a CheckpointError if the weights were trained with other token ids, or have another number of rows."""
-
-    def describe(tokenizer: Tokenizer | None, rows: int) -> str:
-        if tokenizer is None:
-            return f"an unknown tokenizer ({rows} rows of the embedding)"
-        name = f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]}"
-        return f"{name} with vocab_size {tokenizer.vocab_size} ({rows} rows of the embedding)"
-
-    (theirs, why), rows, wanted = source.tokenizer(), source.trained.model.padded_vocab_size, config.model
-    sides = f"it has {describe(theirs, rows)}, and the run {describe(ours, wanted.padded_vocab_size)}"
-    same = theirs is None or ours is None or made_of(ours, source.folder) or first_difference(theirs, ours) is None
-    if not same:
-        raise CheckpointError(
-            f"{source.folder}: the weights were trained with another tokenizer than the data of this run: {sides}; "
-            "prepare the data with the tokenizer of the checkpoint (megatron-coca prepare --tokenizer-type ... "
-            "--vocab-file ...), or, if they are to learn the new one, import them with it first "
-            "(megatron-coca import ... --set tokenizer_type=... vocab_file=...)"
-        )
-    if theirs is None and ours is not None:
-        message = "cannot verify that the weights of %s were trained with the tokenizer of this run's data (%s)"
-        logger.warning(message, source.folder, why)
-    if rows != wanted.padded_vocab_size:
-        remedy = (
-            f"set make_vocab_size_divisible_by={rows}"
-            if wanted.vocab_size is not None and wanted.vocab_size <= rows
-            else "prepare the data with the tokenizer of the checkpoint, or start from another one"
-        )
-        raise CheckpointError(f"{source.folder}: the embeddings are of different sizes: {sides}; {remedy}")

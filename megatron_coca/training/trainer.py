@@ -31,9 +31,10 @@ from megatron_coca.training.corpus import (
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
+from megatron_coca.training.initial_model import initial_model
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.monitor import Monitor
-from megatron_coca.training.neox_resume import goes_on_from_neox, take_over
+from megatron_coca.training.neox_resume import starts_from_neox, take_over
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from megatron_coca.training.resume import (
@@ -41,7 +42,6 @@ from megatron_coca.training.resume import (
     begins_optimizer,
     candidates,
     first_valid,
-    initial_model,
     quarantine_newer,
     refuse_other_run,
     verify_distributed,
@@ -109,7 +109,7 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
         stages = open_stages(config, topology)
         _check_corpora([opened.corpus for opened in stages])
-        if not folders and goes_on_from_neox(keys):
+        if not folders and starts_from_neox(keys):
             require_writable(stages[0].corpus.config)
             lock.take()
             folders = [Path(from_main(lambda: str(take_over(stages))))]

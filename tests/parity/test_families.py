@@ -26,7 +26,7 @@ from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
-from megatron_coca.training.resume import initial_model
+from megatron_coca.training.initial_model import initial_model
 from tests.parity.exported import random_checkpoint
 
 TRAINED, LONG = 40, 100

@@ -16,7 +16,8 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.model import build_model
-from megatron_coca.training.resume import candidates, first_valid, initial_model
+from megatron_coca.training.initial_model import initial_model
+from megatron_coca.training.resume import candidates, first_valid
 from tests.checkpoint_files import run_alone, write_checkpoint
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}

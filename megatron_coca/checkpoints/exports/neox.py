@@ -88,10 +88,7 @@ def export_neox(
     opened, folder, ranks = open_checkpoint(checkpoint, overrides=overrides), Path(folder), model_parallel_size
     config = opened.configure(overrides)
     refuse_existing(folder, CheckpointError)
-    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
-    if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
-        lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set that to 1")
-    if reasons := lost + computed_differently(config, ranks) + cannot_hold(config, ranks):
+    if reasons := _reasons(config, ranks, pipe_parallel_size):
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
     weights = opened.weights()
     check_fit(config, weights)
@@ -109,26 +106,25 @@ def export_neox(
         (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, ranks, pipe_parallel_size))
         if tokenizer is not None:
             tokenizer.save(step / native.TOKENIZER)
-        modules: list[dict[str, Tensor]] = [OrderedDict() for _ in range(ranks)]
-        for layer, states in _layer_states(config, weights, ranks):
-            for rank, state in enumerate(states):
-                if pipe_parallel_size > 0:
-                    _save(OrderedDict(state), step / f"layer_{layer:02}-model_{rank:02}-model_states.pt")
-                else:
-                    modules[rank] |= {f"sequential.{layer}.{key}": tensor for key, tensor in state.items()}
-        for rank, module in enumerate(modules):
-            content = _rank_state(config, None if pipe_parallel_size > 0 else module, ranks, number)
-            if optimizer is not None:
-                content |= {"lr_scheduler": optimizer.schedule(), "dp_world_size": data_parallel_size}
-            _save(content, step / f"mp_rank_{rank:02}_model_states.pt")
+        state = _rank_state(config, ranks, number)
         if optimizer is not None:
+            state |= {"lr_scheduler": optimizer.schedule(), "dp_world_size": data_parallel_size}
             for file, content in optimizer.files("bf16_" if written == torch.bfloat16 else ""):
                 _save(content, step / file)
+        _write_weights(step, config, weights, state, pipe_parallel_size > 0)
         if foreign:
             (step / NOTE).write_text(note(record_of(config)))
         (partial / native.LATEST).write_text(name)
     changes = changes_of(overrides, opened.trained, config)
     return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note, changes)
+
+
+def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
+    """Return why GPT-NeoX has no such model, or would compute another one."""
+    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
+    if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
+        lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set that to 1")
+    return lost + computed_differently(config, ranks) + cannot_hold(config, ranks)
 
 
 def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
@@ -151,8 +147,22 @@ def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tupl
         yield layer, states
 
 
-def _rank_state(config: Config, module: dict[str, Tensor] | None, ranks: int, step: int) -> dict[str, Any]:
-    """Return what DeepSpeed and GPT-NeoX read from a rank's file.
+def _write_weights(step: Path, config: Config, weights: Weights, state: dict[str, Any], in_files: bool) -> None:
+    """Write the files of the ranks, each with `state`: with all layers in it, or beside a file for each layer."""
+    ranks = state["mp_world_size"]
+    modules: list[dict[str, Tensor]] = [OrderedDict() for _ in range(ranks)]
+    for layer, states in _layer_states(config, weights, ranks):
+        for rank, tensors in enumerate(states):
+            if in_files:
+                _save(OrderedDict(tensors), step / f"layer_{layer:02}-model_{rank:02}-model_states.pt")
+            else:
+                modules[rank] |= {f"sequential.{layer}.{key}": tensor for key, tensor in tensors.items()}
+    for rank, module in enumerate(modules):
+        _save({"module": None if in_files else module} | state, step / f"mp_rank_{rank:02}_model_states.pt")
+
+
+def _rank_state(config: Config, ranks: int, step: int) -> dict[str, Any]:
+    """Return what DeepSpeed and GPT-NeoX read from a rank's file beside the weights.
 
     `args` are compared with the running configuration: they hold only what the weights depend on.
     """
@@ -160,7 +170,6 @@ def _rank_state(config: Config, module: dict[str, Tensor] | None, ranks: int, st
     names += ["max_position_embeddings"] * (config.position.pos_emb == "learned")
     args = {name: getattr(config.model, name) for name in names} | {"model_parallel_size": ranks}
     return {
-        "module": module,
         "optimizer": None,
         "lr_scheduler": None,
         "global_steps": step,

@@ -151,21 +151,24 @@ def analyse(
         frequencies = distance_sweep.rotary_frequencies(encoding, length).numpy()
         summary = distance_sweep.summarise_angles(theta)
         borders = distance_sweep.summarise_borders(theta, frequencies, method.training_length, length)
-    values = np.stack(entropies).reshape(-1, layers, *entropies[0].shape)  # [documents, layers, heads, positions]
-    entropy = Entropy(
-        positions=positions.tolist(),
-        by_position=values.mean((0, 1, 2)).tolist(),
-        by_layer=values.mean((0, 2, 3)).tolist(),
-        by_head=values.mean((0, 3)).tolist(),
-        mean=float(values.mean()),
-    )
     return LengthAnalysis(
         length=length,
         documents=len(documents),
         angles=summary,
         borders=borders,
         decay=summarise_decay(distances, scores, swept),
-        entropy=entropy,
+        entropy=_entropy(np.stack(entropies).reshape(-1, layers, *entropies[0].shape), positions),
+    )
+
+
+def _entropy(values: np.ndarray, positions: Tensor) -> Entropy:
+    """Return the means of entropies [documents, layers, heads, positions]."""
+    return Entropy(
+        positions=positions.tolist(),
+        by_position=values.mean((0, 1, 2)).tolist(),
+        by_layer=values.mean((0, 2, 3)).tolist(),
+        by_head=values.mean((0, 3)).tolist(),
+        mean=float(values.mean()),
     )
 
 
