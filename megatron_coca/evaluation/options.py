@@ -202,6 +202,8 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
     add("--stride", required=True, type=positive_int, metavar="S", help="tokens scored by each window")
+    text = "softmax over the token ids below N alone, such as those of text for a model that also learned facts"
+    add("--vocabulary", type=positive_int, metavar="N", help=text)
     add_batch_option(parser, 8192)
 
 

@@ -1,5 +1,6 @@
 """Sliding-window perplexity: `evaluate.py perplexity`, and the measurement as a function."""
 
+import logging
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_doc
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL = (
     "sliding window: the model reads exactly W tokens at a time, positions counted from the window's start, no "
@@ -68,6 +71,7 @@ class PerplexityProtocol(Record):
     text: str
     stride: int
     tokens_per_batch: int
+    vocabulary: int | None = None  # the softmax is over ids below it; None: over the padded vocabulary
 
 
 class PerplexityResult(Result):
@@ -81,7 +85,17 @@ def run(args: Namespace) -> int:
     check_windows(args.windows, args.stride)
     evaluation = Evaluation(subject_options(args), "perplexity")
     documents = read_subject_documents(args, evaluation, max(args.windows))
-    protocol = PerplexityProtocol(text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch)
+    check_vocabulary(documents.arrays, args.vocabulary)
+    task = evaluation.opened.trained.data.synthetic
+    if task is not None and task.text and args.vocabulary is None:
+        logger.warning(
+            "the model was trained on facts mixed into text: its probability of facts, keys and values counts as lost "
+            "in text without them; measure that of text alone with --vocabulary %d",
+            task.filler_tokens,
+        )
+    protocol = PerplexityProtocol(
+        text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch, vocabulary=args.vocabulary
+    )
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
     fields = {"protocol": protocol, "documents": documents.record()}
     for subject, store in evaluation.variants(PerplexityResult, **fields):
@@ -92,7 +106,9 @@ def run(args: Namespace) -> int:
             with noting_missing(store, f"window {window}", remedy):
                 for tokens in track(remaining, f"{subject.label}, window {window}", len(remaining), "documents"):
                     with measured(subject.device) as meter:
-                        score = score_document(subject.model, tokens, window, args.stride, args.tokens_per_batch)
+                        score = score_document(
+                            subject.model, tokens, window, args.stride, args.tokens_per_batch, args.vocabulary
+                        )
                     scores.append(score)
                     lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
                     store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
@@ -120,15 +136,18 @@ def sliding_window_perplexity(
     stride: int,
     *,
     tokens_per_batch: int = 8192,
+    vocabulary: int | None = None,
     progress: bool = True,
 ) -> list[WindowResult]:
     """Return the perplexity of `documents` (one-dimensional integer arrays) for each window size, by PROTOCOL.
 
     `tokens_per_batch` limits the tokens of a forward pass (at least one window) and with it the memory; the head is
-    applied to the scored positions only, in chunks. Results are in the order of `windows`; no number depends on that
-    order or on the order of the documents. `progress` shows a bar for each window.
+    applied to the scored positions only, in chunks. With `vocabulary` the softmax is over the ids below it alone, for
+    models that also learned tokens that text does not have. Results are in the order of `windows`; no number depends on
+    that order or on the order of the documents. `progress` shows a bar for each window.
 
-    Raises EvaluationError for windows, stride or documents that do not fit, ValueError for a model in training mode.
+    Raises EvaluationError for windows, stride, vocabulary or documents that do not fit, ValueError for a model in
+    training mode.
     """
     check_windows(windows, stride)
     if not documents:
@@ -144,10 +163,11 @@ def sliding_window_perplexity(
     if model.training:
         raise ValueError("the model is in training mode, dropout would change the result: call model.eval()")
     arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
+    check_vocabulary(arrays, vocabulary)
     results = []
     for window in windows:
         tracked = track(arrays, f"window {window}", len(arrays), "documents", progress)
-        scores = [score_document(model, tokens, window, stride, tokens_per_batch) for tokens in tracked]
+        scores = [score_document(model, tokens, window, stride, tokens_per_batch, vocabulary) for tokens in tracked]
         results.append(pooled(window, scores, [len(tokens) for tokens in arrays]))
     return results
 
@@ -164,6 +184,15 @@ def check_windows(windows: Sequence[int], stride: int) -> None:
         raise EvaluationError(
             f"window {too_short[0]} is shorter than the stride {stride} (or than 2): the tokens between two windows "
             "would not be scored; choose a smaller stride or a larger window"
+        )
+
+
+def check_vocabulary(documents: Sequence[np.ndarray], vocabulary: int | None) -> None:
+    """Raise EvaluationError if the documents have a token that `vocabulary` leaves out."""
+    largest = max((int(tokens.max()) for tokens in documents if len(tokens)), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise EvaluationError(
+            f"vocabulary {vocabulary}: the documents have the token {largest}; leave it out, or name more"
         )
 
 
@@ -194,7 +223,12 @@ def plan_windows(length: int, window: int, stride: int) -> list[Window]:
 
 @torch.inference_mode()
 def score_document(
-    model: LanguageModel, tokens: np.ndarray, window: int, stride: int, tokens_per_batch: int = 8192
+    model: LanguageModel,
+    tokens: np.ndarray,
+    window: int,
+    stride: int,
+    tokens_per_batch: int = 8192,
+    vocabulary: int | None = None,
 ) -> DocumentScore:
     """Score all tokens of one document (int64, one dimension) but its first.
 
@@ -220,17 +254,17 @@ def score_document(
             for row, planned in enumerate(batch)
         ]
         targets = np.concatenate([tokens[planned.first_scored : planned.end] for planned in batch])
-        total += score_hidden(model, torch.cat(scored), torch.from_numpy(targets).to(device))
+        total += score_hidden(model, torch.cat(scored), torch.from_numpy(targets).to(device), vocabulary)
     nll, correct = total.tolist()
     return DocumentScore(nll, round(correct))
 
 
-def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
+def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:
     """Return (sum of nll in nats, correct predictions) as float64 [2]; hidden [n, hidden_size], targets [n] int64."""
     total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
     size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 26) // model.logits(hidden[:1]).shape[-1])
     for states, tokens in zip(hidden.split(size), targets.split(size), strict=True):
-        logits = model.logits(states).float()
+        logits = model.logits(states)[:, :vocabulary].float()
         largest, own = logits.amax(dim=-1), logits.gather(1, tokens[:, None])[:, 0]
         # In place, because a copy would be as large as the logits.
         sums = logits.sub_(largest[:, None]).exp_().sum(dim=-1)

@@ -190,3 +190,23 @@ def test_a_token_left_out_is_noticed(model: CausalMean, monkeypatch: pytest.Monk
     monkeypatch.setattr(perplexity, "plan_windows", lambda *args: plan_windows(*args)[:-1])
     with pytest.raises(RuntimeError, match="24 tokens were scored instead of 29"):
         sliding_window_perplexity(model, documents(30), [10], 5, progress=False)
+
+
+def test_a_vocabulary_leaves_out_the_other_tokens(model: CausalMean) -> None:
+    arrays = [tokens % 20 for tokens in documents(23)]
+    found = sliding_window_perplexity(model, arrays, [8], 5, vocabulary=20, progress=False)[0]
+    with torch.no_grad():
+        expected = [
+            -torch.log_softmax(
+                model.logits(model.hidden_states(torch.from_numpy(arrays[0][first:token])[None])[0, -1])[:20].double(),
+                -1,
+            )[arrays[0][token]].item()
+            for token, (first, _) in contexts_by_definition(23, 8, 5).items()
+        ]
+    assert found.nll == pytest.approx(np.mean(expected), abs=1e-6)
+    assert found.nll < sliding_window_perplexity(model, arrays, [8], 5, progress=False)[0].nll
+
+
+def test_a_vocabulary_without_a_token_of_the_documents_is_refused(model: CausalMean) -> None:
+    with pytest.raises(EvaluationError, match="vocabulary 5: the documents have the token 9"):
+        sliding_window_perplexity(model, [np.arange(10)], [8], 5, vocabulary=5, progress=False)

@@ -36,6 +36,7 @@ from megatron_coca.evaluation.report.retrieval_sections import PASSKEY, RETRIEVA
 PERPLEXITY_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",
     "stride": "protocol.stride",
+    "vocabulary": "protocol.vocabulary",
     "protocol": "protocol.text",
 }
 WINDOW, NLL, LOSSES = "window {}", attrgetter("nll"), attrgetter("nll_by_document")
