@@ -85,6 +85,26 @@ def test_files_do_not_depend_on_the_order_of_windows_and_variants(checkpoint: Pa
     assert len(set(nlls)) == 3, "each variant uses the weights in its own way"
 
 
+def test_text_of_a_model_that_learned_facts_too(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"task": "recall", "text": True, "filler_tokens": 512, "loss": "all"}
+    model = MODEL | {"synthetic": task, "data_path": "unused", "vocab_size": 800}
+    checkpoint, output = write_checkpoint(tmp_path / "run", load_config([], model)), tmp_path / "result.json"
+    assert main(arguments(checkpoint, text, "--output", output)) == 0
+    assert "measure that of text alone with --vocabulary 512" in caplog.text
+    whole = read(output)
+    assert main(arguments(checkpoint, text, "--output", output, "--vocabulary", 512)) == 2
+    assert "different protocol.vocabulary" in capsys.readouterr().err
+    caplog.clear()
+    assert main(arguments(checkpoint, text, "--output", output, "--vocabulary", 512, "--overwrite")) == 0
+    alone = read(output)
+    assert "--vocabulary" not in caplog.text and alone.protocol.vocabulary == 512
+    assert all(one.nll < other.nll for one, other in zip(alone.results, whole.results, strict=True))
+    assert main(arguments(checkpoint, text, "--vocabulary", 64)) == 2
+    assert "vocabulary 64: the documents have the token" in capsys.readouterr().err
+
+
 def read(path: Path) -> PerplexityResult:
     return PerplexityResult.model_validate_json(path.read_bytes())
 
