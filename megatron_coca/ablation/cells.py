@@ -265,7 +265,8 @@ def pack(results: Path) -> Path:
 
     Raises EvaluationError where there is no result or the file cannot be written.
     """
-    files = sorted(file for file in results.glob("*/*.json") if (file.parent / "cell.json").is_file())
+    # Second tasks of a kind have a folder of their own in that of their cell.
+    files = sorted(file for cell in results.glob(f"*/{RECORD}") for file in cell.parent.rglob("*.json"))
     if not files:
         raise EvaluationError(f"{results}: holds no results to pack")
     lines = [{"file": str(file.relative_to(results)), "content": json.loads(file.read_bytes())} for file in files]

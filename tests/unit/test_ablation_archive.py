@@ -19,6 +19,7 @@ def write(path: Path, content: object) -> bytes:
 def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
     results = tmp_path / "study"
     files = {"a-s1-0/cell.json": {"seed": 1}, "a-s1-0/recall_a.json": {"x": [0.1, "Infinity", "\u00e9"], "n": 10**12}}
+    files["a-s1-0/truncated/perplexity_a.json"] = {"second task": True}
     before = {name: write(results / name, content) for name, content in files.items()}
     write(results / "report" / "report.json", {})
     assert pack(results) == archive_of(results) == tmp_path / "study.jsonl.zst"
@@ -28,7 +29,9 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
     unpack(results)
     assert (results / "a-s1-0/cell.json").read_bytes() == changed, "what exists stays"
     assert (results / "a-s1-0/recall_a.json").read_bytes() == before["a-s1-0/recall_a.json"]
-    assert len(zstandard.decompress(archive_of(results).read_bytes()).splitlines()) == 2, "no report"
+    second = "a-s1-0/truncated/perplexity_a.json"
+    assert (results / second).read_bytes() == before[second]
+    assert len(zstandard.decompress(archive_of(results).read_bytes()).splitlines()) == 3, "no report"
     unpack(tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
