@@ -120,6 +120,7 @@ NOT_RUN = {
     "python tools/ablate.py configs/ablations": HOURS,
     "python tools/ablate.py configs/study/methods.yml": DONE,
     "python tools/ablate.py configs/recall/grid.yml": HOURS,
+    "python tools/ablate.py configs/recall/books": HOURS,
     "python train.py configs/recall/model.yml configs/recall/text.yml": "needs the corpus of the command before it",
     "python tools/prepare_data.py --input text=data/builtin": "tests/integration/test_prepare.py prepares others",
     "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
