@@ -219,7 +219,7 @@ def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[Attenti
 
 
 def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
-    """The documents of some of the tokens, once for all layers."""
+    """Return the documents as the tokens of `keys` alone see them, computed once for all layers."""
     if ("keys", keys.start, keys.stop) not in documents.masks:
         first, stop = keys.start, keys.stop
         spans = tuple(
