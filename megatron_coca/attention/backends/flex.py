@@ -193,7 +193,7 @@ _band_mask = made_once(_mask, evaluated=16)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of `blocks` [..., columns], the number of set columns and all columns, set ones first: int32."""
+    """Return, for each row of `blocks` [..., columns], the number of set columns and all columns, set ones first."""
     return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 

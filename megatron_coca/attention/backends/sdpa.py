@@ -215,7 +215,7 @@ class SdpaBackend:
 
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:
-    """Return whether SDPA computes these bands: one of all distances or, with a bias to hide keys, of those in a window."""
+    """Return whether SDPA computes these bands: one of all distances or, with a bias to hide keys, a window."""
     return bands == (CAUSAL,) or (biased and bands == (Band(high=bands[0].high),))
 
 

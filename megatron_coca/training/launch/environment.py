@@ -234,7 +234,7 @@ def _check(location: RankLocation, name: str, environment: Variables) -> None:
 
 
 def _by_rank(environment: Variables) -> RankLocation:
-    """Read RANK and WORLD_SIZE. torchrun and deepspeed set all variables; PyTorchJob, with a process per pod, no LOCAL_RANK."""
+    """Read RANK and its like: torchrun and deepspeed set all, PyTorchJob, with a process per pod, no LOCAL_RANK."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
