@@ -137,7 +137,7 @@ def parse_config(
             f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS
         }
     names = family.names if family is not None else {}
-    renamed = {name: names[name] for name in ALIASES & names.keys()}
+    renamed = {name: own for name, own in names.items() if name in ALIASES and own is not None}
     aliases = {own: values[name] for name, own in renamed.items() if name in values}
     config = _Read({name: value for name, value in values.items() if name not in renamed} | aliases, names)
     older = None if family is not None else find_family(config, source)

@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 HUB = "hf://"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-"""Models of the Hugging Face hub: the prefix of their names, its own names, and what is downloaded."""
+HUB_COPIES = ["*/*", "consolidated*"]
+"""Models of the Hugging Face hub: the prefix of their names, its own names, what is downloaded, and what is not:
+the same weights for other programs.
+"""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -196,12 +199,11 @@ def _from_hub(name: str) -> Path:
     """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless it is there."""
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
+    except Exception as error:  # that of its HTTP client is another class in each version
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
 
 

@@ -420,7 +420,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     build("qwen3").save_pretrained(tmp_path / "cache")
     asked = []
 
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, **patterns: list[str]) -> str:
         asked.append(name)
         if name == "none/such":
             raise OSError("offline")
