@@ -1,7 +1,6 @@
 """Loading a checkpoint of any known layout as a model for evaluation."""
 
 import logging
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,17 +27,13 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
-from megatron_coca.remote_files import is_url
+from megatron_coca.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)
 
-HUB = "hf://"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 HUB_COPIES = ["*/*", "consolidated*"]
-"""Models of the Hugging Face hub: the prefix of their names, its own names, what is downloaded, and what is not:
-the same weights for other programs.
-"""
+"""What is downloaded of a model of the Hugging Face hub, and what is not: the same weights for other programs."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -184,11 +179,8 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
     if is_url(path):
         return fetch(str(path), step)
     path = Path(path)
-    if not path.exists() and HUB_NAME.fullmatch(str(path)):
-        raise CheckpointError(
-            f"{path}: no such checkpoint folder; a model of the Hugging Face hub is downloaded by `hf download {path} "
-            f"--local-dir models/{path.name}`, or named as {HUB}{path}"
-        )
+    if not path.exists() and (hint := hub_hint(path)):
+        raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
     if step is None:
         return path
     folder = native.step_folder(path, step)

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.commands.export import main
+from megatron_coca.commands.generate import main as generate
 from megatron_coca.evaluation.cli import main as evaluate
 from tests.parity.exported import LLAMA, random_checkpoint
 
@@ -138,6 +139,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_evaluated(
     command += ["--stride", "16", "--device", "cpu", "--output"]
     assert evaluate([*command, str(tmp_path / "first")]) == 0
     assert sorted(hub.given) == sorted(needed)
+    assert generate(["--checkpoint", "hf://me/model", "--prompt", "a small", "--max-new-tokens", "2"]) == 0
     hub.status = 503
     assert evaluate([*command, str(tmp_path / "second")]) == 0 and sorted(hub.given) == sorted(needed)
     for hub.status in (503, 0):  # 0 is no answer by HTTP
