@@ -5,6 +5,7 @@ Endpoint, credentials and other options are configured in fsspec and the store's
 
 import errno
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,18 @@ REFUSED = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCre
 """The same, of libraries that set no number."""
 TRANSFERS = 8
 """Concurrent transfers."""
+HUB = "hf://"
+"""Prefix of a name of the Hugging Face hub."""
+
+
+def hub_hint(path: str | Path) -> str:
+    """The end of a message on a missing folder whose name is like one of the Hugging Face hub, otherwise nothing."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return ""
+    return (
+        f"; a model of the Hugging Face hub is downloaded by `hf download {path} --local-dir "
+        f"models/{Path(path).name}`, or named as {HUB}{path}"
+    )
 
 
 def is_url(path: str | Path) -> bool:

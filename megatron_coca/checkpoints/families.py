@@ -210,13 +210,12 @@ FAMILIES: dict[str, Family] = {
         layers=every(2),
         read=_gemma,
         write=_to_gemma,
-        harmless=frozenset({"cache_implementation", "hidden_act"}),
+        harmless=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _rows(weight_map.like_llama(weight_map.SANDWICH | weight_map.QK_HEAD)),
         GEMMA | {"qk_norm": "head"},
-        # Its attention takes no cap from config.json, whatever attn_logit_softcapping says there.
         CAPPING | {"final_logit_softcapping": ("final_logit_softcapping", None)},
         {"use_bidirectional_attention": False},
         activation=("hidden_activation", "gelu_pytorch_tanh"),
@@ -227,7 +226,12 @@ FAMILIES: dict[str, Family] = {
         by_type=True,
         read=_gemma,
         write=_to_gemma,
-        harmless=frozenset({"cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"}),
+        harmless=frozenset(
+            {
+                *("cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"),
+                "attn_logit_softcapping",  # the class holds it, and its attention takes no cap
+            }
+        ),
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
@@ -270,6 +274,7 @@ FAMILIES: dict[str, Family] = {
             {
                 *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
                 *("summary_proj_to_labels", "summary_first_dropout"),
+                *("n_special", "predict_special_tokens", "output_past"),
             }
         ),
     ),
@@ -344,7 +349,7 @@ FAMILIES: dict[str, Family] = {
         length=2048,
         read=_falcon,
         write=_to_falcon,
-        harmless=frozenset({"n_embed"}),
+        harmless=frozenset({"n_embed", "ff_factor"}),
     ),
 }
 """By `model_type`, in the order of preference of an export."""

@@ -87,11 +87,20 @@ HARMLESS = frozenset(
         *("return_dict_in_generate", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
         *("pruned_heads", "tf_legacy_loss", "rope_theta", "rotary_emb_base", "rope_parameters", "rope_scaling"),
         *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
+        *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
+        *("is_llama_config", "rope_interleaved", "transformers.js_config"),
     }
 )
 """Keys of config.json that do not change what a causal language model computes, and those of rotation, of which an
 architecture reads some.
 """
+UNSUPPORTED = {
+    "quantization_config": "quantized weights are not supported",
+    "rope_interleaved": "weights for a rotation of neighbouring features are not supported",
+}
+"""Keys that are harmless only if they are false, null or empty, and why."""
+ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
+"""Keys that a class with other names for them takes as well; they go before its own."""
 
 
 def is_huggingface_folder(path: Path) -> bool:
@@ -127,10 +136,14 @@ def parse_config(
         values = {name: value for name, value in values.items() if name != "attn_config"} | {
             f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS
         }
-    config = _Read(values, family.names if family is not None else {})
+    names = family.names if family is not None else {}
+    renamed = {name: own for name, own in names.items() if name in ALIASES and own is not None}
+    aliases = {own: values[name] for name, own in renamed.items() if name in values}
+    config = _Read({name: value for name, value in values.items() if name not in renamed} | aliases, names)
     older = None if family is not None else find_family(config, source)
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not supported")
+    for name, reason in UNSUPPORTED.items():
+        if config.get(name):
+            raise CheckpointError(f"{source}: has {name}, and {reason}")
     try:
         if family is not None:
             keys = _common_keys(config, generation or {}, family.tied, family.length)
@@ -141,7 +154,7 @@ def parse_config(
     except KeyError as missing:
         raise CheckpointError(f"{source}: has no {missing}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{source}: a value has the wrong type: {error}") from error
+        raise CheckpointError(f"{source}: has a value that cannot be used: {error}") from error
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:

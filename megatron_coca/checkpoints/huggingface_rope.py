@@ -16,6 +16,8 @@ TRAINING_LENGTH = "training_length"
 MAXIMUM = "max_position_embeddings"
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
 """Names in transformers' section that are no option of an extension."""
+OURS_ALONE = frozenset({"ramp", "resonance"})
+"""Options of extensions that transformers does not have: its classes ignore them."""
 
 
 def rope_section(config: Json) -> Json:
@@ -42,12 +44,12 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
         if all(scales) and "factor" in options:
             mscale, of_all = (0.1 * scale * max(log(options["factor"]), 0.0) + 1 for scale in scales)
             options.setdefault("attention_factor", mscale / of_all)
-    listed = [option.name for option in extension.options]
+    listed = [option.name for option in extension.options if option.name not in OURS_ALONE]
     unread = sorted(options.keys() - set(listed))
     if unread:
         raise CheckpointError(
             f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported; its options are "
-            f"{', '.join(listed) or 'none'}"
+            f"{', '.join(listed) or 'none'}; remove what changes nothing"
         )
     if kind == "default":
         return base
@@ -71,7 +73,7 @@ def rope_parameters(position: PositionConfig, seq_length: int) -> dict[str, Any]
     extension = position.extension
     parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
     for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
-        if value is not None and name not in ("ramp", "resonance"):  # transformers has no names for these
+        if value is not None and name not in OURS_ALONE:
             parameters[name] = list(value) if isinstance(value, tuple) else value
     if extension.stock.length == ORIGINAL:
         parameters[ORIGINAL] = position.original_length(seq_length)

@@ -1,7 +1,6 @@
 """Loading a checkpoint of any known layout as a model for evaluation."""
 
 import logging
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,14 +27,13 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
-from megatron_coca.remote_files import is_url
+from megatron_coca.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)
 
-HUB = "hf://"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-"""Models of the Hugging Face hub: the prefix of their names, its own names, and what is downloaded."""
+HUB_COPIES = ["*/*", "consolidated*"]
+"""What is downloaded of a model of the Hugging Face hub, and what is not: the same weights for other programs."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -181,11 +179,8 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
     if is_url(path):
         return fetch(str(path), step)
     path = Path(path)
-    if not path.exists() and HUB_NAME.fullmatch(str(path)):
-        raise CheckpointError(
-            f"{path}: no such checkpoint folder; a model of the Hugging Face hub is downloaded by `hf download {path} "
-            f"--local-dir models/{path.name}`, or named as {HUB}{path}"
-        )
+    if not path.exists() and (hint := hub_hint(path)):
+        raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
     if step is None:
         return path
     folder = native.step_folder(path, step)
@@ -196,12 +191,11 @@ def _from_hub(name: str) -> Path:
     """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless it is there."""
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
+    except Exception as error:  # that of its HTTP client is another class in each version
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
 
 

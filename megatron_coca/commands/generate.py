@@ -21,6 +21,7 @@ from megatron_coca.evaluation.options import (
     whole_number,
 )
 from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.remote_files import hub_hint, is_url
 
 if TYPE_CHECKING:
     from megatron_coca.model import Sampling
@@ -91,8 +92,9 @@ def refuse_missing(args: Namespace) -> None:
         read_file(file, problems)
     if problems:
         raise ConfigError(*problems)
-    if not Path(args.checkpoint).exists():
-        raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder")
+    if not is_url(args.checkpoint) and not Path(args.checkpoint).exists():
+        hint = hub_hint(args.checkpoint)
+        raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder{hint}")
 
 
 def read_prompts(args: Namespace) -> list[str] | None:

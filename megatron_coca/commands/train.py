@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
 from megatron_coca.program import MAIN, InputError
+from megatron_coca.remote_files import HUB, hub_hint
 from megatron_coca.training import watchdog
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ EPILOG = """for example:
 All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INPUTS = "merged in order, then the keys; a folder as the first gives the network and the initial weights"
 
 
@@ -75,16 +74,13 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
 
     model, *rest = options.inputs
-    from_folder = os.path.isdir(model) or model.startswith("hf://")
+    from_folder = os.path.isdir(model) or model.startswith(HUB)
     if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not from_folder:
         model, rest = None, options.inputs
     files, keys = split_inputs(rest, options.conf_dir)
     first = options.inputs[0]
-    if HUB_NAME.fullmatch(first) and files[:1] == [f"{first}.yml"] and not os.path.isdir(os.path.dirname(first)):
-        raise ConfigError(
-            f"{first}: no such file or folder; a model of the Hugging Face hub is downloaded by `hf download {first} "
-            f"--local-dir models/{first.partition('/')[2]}`, or named as hf://{first}"
-        )
+    if files[:1] == [f"{first}.yml"] and not os.path.isdir(os.path.dirname(first)) and (hint := hub_hint(first)):
+        raise ConfigError(f"{first}: no such file or folder{hint}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
     names = ("num_gpus", "hostfile", "max_restarts")

@@ -1,6 +1,7 @@
-"""`export huggingface` with a model card's notes and an upload, against a hub that is a server of this test."""
+"""`export huggingface` with an upload, and `--checkpoint hf://NAME`, against a hub that is a server of this test."""
 
 import base64
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -13,16 +14,19 @@ from huggingface_hub import constants
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.commands.export import main
+from megatron_coca.commands.generate import main as generate
+from megatron_coca.evaluation.cli import main as evaluate
 from tests.parity.exported import LLAMA, random_checkpoint
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers what an upload of small files asks, and keeps what is committed; with `status` it refuses."""
+    """Answers what an upload of small files asks, keeps what is committed and gives it; with `status` it refuses."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.made: list[dict[str, object]] = []
         self.files: dict[str, bytes] = {}
+        self.given: list[str] = []
         self.status = 200
 
 
@@ -49,26 +53,46 @@ class Answers(BaseHTTPRequestHandler):
         self._send(answer)
 
     def do_GET(self) -> None:
-        self._send({"sha": "0", "id": "me/model", "modelId": "me/model", "private": True, "siblings": [], "tags": []})
+        place, hub = self.path.partition("?")[0], self.server
+        if "/tree/" in place:
+            sums = {name: hashlib.sha1(content).hexdigest() for name, content in hub.files.items()}
+            self._send([{"type": "file", "path": name, "size": 1, "oid": sums[name]} for name in hub.files])
+        elif "/resolve/" in place:
+            name = place.split("/resolve/0/")[1]
+            hub.given += [name] if self.command == "GET" else []
+            self._send_content(
+                hub.files[name], **{"X-Repo-Commit": "0", "ETag": hashlib.sha1(name.encode()).hexdigest()}
+            )
+        else:
+            repository = {"sha": "0", "id": "me/model", "modelId": "me/model", "private": True}
+            self._send(repository | {"siblings": [], "tags": []})
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _send(self, answer: object) -> None:
-        content = json.dumps(answer).encode()
+        self._send_content(json.dumps(answer).encode(), **{"Content-Type": "application/json"})
+
+    def _send_content(self, content: bytes, **headers: str) -> None:
         self.send_response(self.server.status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = Hub()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
     monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")
     monkeypatch.setenv("HF_ENDPOINT", url)
@@ -100,6 +124,28 @@ def test_an_export_is_uploaded_whole_with_its_card(
     assert "## Results\n\n| window | perplexity |\n|---|---|\n| 64 | 12.5 |\n\n## Loading" in text
     (sources,) = [line for line in text.splitlines() if line.startswith("| methods of |")]
     assert sources == "| methods of | CoCA, Zhu et al. 2024, the form the paper trains; Peng et al. 2023 |"
+
+
+def test_a_model_of_the_hub_is_downloaded_once_and_evaluated(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the family is read from, without copies in other formats; from the cache if the hub does not answer."""
+    checkpoint, folder = random_checkpoint(tmp_path / "run", **LLAMA, pos_emb="coca"), tmp_path / "exported"
+    assert main(["huggingface", str(checkpoint), str(folder), "--push", "me/model"]) == 0
+    needed = {name for name in hub.files if name.endswith((".json", ".safetensors", ".jinja"))}
+    hub.files |= {"consolidated.safetensors": b"the same weights", "onnx/config.json": b"{}", "model.onnx": b""}
+    (tmp_path / "text.txt").write_text("a small boat lay near its shore until morning came over the hills. " * 3)
+    command = ["perplexity", "--checkpoint", "hf://me/model", "--data", str(tmp_path / "text.txt"), "--windows", "32"]
+    command += ["--stride", "16", "--device", "cpu", "--output"]
+    assert evaluate([*command, str(tmp_path / "first")]) == 0
+    assert sorted(hub.given) == sorted(needed)
+    assert generate(["--checkpoint", "hf://me/model", "--prompt", "a small", "--max-new-tokens", "2"]) == 0
+    hub.status = 503
+    assert evaluate([*command, str(tmp_path / "second")]) == 0 and sorted(hub.given) == sorted(needed)
+    for hub.status in (503, 0):  # 0 is no answer by HTTP
+        capsys.readouterr()
+        assert evaluate([*command, str(tmp_path / "third"), "--checkpoint", "hf://no/such"]) == 2
+        assert "hf://no/such: cannot be downloaded" in capsys.readouterr().err
 
 
 def test_an_upload_that_is_refused_keeps_the_folder(hub: Hub, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
@@ -179,3 +179,31 @@ def test_transformers_finds_the_same_perplexity(chain: Chain, tmp_path: Path, mo
     documents = [torch.from_numpy(document) for document in chain.documents]
     for window, ours in zip(WINDOWS, chain.perplexities("stage3", WINDOWS), strict=True):
         assert plain_loop(model, documents, window, LENGTH)[0] == pytest.approx(ours, rel=1e-5)
+
+
+QWEN3 = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
+QWEN3 |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": LENGTH}
+NEW = {"reset_optimizer": True}
+ONE_STEP_EACH = [{"until": 1, "trainable": ["key"]}, {"until": 2, "trainable": ["query", "key", "value"]} | NEW, NEW]
+
+
+@torch.no_grad()
+def test_another_family_in_the_stages_for_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Qwen 3 by configs/finetune/coca.yml; transformers continues a text beyond its training length as we do."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3)).save_pretrained(tmp_path / "qwen3")
+    keys = shards(tmp_path / "data") | {"tokenizer_type": "CharLevelTokenizer", "save": str(tmp_path / "run")}
+    keys |= {"train_iters": 3, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "stages": ONE_STEP_EACH}
+    keys |= {"precision": "fp32", "zero_optimization": None, "distributed_backend": "gloo", "eval_iters": 1}
+    files = [str(tmp_path / "qwen3"), str(ROOT / "configs/finetune/coca.yml")]
+    subprocess.run([*PROGRAM, "train", *files, *command_line(keys)], check=True)
+    done = export(tmp_path / "run", tmp_path / "exported")
+    theirs = AutoModelForCausalLM.from_pretrained(done.folder, trust_remote_code=True).eval()
+    ours, prompt = load_model(tmp_path / "run"), torch.arange(100, 100 + 2 * LENGTH)[None]
+    answer = theirs.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=511)
+    likeliest = ours(answer)[0, 2 * LENGTH - 1 : -1].argmax(-1)
+    assert done.remote and torch.equal(likeliest, answer[0, 2 * LENGTH :])
+    assert not torch.equal(load_model(tmp_path / "qwen3")(answer), ours(answer))

@@ -357,13 +357,24 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["olmo3", "ministral3 without an extension"])
+LENGTH = {"original_max_position_embeddings": 400}
+IGNORED: dict[str, dict[str, Any]] = {
+    "olmo3": LENGTH,  # sections by type of layers have their own
+    "ministral3 without an extension": LENGTH,  # and so has a temperature
+    "gemma2": {"sliding_window_size": 3, "hidden_act": "relu"},
+    "gemma3": {"attn_logit_softcapping": 0.1},
+    "gpt2": {"n_special": 3, "predict_special_tokens": False, "n_head": 3, "num_attention_heads": 6},
+    "bloom": {"n_head": 3, "num_attention_heads": 6},
+}
+"""Keys that transformers does not read, and its names for all classes, which it reads before those of the class."""
+
+
+@pytest.mark.parametrize("name", IGNORED)
 @torch.no_grad()
-def test_a_length_of_the_top_level_that_is_not_read(name: str, tmp_path: Path) -> None:
-    """By neither side: sections by type of layers have their own, and so has a temperature without an extension."""
+def test_keys_that_are_not_read_by_either_side(name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"original_max_position_embeddings": 400}))
+    (tmp_path / "config.json").write_text(json.dumps(values | IGNORED[name]))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
 
@@ -409,7 +420,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     build("qwen3").save_pretrained(tmp_path / "cache")
     asked = []
 
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, **patterns: list[str]) -> str:
         asked.append(name)
         if name == "none/such":
             raise OSError("offline")
@@ -467,6 +478,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": {"type": "su", "short_factor": [1.0, 1.5], "long_factor": [1.5, 4.0]}},
     ),
     "width by another name": ("bloom", {"n_embed": 36, "hidden_size": None, "offset_alibi": 100, "seq_length": 2048}),
+    "numbers by other names": ("bloom", {"num_attention_heads": 6, "num_hidden_layers": 3, "n_head": None}),
+    "of SmolLM 2": (
+        "llama, free head width",
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+        | {"rope_scaling": LLAMA3},
+    ),
 }
 """A model, and the keys of config.json as its authors published them."""
 

@@ -46,6 +46,10 @@ REFUSED = {
         "max_restarts: a restart resumes",
     ),
     "no checkpoint": (["generate", "--checkpoint", "nope", "--prompt", "x"], "--checkpoint: nope: no such folder"),
+    "a name of the hub": (
+        ["generate", "--checkpoint", "me/it", "--prompt", "x"],
+        "`hf download me/it --local-dir models/it`",
+    ),
     "no overlay": (["generate", "--checkpoint", "nope", "none.yml"], "none.yml: no such file"),
     "fp16 without a GPU": (["train", *TRAINABLE, "precision=fp16"], "precision: fp16 needs a GPU, but this host has"),
     "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "keys have no dashes: write `train_iters=10`"),

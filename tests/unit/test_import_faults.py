@@ -148,7 +148,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "model_type 'gpt_oss' is not supported; its layers are mixtures",
     ),
     "no size": (config(hidden_size=None), "config.json: has no 'hidden_size'"),
-    "size of another kind": (config(num_attention_heads="four"), "config.json: a value has the wrong type"),
+    "size of another kind": (config(num_attention_heads="four"), "config.json: has a value that cannot be used"),
     "architecture of another kind": (config(model_type=["llama"]), r"model_type \['llama'\] is not supported; known: "),
     "no layers": (
         config(num_hidden_layers=0),
@@ -170,6 +170,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "activation": (config(hidden_act="relu2"), "hidden_act 'relu2' is not supported for LLaMA; known: silu"),
     "head size": (config(head_dim=32), "the shapes of .*q_proj.weight.* do not match"),
     "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not supported"),
+    "rotation of neighbours": (config(rope_interleaved=True), "has rope_interleaved, and weights for a rotation of"),
     "rope type": (
         rope(rope_type="spiral", factor=2.0),
         "config.json: rope_type 'spiral' is not supported; known: default, linear, dynamic, yarn, longrope, llama3",
@@ -178,6 +179,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "rope option": (
         rope(rope_type="yarn", factor=2.0, interleaved=True),
         "rope_type 'yarn' with interleaved is not supported; its options are factor, ",
+    ),
+    "rope option of ours": (
+        rope(rope_type="linear", factor=2.0, resonance=True),
+        "rope_type 'linear' with resonance is not supported; its options are factor; remove what changes nothing",
     ),
     "rope without its factor": (rope(rope_type="linear"), "rope_type 'linear' has no factor"),
     "rope by layer": (rope(full_attention={"rope_type": "linear"}), "'default' with full_attention is not supported"),
