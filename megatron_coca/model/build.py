@@ -283,7 +283,7 @@ class Attention(nn.Module):
         check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
         needs = backend_needs(config, method, torch.device(device).type, training)
         _, backend = select_backend(position.attention_backend, needs)
-        self.encoding, self.attention = PositionEncoding(method), build_attention(config.model, method, backend)
+        self.encoding, self.attention = PositionEncoding(method), build_attention(config.model, method, backend, name)
         initialize(self, config.model, int(torch.randint(2**62, ())))
         self.to(device)
 
