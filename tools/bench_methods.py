@@ -135,7 +135,7 @@ def launches(name: str) -> float:
     """Return launches per layer on the stand-in device."""
     inputs = [f"{key}={json.dumps(value)}" for key, value in (SHAPE | METHODS[name]).items()]
     command = [sys.executable, "-m", "tests.pretend", "layer", *inputs]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     return float(said.partition("launches per layer: ")[2].split()[0])
 
 
