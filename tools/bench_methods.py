@@ -55,7 +55,7 @@ def _declared(key: str, left_out: str = "") -> dict[str, dict[str, Any]]:
 
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {},
-    **{name: {"pos_emb": name} for name in ("coca", "coca_strict")},
+    **{name: {"pos_emb": name} for name in ("coca", "coca_strict", "xpos")},
     **_declared("relative_positions"),
     **_declared("rope_scaling", "default"),
     "resonance": {"rope_scaling": {"rope_type": "default", "resonance": True}},
@@ -68,6 +68,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sliding_window_width": {"sliding_window_width": 255},
     "attention_chunk_size": {"attention_chunk_size": 256},
     "sink_logits": {"sink_logits": True},
+    "gau": {"attention_config": [[["gau"], "all"]]},
 }
 """Name -> keys beside those of a rotary model."""
 FAMILIES = {"rotary": "gpt_neox", "llama3": "llama", "qk_norm: head": "qwen3", "qk_norm: projection": "olmo2"}
@@ -134,7 +135,7 @@ def launches(name: str) -> float:
     """Return launches per layer on the stand-in device."""
     inputs = [f"{key}={json.dumps(value)}" for key, value in (SHAPE | METHODS[name]).items()]
     command = [sys.executable, "-m", "tests.pretend", "layer", *inputs]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     return float(said.partition("launches per layer: ")[2].split()[0])
 
 

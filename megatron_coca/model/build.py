@@ -100,9 +100,10 @@ def refuses_compilation(config: Config, backend: str, device_type: str) -> str |
         return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
     if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
         return f"attention_chunk_size: {backend} is called once per chunk, from Python"
-    for position in config.layer_types.values():
-        if position.embedding.by_query:
-            return f"pos_emb {position.pos_emb}: its scores are contracted by opt_einsum, which is not traced"
+    dense = [f"pos_emb {kind.pos_emb}" for kind in config.layer_types.values() if kind.embedding.by_query]
+    if dense or config.model.attn_logit_softcapping is not None:  # of `sdpa`: others are refused above
+        name = dense[0] if dense else "attn_logit_softcapping"
+        return f"{name}: its scores are contracted by opt_einsum, which is not traced"
     gated = any(kind.gate for kind in config.layer_types.values()) and config.model.seq_length > QUERY_ROWS
     if gated and backend == "sdpa" and device_type == "cuda":
         return (
@@ -283,7 +284,7 @@ class Attention(nn.Module):
         check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
         needs = backend_needs(config, method, torch.device(device).type, training)
         _, backend = select_backend(position.attention_backend, needs)
-        self.encoding, self.attention = PositionEncoding(method), build_attention(config.model, method, backend)
+        self.encoding, self.attention = PositionEncoding(method), build_attention(config.model, method, backend, name)
         initialize(self, config.model, int(torch.randint(2**62, ())))
         self.to(device)
 

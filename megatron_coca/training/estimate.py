@@ -14,7 +14,6 @@ from megatron_coca.model.cost import (
     flops_per_token,
     loss_bytes,
     norm_parameters,
-    norms_per_block,
     parameter_count,
     trained_count,
 )
@@ -141,9 +140,11 @@ def _stage_numbers(
         return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated
-    block = divided // topology.tensor + replicated + norms_per_block(model) * norm
+    of_embedding = model.use_embedding_norm * norm
+    norms = (count.norms - norm - of_embedding) // model.num_layers  # those of queries and keys too
+    block = divided // topology.tensor + replicated + norms
     numbers = [block * number for number in blocks]
-    numbers[0] += count.embedding + count.position
+    numbers[0] += count.embedding + count.position + of_embedding
     numbers[-1] += norm + count.head
     if topology.pipe > 1 and not model.no_weight_tying:
         numbers[-1] += count.embedding

@@ -76,19 +76,31 @@ METHODS: Runs = {
     },
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
     "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
-    "forgetting gates": LLAMA | {"pos_emb": "coca", "forgetting_gate": "fox"},
-    "norms of heads": LLAMA | {"pos_emb": "coca", "qk_norm": "head"},
-    "chunks": {"pos_emb": "coca", "attention_chunk_size": 7},
+    "forgetting gates, packed documents, checkpointed activations": LLAMA
+    | PACKED
+    | {"pos_emb": "coca", "forgetting_gate": "fox", "checkpoint_activations": True},
+    "chunks, a temperature": {
+        "pos_emb": "coca",
+        "attention_chunk_size": 7,
+        "logit_scaling": {"type": "temperature", "period": 8},
+    },
     "a shared bias, tied weights": {"pos_emb": "rpe", "no_weight_tying": False},
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},
     "learned positions": {"pos_emb": "learned"},
     "a relative map": {"relative_positions": {"type": "rerope", "window": 8}},
+    "three segments, sinks": {
+        "pos_emb": "coca",
+        "sink_logits": True,
+        "relative_positions": {"type": "dual_chunk", "chunk_size": 7, "max_position": 10},
+    },
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
     "layers that differ": {
         "attention_config": [[["sliding", "global"], "all"]],
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
     },
-    "ZeRO 3, FIRE": LLAMA | {"zero_stage": 3, "pos_emb": "fire"},
+    "ZeRO 3, FIRE, packed documents": LLAMA | PACKED | {"zero_stage": 3, "pos_emb": "fire"},
+    "ZeRO 3, norms of heads, learned factors": LLAMA
+    | {"zero_stage": 3, "pos_emb": "coca", "qk_norm": "head", "logit_scaling": "ssmax"},
     "ZeRO 3, forgetting gates": {"zero_stage": 3, "pos_emb": "none", "forgetting_gate": "cable"},
     "ZeRO 3, coca": {"zero_stage": 3, "pos_emb": "coca"},
 }
@@ -100,6 +112,9 @@ SEQUENCE_ONLY: Runs = {
     "GPT-NeoX's norm": {"use_qk_layernorm": True},
 }
 """Tensor ranks have some of the heads only."""
+
+UNITS: dict[str, Any] = {"pos_emb": "coca", "attention_config": ["gau", "global"], "gau_key_width": 8}
+"""Gated attention units, which neither tensor nor sequence ranks divide."""
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 STAGES: Runs = {
@@ -239,6 +254,12 @@ def test_two_ranks_of_a_sequence_train_as_one_process(two_ranks: Launched, alone
 def test_under_every_zero_stage(division: Mapping[str, Any], folder: Path, alone_in_stages: Launched) -> None:
     found = Launched(folder / f"stages {json.dumps(division)}", 2, on_ranks(STAGES, division))
     assert_equal_runs(found, alone_in_stages, STAGES, division)
+
+
+def test_gated_attention_units_on_two_copies(folder: Path) -> None:
+    alone = Launched(folder / "units alone", 1, {"units": UNITS})
+    found = Launched(folder / "units", 2, on_ranks({"units": UNITS | {"zero_stage": 3}}, {}))
+    assert_equal_runs(found, alone, alone.runs, {})
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from megatron_coca.config import Config
 from tests.reference.clex import clex_frequencies
 from tests.reference.dense import RelativeMap, Setting, attention, inverse_leak
 from tests.reference.frequencies import frequencies, multiplier
+from tests.reference.gated_unit import gated_unit
 
 SHAPE: dict[str, Any] = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512}
 SHAPE |= {"vocab_size": 512, "pos_emb": "rotary"}
@@ -43,6 +44,10 @@ def oracle_error(keys: Mapping[str, Any], length: int, dtype: torch.dtype = torc
 def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
     """What `layer(hidden)` must give, [batch, length, hidden_size] float64, for as many key heads as query heads."""
     of_layer, model, position = layer.attention, config.model, config.position
+    if "gau" in config.layer_types:  # rotary
+        theta = frequencies(model.gau_key_width, float(position.rotary_emb_base), rope_type="default")
+        weights = {name: weight.double() for name, weight in of_layer.named_parameters()}
+        return torch.stack([gated_unit(x, weights, theta) for x in hidden.double()])
     heads, length, trained = model.num_attention_heads, hidden.shape[1], model.seq_length
     packed = _linear(of_layer.query_key_value, hidden.double()).unflatten(-1, (heads, -1))
     q, k, v = packed.chunk(3, dim=-1)

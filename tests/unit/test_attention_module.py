@@ -26,6 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
     "factors": {"pos_emb": "rotary", "logit_scaling": "ssmax"},
     "chunks": {"pos_emb": "rotary", "attention_chunk_size": 8},
     "gates": {"pos_emb": "coca", "forgetting_gate": "fox"},
+    "gates, string": {
+        "pos_emb": "rotary",
+        "forgetting_gate": "cable",
+        "relative_positions": {"type": "string", "window": 6, "local": 2},
+    },
+    "fire, norms": {"pos_emb": "fire", "qk_norm": "head"},
 }
 
 

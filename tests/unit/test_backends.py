@@ -16,6 +16,7 @@ from megatron_coca.attention.backends.sdpa import CudaCudnn, CudaFlash, FlashOp,
 from megatron_coca.attention.inputs import (
     CAUSAL,
     AttentionInputs,
+    BackendError,
     Band,
     Needs,
     PackedDocuments,
@@ -70,6 +71,16 @@ def test_sdpa_refuses_bands_that_it_would_leave_out(bands: tuple[Band, ...], doc
     inputs = inputs.replace(documents=packed(((5, 7), (12,)))) if documents else inputs
     with pytest.raises(ValueError, match="sdpa: it takes one query and one key.* attention_backend: reference"):
         SdpaBackend().attend(inputs)
+
+
+def test_dense_scores_are_refused_beyond_a_length() -> None:
+    """In training when the model is built, in evaluation when it is called; one query may follow more keys."""
+    assert "at most 8,192 tokens, not 8,193" in (ReferenceBackend().supports(Needs("cpu", length=8193)) or "")
+    assert ReferenceBackend().supports(Needs("cpu", length=8192)) is None
+    inputs = make_inputs((CAUSAL,), 8193)
+    with pytest.raises(BackendError, match="attention_backend reference: .* set attention_backend to auto"):
+        ReferenceBackend().attend(inputs)
+    assert ReferenceBackend().attend(make_inputs((CAUSAL,), 8193, 8192)).shape[2] == 1
 
 
 def packed(rows: tuple[tuple[int, ...], ...]) -> PackedDocuments:

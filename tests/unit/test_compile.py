@@ -29,6 +29,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
         {"pos_emb": "coca", "hidden_dropout": 0.1},
         {"pos_emb": "coca", "num_kv_heads": 1, "forgetting_gate": "fox"},
+        {"pos_emb": "coca", "qk_norm": "head", "logit_scaling": "ssmax"},
+        {"pos_emb": "sandwich"},
+        {"pos_emb": "coca", "attention_config": ["gau", "gau"], "gau_key_width": 16},
     ],
     "merge": [
         {"pos_emb": "coca", "sink_logits": True} | MAPS["rerope"],
@@ -124,7 +127,9 @@ def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
 
 
 def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
-    """Both compile on no device or on one alone: FIRE's contractions, and the mask of later blocks on CUDA."""
+    """They compile on no device or on one alone: dense contractions, and the mask of later blocks on CUDA."""
+    with pytest.raises(BackendError, match="torch_compile: attn_logit_softcapping: its scores are contracted by"):
+        build_model(configured(attn_logit_softcapping=5.0, torch_compile=True))
     reason = building.refuses_compilation(configured(pos_emb="fire"), "sdpa", "cpu")
     assert reason is not None and reason.startswith("pos_emb fire: its scores are contracted by opt_einsum")
     gates = configured(forgetting_gate="fox", seq_length=600)

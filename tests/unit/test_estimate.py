@@ -78,11 +78,16 @@ def test_pipeline_stages_and_tensor_ranks_hold_parts(tied: bool) -> None:
     assert whole - half == (count.attention + count.mlp - whole_biases) // 2
 
 
-def test_stages_of_one_block_are_those_of_the_built_model() -> None:
-    config = load_config([MODEL], {"num_layers": 3, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4})
+@pytest.mark.parametrize(
+    "keys", [{}, {"qk_norm": "projection"}, {"use_qk_layernorm": True, "use_embedding_norm": True}]
+)
+def test_stages_of_one_block_are_those_of_the_built_model(keys: dict[str, Any]) -> None:
+    shape = {"num_layers": 3, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4}
+    config = load_config([MODEL], shape | keys)
     sizes = {name: parameter.numel() for name, parameter in build_model(config).named_parameters()}
     block = sum(size for name, size in sizes.items() if name.startswith("blocks.1."))
     assert stage_parameters(config, Topology(3, 1, 1, 1))[1] == (block, 1)
+    assert stage_parameters(config, Topology(1, 1, 1, 1)) == [(sum(sizes.values()), 3)]
 
 
 def test_the_first_stage_of_a_pipeline_waits_longest() -> None:

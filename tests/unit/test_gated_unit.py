@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca import build_model, load_config
+from megatron_coca import Attention, build_model, load_config
 from megatron_coca.checkpoints.exports.refusals import lost_keys
 from megatron_coca.commands.estimate import main as estimate
 from megatron_coca.config import Config, ConfigError
@@ -92,6 +92,15 @@ def test_documents_stay_apart_and_decoding_agrees(keys: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-9, atol=1e-10)
     dense = build_model(configured(attention_backend="reference", **keys)).eval().double()
     torch.testing.assert_close(dense(ids), whole, rtol=1e-9, atol=1e-10)
+
+
+@torch.no_grad()
+def test_attention_for_a_network_of_ones_own_is_the_unit_of_a_model() -> None:
+    model, own, x = build_model(configured()).eval(), Attention(configured()).eval(), torch.randn(2, LENGTH, 16)
+    own.attention.load_state_dict(model.blocks[0].attention.state_dict())
+    assert torch.equal(
+        own(x), model.blocks[0].attention(x, model.contexts(torch.arange(LENGTH), LENGTH, x.dtype)["gau"])
+    )
 
 
 def test_recomputed_gradients_are_the_same_and_every_weight_has_one() -> None:

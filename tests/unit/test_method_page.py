@@ -108,6 +108,11 @@ def test_what_cannot_be_built_is_left_out_with_its_reason(tmp_path: Path, rotary
     with pytest.raises(ConfigError, match="no frequencies to scale"):
         inspect.main(["method", alibi, "--variant", *yarn, "--output", str(tmp_path / "none.html")])
     assert not (tmp_path / "none.html").exists()
+    for type_of_layers, reason in (("gau", "are not drawn"), ("near", "are trained; name them for the model")):
+        types = ["types", f"attention_config=[[[{type_of_layers}, global], all]]"]
+        types += ["layer_types={near: {sliding_window_width: 5}}"] * (type_of_layers == "near")
+        drawn(tmp_path, rotary, "--variant", "plain", "--variant", *types)
+        assert reason in capsys.readouterr().out.split("left out: rotary with types: ")[1]
 
 
 def test_an_overlay_alone_is_refused_with_the_remedy(tmp_path: Path) -> None:

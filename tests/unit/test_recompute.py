@@ -33,6 +33,16 @@ CHOICES: dict[str, dict[str, Any]] = {
         "checkpoint_num_layers": 9,
     },
 }
+COMPOSED: dict[str, dict[str, Any]] = {
+    "norms, sinks, factors, three segments": {
+        "qk_norm": "head",
+        "sink_logits": True,
+        "logit_scaling": "ssmax",
+        "relative_positions": {"type": "dual_chunk", "chunk_size": 20},
+    },
+    "fire": {"pos_emb": "fire"},
+    "string": {"pos_emb": "rotary", "relative_positions": {"type": "string"}, "logit_scaling": "temperature"},
+}
 ORDINARY = ("rotary", "coca", "coca_strict", "xpos", "alibi", "rpe", "learned", "sinusoidal", "none")
 
 
@@ -61,6 +71,13 @@ def test_recomputing_changes_no_bit(choice: str, pos_emb: str, dropout: float) -
     kept, again = results("none", **keys), results(choice, **keys)
     for name, each in kept.items():
         assert torch.equal(again[name], each), name
+
+
+@pytest.mark.parametrize("choice", ["selective", "full"])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_recomputing_changes_no_bit_of_what_layers_learn(name: str, choice: str) -> None:
+    kept, again = results("none", **COMPOSED[name]), results(choice, **COMPOSED[name])
+    assert kept.keys() == again.keys() and all(torch.equal(again[name], each) for name, each in kept.items())
 
 
 def test_every_policy_is_tested() -> None:

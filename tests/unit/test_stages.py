@@ -41,6 +41,14 @@ METHODS = {
         "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
     },
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
+    "fire, gates": {"pos_emb": "fire", "forgetting_gate": "fox"},
+    "norms, sinks, factors, three segments": {
+        "pos_emb": "coca",
+        "qk_norm": "head",
+        "sink_logits": True,
+        "logit_scaling": "ssmax",
+        "relative_positions": {"type": "dual_chunk", "chunk_size": 5},
+    },
 }
 
 

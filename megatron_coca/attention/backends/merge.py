@@ -180,8 +180,8 @@ def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
 
 def _cut(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
     """The same rows in the kernel's order, [batch * blocks, heads, size, ...]."""
-    x = _view(x, piece, start, size).flatten(0, 1)
-    return x.flip(2) if piece.shape == "upper" else x
+    x = _view(x, piece, start, size)
+    return (x.flip(3) if piece.shape == "upper" else x).flatten(0, 1)  # of a reversed copy often a view
 
 
 def _queries(x: Tensor, piece: Piece) -> Tensor:

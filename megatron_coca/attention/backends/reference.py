@@ -7,18 +7,35 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Band, Needs, bias_of_pairs, query_block
+from megatron_coca.attention.inputs import (
+    PAIRWISE,
+    AttentionInputs,
+    BackendError,
+    Band,
+    Needs,
+    bias_of_pairs,
+    query_block,
+)
+
+LONGEST = 8192
+"""Queries of a call. The scores of one head take 256 MiB there in float32, and a call holds several such tensors."""
 
 
 class ReferenceBackend:
     """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions, in the inputs' own dtype. O(N^2) memory."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the missing package: it supports all inputs."""
-        return missing_einsum()
+        """None, or the missing package or too many tokens: it supports all inputs else."""
+        return missing_einsum() or too_long(needs.length)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype."""
+        """[batch, heads, query_length, head_dim] in the query's dtype.
+
+        Raises:
+            BackendError: there are more than LONGEST queries.
+        """
+        if reason := too_long(inputs.query.shape[2]):
+            raise BackendError(f"attention_backend reference: {reason}; set attention_backend to auto")
         # Not at the top: GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
         import opt_einsum
 
@@ -39,11 +56,11 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """
     block_of, outputs = ReferenceBackend().attend, []
     size = PAIRWISE_ROWS if inputs.bias is not None and inputs.bias.formula in PAIRWISE else QUERY_ROWS
-    for start in range(0, inputs.query.shape[2], size):
+    for start in reversed(range(0, inputs.query.shape[2], size)):  # each fits into the memory of the one before
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
-    return torch.cat(outputs, dim=2)
+    return torch.cat(outputs[::-1], dim=2)
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -60,6 +77,11 @@ def gate_bias(gates: Tensor, queries: int | Tensor) -> Tensor:
     total = gates.double().cumsum(-1)
     rows = total[:, :, queries:] if isinstance(queries, int) else total[:, :, queries]
     return rows[..., None] - total[:, :, None]
+
+
+def too_long(queries: int) -> str | None:
+    """None, or the reason why so many queries are refused."""
+    return f"its N x N scores are of at most {LONGEST:,} tokens, not {queries:,}" if queries > LONGEST else None
 
 
 def missing_einsum() -> str | None:

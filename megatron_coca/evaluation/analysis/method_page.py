@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import DistanceBias, bias_of_pairs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
-from megatron_coca.config import Config, PositionConfig
+from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.model import GAU
 from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
@@ -95,11 +95,13 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
     A variant that changes nothing has the same configuration twice.
 
     Raises:
-        BackendError, ValueError: a method cannot be built.
+        BackendError, ConfigError: a method cannot be built or drawn.
     """
     types = evaluated.layer_types
     if GAU in types:
-        raise ValueError("attention_config: gated attention units (gau) are not drawn; leave them out")
+        raise ConfigError("attention_config: gated attention units (gau) are not drawn; leave them out")
+    if added := types.keys() - trained.layer_types.keys():
+        raise ConfigError(f"attention_config: layers of type {', '.join(added)} are trained; name them for the model")
     return [
         ShownMethod(
             model if len(types) == 1 else f"{model}: {name}",
