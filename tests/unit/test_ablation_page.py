@@ -109,13 +109,10 @@ def rows_of(page: str, header: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in [cells[0], *cells[2:]]}
 
 
-def test_the_readme_shows_numbers_of_the_studies() -> None:
+def test_the_readme_shows_numbers_of_the_study() -> None:
     readme = rows_of("README.md", "recall at 16L")
-    books, recall = rows_of("docs/study_250k.md", "ratio at 64L"), rows_of("docs/recall_study.md", "16L, beyond L only")
-    at_l, ratio = books["model"].index("perplexity at L"), books["model"].index("ratio at 16L")
+    perplexity, recall = (rows_of("docs/recall_books.md", header) for header in ("truncated", "16L, beyond L only"))
+    columns = [(table, table["model"].index(length)) for table in (perplexity, recall) for length in ("L", "16L")]
     assert 2 <= len(readme) - 1 <= 5
     for name, numbers in list(readme.items())[1:]:
-        own, end, used = name.partition(" + ")
-        of_books = books[name.replace("log n", "log n*")]
-        of_recall = recall[f"{own}, shifted{end}{used}"]
-        assert numbers == [of_books[at_l], of_books[ratio], of_recall[recall["model"].index("16L")]], name
+        assert numbers == [table[name][column] for table, column in columns], name
