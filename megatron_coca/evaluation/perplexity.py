@@ -189,8 +189,10 @@ def check_windows(windows: Sequence[int], stride: int) -> None:
 
 def check_vocabulary(documents: Sequence[np.ndarray], vocabulary: int | None) -> None:
     """Raise EvaluationError if the documents have a token that `vocabulary` leaves out."""
+    if vocabulary is None:
+        return
     largest = max((int(tokens.max()) for tokens in documents if len(tokens)), default=0)
-    if vocabulary is not None and largest >= vocabulary:
+    if largest >= vocabulary:
         raise EvaluationError(
             f"vocabulary {vocabulary}: the documents have the token {largest}; leave it out, or name more"
         )

@@ -101,9 +101,9 @@ def refuses_compilation(config: Config, backend: str, device_type: str) -> str |
     if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
         return f"attention_chunk_size: {backend} is called once per chunk, from Python"
     dense = [f"pos_emb {kind.pos_emb}" for kind in config.layer_types.values() if kind.embedding.by_query]
-    if dense or config.model.attn_logit_softcapping is not None:  # of `sdpa`: others are refused above
-        name = dense[0] if dense else "attn_logit_softcapping"
-        return f"{name}: its scores are contracted by opt_einsum, which is not traced"
+    dense += ["attn_logit_softcapping"] * (config.model.attn_logit_softcapping is not None)
+    if dense:
+        return f"{dense[0]}: its scores are contracted by opt_einsum, which is not traced"
     gated = any(kind.gate for kind in config.layer_types.values()) and config.model.seq_length > QUERY_ROWS
     if gated and backend == "sdpa" and device_type == "cuda":
         return (

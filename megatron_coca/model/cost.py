@@ -8,7 +8,7 @@ import torch
 
 from megatron_coca.attention.build import build_method
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
+from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
@@ -142,7 +142,7 @@ def _not_repeated(model: ModelConfig) -> int:
     return 0 if model.hidden_dropout else model.hidden_size * sum(widths)
 
 
-def norms_per_block(model: ModelConfig, name: str = GLOBAL) -> int:
+def norms_per_block(model: ModelConfig, name: str) -> int:
     """Norms of the inputs of attention and MLP, one if they share theirs, and of their outputs, in one type of layers.
 
     Gated attention units have no MLP.

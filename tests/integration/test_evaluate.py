@@ -100,6 +100,7 @@ def test_text_of_a_model_that_learned_facts_too(
     assert main(arguments(checkpoint, text, "--output", output, "--vocabulary", 512, "--overwrite")) == 0
     alone = read(output)
     assert "--vocabulary" not in caplog.text and alone.protocol.vocabulary == 512
+    assert "stride 8, softmax over the ids below 512 alone, 2 documents" in capsys.readouterr().out
     assert all(one.nll < other.nll for one, other in zip(alone.results, whole.results, strict=True))
     assert main(arguments(checkpoint, text, "--vocabulary", 64)) == 2
     assert "vocabulary 64: the documents have the token" in capsys.readouterr().err

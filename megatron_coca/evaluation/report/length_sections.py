@@ -69,6 +69,8 @@ def with_baseline_note(table: Table, baseline: str | None) -> Table:
 def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """CoCA Table 1 and Figure 1: perplexity against the window, both logarithmic."""
     protocol, documents = group.first.protocol, group.first.documents
+    alone = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} alone"
+    measured = f"stride {protocol.stride}{alone}"
     metric = "perplexity" if options.papers else ""
     reference = baseline_of(group, options)
     main, *others = shared.length_table(
@@ -77,7 +79,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     cells = [(series, cell) for series in group.series for cell in series.cells()]
     complete = [cell for series, cell in cells if not interrupted(cell, series)]
     scored = f", {max(cell.tokens_scored for cell in complete)} tokens scored" if complete else ""
-    main = replace(main, notes=(*main.notes, f"stride {protocol.stride}, {documents.count} documents{scored}"))
+    main = replace(main, notes=(*main.notes, f"{measured}, {documents.count} documents{scored}"))
     main = with_baseline_note(main, options.baseline)
     figures: list[Figure] = []
     drawn, lines = shared.length_lines(group, PERPLEXITY.cell)
@@ -92,7 +94,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         # The first plot of a report has been report.png since reports had one plot.
         file = "report" if name.endswith("-1") else name.replace("perplexity-", "report_")
         figures = shared.length_figure(file, "Perplexity by window", drawn, [*lines, *theirs], panel, caption)
-    text = (f"Protocol: {protocol.text}; stride {protocol.stride}.",)
+    text = (f"Protocol: {protocol.text}; {measured}.",)
     caption = "Perplexity of variants as a multiple of that of the plain model"
     paired = shared.paired_tables(name, caption, group, PERPLEXITY, "{:.3f}".format)
     return ReportBlock(text, tuple(figures), (main, *paired, *others))
