@@ -60,8 +60,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "gemma3": ("Gemma3Text", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "cohere2": ("Cohere2", BLOCK | WINDOW | {"pad_token_id": None}),
-    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED}),
-    "mpt": ("Mpt", {"vocab_size": 16384, "d_model": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 16 * TRAINED}),
+    # One position more than the longest window: transformers' loop has the last label among its inputs.
+    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED + 1}),
+    "mpt": ("Mpt", {"vocab_size": 16384, "d_model": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 16 * TRAINED + 1}),
     "bloom": ("Bloom", {"vocab_size": 16384, "hidden_size": 512, "n_layer": 8, "n_head": 8}),
     "falcon": ("Falcon", PLAIN | {"new_decoder_architecture": True, "num_kv_heads": 4}),
 }
