@@ -129,10 +129,8 @@ def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
     }
 
 
-def scorer(way: str, folder: Path) -> Callable[[np.ndarray, int], tuple[float, float]]:
-    """Return a function of tokens and window, the stride of which is TRAINED: the sum of negative log-likelihoods, and
-    seconds.
-    """
+def scorer(way: str, folder: Path, stride: int) -> Callable[[np.ndarray, int], tuple[float, float]]:
+    """Return a function of tokens and window: the sum of negative log-likelihoods, and seconds."""
     from transformers import AutoModelForCausalLM
 
     if way == "ours":
@@ -142,7 +140,7 @@ def scorer(way: str, folder: Path) -> Callable[[np.ndarray, int], tuple[float, f
     @torch.no_grad()
     def plain_loop(tokens: np.ndarray, window: int) -> float:
         total = 0.0
-        for span in plan_windows(len(tokens), window, TRAINED):
+        for span in plan_windows(len(tokens), window, stride):
             # The model shifts the labels itself, so its inputs include the token that the last position predicts.
             inputs = torch.from_numpy(tokens[None, span.start : max(span.end, span.start + window)])
             labels = inputs.clone()
@@ -153,7 +151,7 @@ def scorer(way: str, folder: Path) -> Callable[[np.ndarray, int], tuple[float, f
 
     def score(tokens: np.ndarray, window: int) -> tuple[float, float]:
         with measured(torch.device("cpu")) as meter:
-            nll = score_document(model, tokens, window, TRAINED).nll if way == "ours" else plain_loop(tokens, window)
+            nll = score_document(model, tokens, window, stride).nll if way == "ours" else plain_loop(tokens, window)
         return nll, meter.seconds
 
     return score
@@ -166,7 +164,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     Raises:
         RuntimeError: they disagree.
     """
-    scorers = {way: ChildProcess(scorer, way, folder) for way in ("ours", "transformers")}
+    scorers = {way: ChildProcess(scorer, way, folder, TRAINED) for way in ("ours", "transformers")}
     found: dict[str, Any] = {}
     for times in (1, 4, 16):
         tokens = np.random.default_rng(0).integers(0, BLOCK["vocab_size"], (times + 3) * TRAINED)

@@ -28,7 +28,7 @@ def test_a_model_is_read_with_the_parameters_of_its_class(name: str, tmp_path: P
     config = parse_config(settings.to_dict(), tmp_path / "config.json")
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == parameter_count(config).total and 25e6 < count < 55e6
-    assert config.model.seq_length in (2048, 4096, 4097)  # BLOOM's, which has no key for it, and tables for the last label
+    assert config.model.seq_length in (2048, 4096, 4097)  # BLOOM has no key for it; tables have the last label's too
 
 
 def test_every_family_is_measured() -> None:
