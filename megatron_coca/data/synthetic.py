@@ -112,7 +112,7 @@ def recall_question(
     """Evaluation inputs of `recall`: facts in random places, and one question at the end.
 
     Returns the inputs int64 [samples, length] of filler of that shape, the token that answers, and the place of the
-    fact, int64 [samples].
+    fact, int64 [samples]. The length must be larger than the number of facts.
     """
     samples, length = filler.shape
     keys, values = draws.subset(settings.facts, settings.keys), draws.integers(settings.facts, settings.values)
