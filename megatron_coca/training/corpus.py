@@ -117,6 +117,11 @@ def open_corpus(config: Config) -> Corpus:
     for prefix in config.data.test_data_paths or ():
         read_header(_local(config, prefix))
     tokenizer, vocab_size = _common_tokenizer(config), config.model.vocab_size
+    if task is not None and tokenizer is not None and tokenizer.vocab_size > task.filler_tokens:
+        raise ConfigError(
+            f"synthetic.filler_tokens: {task.filler_tokens}, but the tokenizer of the text has {tokenizer.vocab_size} "
+            f"tokens; set synthetic.filler_tokens={tokenizer.vocab_size}"
+        )
     if tokenizer is not None and vocab_size is None:
         config = config.override({"vocab_size": tokenizer.vocab_size})
     elif tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:

@@ -142,6 +142,8 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
     narrow = open_corpus(config.override({"synthetic.filler_tokens": 20, "vocab_size": 400}))
     with pytest.raises(DataError, match="of the text is not below filler_tokens 20"):
         narrow.train.read(NUMBERS)
+    with pytest.raises(ConfigError, match="filler_tokens: 50, .* has 512 tokens; set synthetic.filler_tokens=512"):
+        open_corpus(config.override({"tokenizer_type": "CharLevelTokenizer"}))
 
 
 @pytest.mark.parametrize(
