@@ -204,8 +204,8 @@ class Figures:
         tokens = pairs[0][0].tokens_scored
         by_seed = [np.subtract(one.nll_by_document, another.nll_by_document) for one, another in pairs]
         differences = (np.mean(by_seed, axis=0) / tokens).tolist()
-        low, high = bootstrap_interval(differences)
-        return Estimate(*map(math.exp, (sum(differences), low, high)), len(differences))
+        low, high = map(math.exp, bootstrap_interval(differences))
+        return Estimate(math.exp(sum(differences)), low, high, len(differences))
 
     def chart(self, labels: Sequence[str]) -> Figure:
         """Return a plot of the perplexity, or the recall, of labels against the length, with intervals over seeds."""
