@@ -6,12 +6,21 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend
-from megatron_coca.evaluation.report.intervals import Estimate, estimate, geometric_estimate, holm, p_value
+from megatron_coca.evaluation.report.intervals import (
+    Estimate,
+    bootstrap_interval,
+    estimate,
+    geometric_estimate,
+    holm,
+    p_value,
+)
 from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
 from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult
@@ -185,9 +194,18 @@ class Figures:
             raise EvaluationError(f"{quantity} of {label} and {other}: have no seed in common")
         return Contrast(geometric_estimate([ours[seed] - theirs[seed] for seed in common]))
 
-    def ordered(self, quantity: str, multiple: float, labels: Sequence[str]) -> list[str]:
-        """Return the labels by their means, the lowest first."""
-        return sorted(labels, key=lambda label: self.estimate(quantity, label, multiple).mean)
+    def over_documents(self, label: str, other: str, multiple: float = 1) -> Estimate:
+        """Return how many times as large the perplexity of one label is, with its 95% interval over documents.
+
+        The losses of a document are averaged over the seeds that both labels have; then documents are resampled.
+        """
+        ours, theirs = self._windows[label], self._windows[other]
+        pairs = [(ours[seed][multiple], theirs[seed][multiple]) for seed in sorted(ours.keys() & theirs.keys())]
+        tokens = pairs[0][0].tokens_scored
+        by_seed = [np.subtract(one.nll_by_document, another.nll_by_document) for one, another in pairs]
+        differences = (np.mean(by_seed, axis=0) / tokens).tolist()
+        low, high = map(math.exp, bootstrap_interval(differences))
+        return Estimate(math.exp(sum(differences)), low, high, len(differences))
 
     def chart(self, labels: Sequence[str]) -> Figure:
         """Return a plot of the perplexity, or the recall, of labels against the length, with intervals over seeds."""

@@ -320,6 +320,7 @@ def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str 
         for key, (group, _) in KEYS.items()
         if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != default_of(key, flat)
     }
+    data = {name: value for name, value in data.items() if name != "text"}  # cells of earlier versions do not have it
     content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
     return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]
 

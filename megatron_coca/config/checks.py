@@ -602,6 +602,8 @@ def _synthetic(settings: Settings) -> str | None:
         return None
     if task.task in ("recall", "multi_query") and task.facts > task.keys:
         return f"{task.facts} facts need as many different keys, and there are {task.keys}"
+    if not task.text and (data.data_path is not None or data.train_data_paths is not None):
+        return "reads no data paths, and some are set; remove them, or set synthetic.text=true to fill with their text"
     packed = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
     if data.pack_impl != "packed":
         return "not available with pack_impl: the samples have no documents; set it to packed"
@@ -625,11 +627,12 @@ def _training_positions(settings: Settings) -> str | None:
     if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
         return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
     gaps, choices = given.type != "shifted", [choice for kind in types for choice, _ in kind.choices()]
-    counting = [choice for choice in choices if choice.trained and choice.key != "rope_scaling"]
+    tokens = ("rope_scaling", "forgetting_gate")  # the former has its own check below, the latter reads tokens alone
+    counting = [choice for choice in choices if choice.trained and choice.key not in tokens]
     counting += [choice for choice in choices if gaps and getattr(choice, "counts_tokens", False)]
     if counting:
         counted = f"{counting[0].key} {counting[0].name}"
-        return f"not available with {counted}, which reads the number of tokens from the positions in training"
+        return f"not available with {counted}, which reads the number of tokens from the positions; remove one of them"
     if given.type == "stretched" and largest % length:
         return f"max {given.max} must be a multiple of seq_length {length} with stretched positions"
     learned = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
@@ -732,7 +735,18 @@ CHECKS: tuple[Check, ...] = (
     Check(("pack_impl", "eval_windows"), _pack_impl),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),
-    Check(("synthetic", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "eval_windows"), _synthetic),
+    Check(
+        (
+            "synthetic",
+            "data_path",
+            "train_data_paths",
+            "reset_attention_mask",
+            "reset_position_ids",
+            "eod_mask_loss",
+            "eval_windows",
+        ),
+        _synthetic,
+    ),
     Check(
         ("training_positions", "seq_length", "max_position_embeddings", "pos_emb", *SELECTORS, *_LAYERS),
         _training_positions,

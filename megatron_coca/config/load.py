@@ -25,7 +25,7 @@ from megatron_coca.config.neox_keys import (
 )
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.run_stages import RunStage, resolve_stages, stage_faults
-from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, SECTIONS, SELECTORS, Settings, nested_names
+from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, MAPPINGS, SECTIONS, SELECTORS, Settings, nested_names
 from megatron_coca.config.source import (
     Layer,
     Overrides,
@@ -161,6 +161,8 @@ def _choices_of(key: str) -> tuple[Any, ...]:
     if owner in methods.TABLES:
         declared = (choice.option(option) for choice in methods.TABLES[owner].values())
         return next(each.choices for each in declared if each is not None)
+    if owner in MAPPINGS:
+        return literal_values(MAPPINGS[owner].model_fields[option].annotation)
     annotation: Any = GROUPS[KEYS[owner].group].model_fields[KEYS[owner].field].annotation
     return literal_values(annotation)
 

@@ -7,21 +7,14 @@ Token ids: filler, then one token for each pair of a key and a value (a fact), t
 without facts filler and one separator.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import SourceShare, UncheckedBatch, derive_key, random_words
-
-
-class Filler(Protocol):
-    """Text that facts are mixed into: a `Blend`."""
-
-    def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Samples int64 [n, seq_length + 1] by number."""
+from megatron_coca.data.order import Blend, SourceShare, UncheckedBatch, derive_key, random_words
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ def recall_question(
     """Evaluation inputs of `recall`: facts in random places, and one question at the end.
 
     Returns the inputs int64 [samples, length] of filler of that shape, the token that answers, and the place of the
-    fact, int64 [samples].
+    fact, int64 [samples]. The length must be larger than the number of facts.
     """
     samples, length = filler.shape
     keys, values = draws.subset(settings.facts, settings.keys), draws.integers(settings.facts, settings.values)
@@ -205,14 +198,14 @@ class SyntheticSamples:
     shards, weights, first = (), (), 0
 
     def __init__(
-        self, settings: TaskSettings, seq_length: int, seed: int, split: str = "train", text: Filler | None = None
+        self, settings: TaskSettings, seq_length: int, seed: int, split: str = "train", text: Blend | None = None
     ) -> None:
         least = {"recall": 3 * settings.facts, "multi_query": 3 * settings.facts, "ngram": 2 * settings.ngram}
         needed = least.get(settings.task, 3)
         if seq_length + 1 < needed:
             raise DataError(f"seq_length {seq_length}: a sample of {settings.task} needs {needed - 1}; raise it")
         self.settings, self.seq_length, self.seed = settings, seq_length, seed
-        self._split, self._text = split, text
+        self._split, self.text = split, text
 
     @property
     def description(self) -> dict[str, Any]:
@@ -222,8 +215,8 @@ class SyntheticSamples:
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
         """Samples by global number, int64 [n]; there are no documents."""
         draws = Draws(np.asarray(indices, dtype=np.int64), self.seed, self._split)
-        if self._text is not None:
-            filler = self._text.batch(indices)
+        if self.text is not None:
+            filler = self.text.batch(indices)
             if filler.max() >= self.settings.filler_tokens:
                 raise DataError(
                     f"token id {filler.max()} of the text is not below filler_tokens {self.settings.filler_tokens}, "
@@ -240,7 +233,7 @@ class SyntheticSamples:
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "SyntheticSamples":
         """Return the same samples, for numbers from ``first`` on."""
-        later = type(self)(self.settings, self.seq_length, self.seed, self._split, self._text)
+        later = type(self)(self.settings, self.seq_length, self.seed, self._split, self.text)
         later.first = first
         return later
 

@@ -202,13 +202,13 @@ def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> Re
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        known = f"; the keys of {what} are {', '.join(kind.model_fields)}"
         said = {"extra_forbidden": "unknown key", "missing": "not set, and needed"}
-        lines = [
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {said.get(fault['type'], fault['msg'])}"
-            + (known if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1 else "")
-            for fault in error.errors()
-        ]
+        faults = {".".join(map(str, each["loc"])) or "file": each for each in error.errors()}
+        unknown = [key for key, each in faults.items() if each["type"] == "extra_forbidden" and len(each["loc"]) == 1]
+        lines = [f"{key}: {said.get(faults[key]['type'], faults[key]['msg'])}" for key in faults if key not in unknown]
+        if unknown:
+            named = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+            lines.append(f"{named}: unknown key; the keys of {what} are {', '.join(kind.model_fields)}")
         raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 

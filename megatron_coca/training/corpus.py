@@ -75,6 +75,12 @@ class Corpus:
         step, sample = self.start
         return joined(self.earlier, self.train.mixture(sample + (position - step) * batch - self.train.first))
 
+    @property
+    def sources(self) -> list[str]:
+        """Prefixes of the training shards, for a synthetic task those of its text."""
+        text = self.train.text if isinstance(self.train, SyntheticSamples) else self.train
+        return [str(shard.prefix) for shard in text.shards] if text is not None else []
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Values a resumed run must share: sizes, weights and content of the sources, tokenizer, document handling."""
@@ -85,7 +91,10 @@ class Corpus:
         if data.pack_impl != "packed":
             changed.append(data.pack_impl + ("" if data.allow_chopped else ", not chopped"))
         identity |= {"documents": changed} if changed else {}
-        return identity | ({"task": self.train.description} if isinstance(self.train, SyntheticSamples) else {})
+        if not isinstance(self.train, SyntheticSamples):
+            return identity
+        text = {"text": data_identity(self.train.text)} if self.train.text is not None else {}
+        return identity | {"task": self.train.description} | text
 
 
 def open_corpus(config: Config) -> Corpus:
@@ -108,6 +117,11 @@ def open_corpus(config: Config) -> Corpus:
     for prefix in config.data.test_data_paths or ():
         read_header(_local(config, prefix))
     tokenizer, vocab_size = _common_tokenizer(config), config.model.vocab_size
+    if task is not None and tokenizer is not None and tokenizer.vocab_size > task.filler_tokens:
+        raise ConfigError(
+            f"synthetic.filler_tokens: {task.filler_tokens}, but the tokenizer of the text has {tokenizer.vocab_size} "
+            f"tokens; set synthetic.filler_tokens={tokenizer.vocab_size}"
+        )
     if tokenizer is not None and vocab_size is None:
         config = config.override({"vocab_size": tokenizer.vocab_size})
     elif tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -350,10 +364,11 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     """Return the differences of two identities, such as `token count of NAME (saved 1,000, now 900)`.
 
     Entries that one side lacks are not compared: checkpoints of earlier versions have fewer, and a shard may have lost
-    its manifest. `names` are those of the sources now.
+    its manifest. `names` are those of the sources now, for a synthetic task of those of its text.
     """
-
     differences: list[str] = []
+    if "text" in now:
+        differences, names = differing_data(saved["text"], now["text"], names) if "text" in saved else [], ()
     before = len(saved.get("tokens") or ())
     if before != len(names):
         differences.append(f"number of sources (saved {before}, now {len(names)})")

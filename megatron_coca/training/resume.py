@@ -217,7 +217,7 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
     saved, meta = load_config([folder / native.CONFIG]), native.read_meta(folder)
     anew = begins_optimizer(corpus.config.checkpoint, folder)
     problems = differing_run(saved, corpus.config, FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS)
-    problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
+    problems += differing_data(meta.get("data") or {}, corpus.identity, corpus.sources)
     problems += [
         f"{key} (saved {meta.get(key)!r}, now {value!r})"
         for key, value in layout.items()

@@ -14,6 +14,7 @@ from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.grid import DeclaredContrast
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.intervals import bootstrap_interval
 from megatron_coca.evaluation.results import write_record
 from megatron_coca.evaluation.suite import Command
 from tests.unit.report_cases import perplexity
@@ -115,9 +116,19 @@ def test_differences_are_of_the_seeds_that_both_have(figures: Figures) -> None:
     assert figures.contrast("perplexity", "RoFormer", "RoFormer").verdict == "no interval", "no spread, no interval"
 
 
-def test_orders(figures: Figures) -> None:
-    assert figures.ordered("perplexity", 1, ["CoCA", "RoFormer"]) == ["RoFormer", "CoCA"]
-    assert figures.ordered("perplexity", 2, figures.labels) == ["RoFormer + NTK", "CoCA", "RoFormer"]
+def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seeds(figures: Figures) -> None:
+    losses = {
+        "CoCA": {1: [10.0, 20.0, 33.0], 2: [12.0, 20.0, 31.0]},
+        "RoFormer": {1: [9.0, 21.0, 30.0], 2: [11.0, 21.0, 30.0], 3: [99.0, 99.0, 99.0]},
+    }
+    figures.__dict__["_windows"] = {
+        label: {seed: {2: SimpleNamespace(nll_by_document=sums, tokens_scored=10)} for seed, sums in by_seed.items()}
+        for label, by_seed in losses.items()
+    }
+    found = figures.over_documents("CoCA", "RoFormer", 2)
+    low, high = bootstrap_interval([0.1, -0.1, 0.2])
+    assert found.mean == pytest.approx(math.exp(0.2)) and found.count == 3
+    assert (found.low, found.high) == pytest.approx((math.exp(low), math.exp(high))) and found.low < 1 < found.high
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,10 @@ def test_a_page_of_a_study_is_what_its_results_say(
     cells = grid.expand(file, recorded=recorded_data(file.results))
     write_page(file, cells, configs / template, tmp_path / page, partial(figures_of_scale, path))
     assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
+    drawn, shown = (
+        sorted(each.name for each in root.glob(f"figures/{Path(page).stem}/*")) for root in (tmp_path, ROOT / "docs")
+    )
+    assert drawn == shown
 
 
 def rows_of(page: str, header: str) -> dict[str, list[str]]:

@@ -50,6 +50,16 @@ def evaluate(checkpoint: Path, output: Path, *options: str, expected: int = 0) -
     return json.loads(output.read_text())
 
 
+def test_lengths_without_room_for_the_facts_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["recall", "--checkpoint", str(checkpoint), "--output", str(tmp_path), "--device", "cpu", "--cases", "4"]
+    assert main([*command, "--lengths", "8,32"]) == 2
+    assert "--lengths 8: a question on 8 facts needs 9 tokens" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main([*command, "--lengths", "9", "--shifts", "0", "--diagnosed", "1"]) == 0
+
+
 def test_cells_by_length_and_shift_and_the_same_file_again(checkpoint: Path, tmp_path: Path) -> None:
     options = ("--lengths", "32,64", "--shifts", "0,5", "--diagnosed", "7")
     result = evaluate(checkpoint, tmp_path / "one.json", *options)

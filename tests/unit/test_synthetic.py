@@ -110,10 +110,10 @@ def test_a_corpus_of_a_task_needs_no_files_and_sets_the_vocabulary() -> None:
         open_corpus(load_config([MODEL], ["vocab_size=100"]))
 
 
-def write_shard(prefix: Path) -> Path:
+def write_shard(prefix: Path, documents: int = 40) -> Path:
     """40 documents of 30 to 69 tokens; all tokens of a document are its number."""
     writer = ShardWriter(prefix, 50)
-    for number in range(40):
+    for number in range(documents):
         writer.add(np.full(30 + number, number))
     writer.finish()
     return prefix
@@ -128,15 +128,30 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
     batch = corpus.train.read(NUMBERS)
     assert batch.loss_mask is None and corpus.config.model.vocab_size == 50 + 288
     assert ((batch.tokens < 50).sum(axis=1) == 65 - 4 * 3).all()
+    assert corpus.sources == [str(prefix)] and open_corpus(load_config([MODEL])).sources == []
+    saved = corpus.identity
+    other = open_corpus(
+        load_config([MODEL], {**keys, **task, "train_data_paths": [str(write_shard(tmp_path / "b", 41))]})
+    )
+    assert not differing_data(saved, corpus.identity, corpus.sources)
+    assert f"document count of {tmp_path / 'b'} (saved 40, now 41)" in differing_data(
+        saved, other.identity, other.sources
+    )
+    earlier = {name: value for name, value in saved.items() if name != "text"}  # checkpoints of earlier versions
+    assert not differing_data(earlier, other.identity, other.sources)
     narrow = open_corpus(config.override({"synthetic.filler_tokens": 20, "vocab_size": 400}))
     with pytest.raises(DataError, match="of the text is not below filler_tokens 20"):
         narrow.train.read(NUMBERS)
+    with pytest.raises(ConfigError, match="filler_tokens: 50, .* has 512 tokens; set synthetic.filler_tokens=512"):
+        open_corpus(config.override({"tokenizer_type": "CharLevelTokenizer"}))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("synthetic.facts=17", "17 facts need as many different keys, and there are 16"),
+        ("synthetic.task=recal", "`recal` is not one of recall | multi_query | copy | reverse | ngram; did you mean"),
+        ("train_data_paths=[a]", "reads no data paths, and some are set; remove them, or set synthetic.text=true"),
         ("reset_attention_mask=true", "not available with reset_attention_mask"),
         ("eval_windows=[1L]", "not available with eval_windows"),
     ],

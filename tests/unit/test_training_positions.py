@@ -151,6 +151,7 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
     [
         (["training_positions={type: shifted, max: 63}"], "max 63 is neither a number of at least seq_length 64"),
         (["training_positions={type: shifted, max: 4K}"], "nor a multiple such as 16L"),
+        (["training_positions.type=random"], "`random` is not one of randomized | shifted | pose | stretched"),
         (["pos_emb=alibi"], "no effect with pos_emb alibi"),
         (["pos_emb=none"], "no effect with pos_emb none"),
         (["pos_emb=learned"], "max 16L exceeds max_position_embeddings 64"),
@@ -168,6 +169,18 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
 def test_contradictions_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config("randomized", *changes)
+
+
+@pytest.mark.parametrize("gate", ["fox", "cable"])
+def test_gates_read_tokens_and_no_positions(gate: str) -> None:
+    torch.manual_seed(0)
+    settings = open_corpus(config("randomized", f"forgetting_gate={gate}")).config
+    loss = LanguageModelLoss(build_model(settings).double())
+    tokens = torch.from_numpy(SyntheticSamples(TaskSettings(), 64, 0).read(NUMBERS[:4]).tokens)
+    plain = loss(tokens).item()
+    assert abs(plain - loss(tokens, positions=torch.arange(64).expand(4, 64) + 500).item()) < 1e-6
+    spread = torch.from_numpy(DrawnPositions("randomized", 1024, 0).draw(NUMBERS[:4], 64))
+    assert abs(plain - loss(tokens, positions=spread).item()) > 1e-6
 
 
 def test_a_shift_leaves_chunks_where_they_are() -> None:

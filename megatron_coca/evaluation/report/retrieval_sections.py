@@ -272,7 +272,7 @@ def heads_figures(measured: Sequence[Series], lengths: Sequence[int], name: str)
         return []
     caption = (
         "Scores of the question in the retrieving head (largest weight on the fact at the shortest length), as softmax "
-        "takes them: the fact is found where its score is above the log-sum-exp of all other keys."
+        "takes them: where it equals the log-sum-exp of all other keys, the fact has half of the weight."
     )
     alt = f"Score of the fact and log-sum-exp of other keys by length for {', '.join(recalls)}"
     size = size_with_legend(list(recalls), 3.6, 9.0)

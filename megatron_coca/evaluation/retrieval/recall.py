@@ -150,7 +150,12 @@ def run(args: Namespace) -> int:
     trained = evaluation.opened.trained
     task, length = trained.data.synthetic, trained.model.seq_length
     if task is not None and task.task != "recall":
-        raise EvaluationError(f"{args.checkpoint}: was trained on the task {task.task}; this measures recall alone")
+        raise EvaluationError(f"{args.checkpoint}: was trained on the task {task.task}; name a run of the task recall")
+    lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
+    if task is not None and min(lengths) <= task.facts:
+        raise EvaluationError(
+            f"--lengths {min(lengths)}: a question on {task.facts} facts needs {task.facts + 1} tokens"
+        )
     settings = TaskSettings(**task.model_dump()) if task is not None else None
     make = passkey_questions(args, evaluation) if settings is None else synthetic_questions(args, evaluation, settings)
     chance = None if settings is None else 1 / settings.values
@@ -158,7 +163,6 @@ def run(args: Namespace) -> int:
     protocol = RecallProtocol(
         text=PROTOCOL, cases=args.cases, diagnosed=args.diagnosed, seed=args.seed, prompts=name, chance=chance
     )
-    lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
     cells = [(tokens, 0) for tokens in sorted(set(lengths))]
     cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
