@@ -100,7 +100,7 @@ METHODS: Runs = {
     },
     "ZeRO 3, FIRE, packed documents": LLAMA | PACKED | {"zero_stage": 3, "pos_emb": "fire"},
     "ZeRO 3, norms of heads, learned factors": LLAMA
-    | {"zero_stage": 3, "pos_emb": "coca", "qk_norm": "head", "logit_scaling": "ssmax"},
+    | {"zero_stage": 3, "pos_emb": "coca", "qk_norm": "head", "logit_scaling": {"type": "ssmax", "bias": True}},
     "ZeRO 3, three segments, sinks": {
         "zero_stage": 3,
         "pos_emb": "coca",

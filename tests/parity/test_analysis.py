@@ -264,6 +264,7 @@ def turned_by_hand(
         ("coca_strict", {}, 1.0, LENGTH),
         ("coca_strict", {"logit_scaling": "log_n"}, math.log(LENGTH) / math.log(TRAINED), LENGTH),
         ("coca_strict", {"logit_scaling": "ssmax"}, math.log(LENGTH), LENGTH),
+        ("coca_strict", {"logit_scaling": {"type": "ssmax", "bias": True}}, math.log(LENGTH), LENGTH),
     ],
     ids=str,
 )
@@ -278,6 +279,7 @@ def test_swept_pairs_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor
             learned = block.attention.position_factor
             for head in range(HEADS):
                 own = factor * (1.0 if learned is None else float(learned.weight[head]))
+                own += 0.0 if learned is None or learned.bias is None else float(learned.bias[head])
                 for m, n in zip(*pairs, strict=True):
                     one, other = q[head, m], k[head, n]
                     mapped = [min(r, furthest) for r in decay.distances]

@@ -32,6 +32,11 @@ COMPOSED = {
         "use_qk_layernorm": True,
         "logit_scaling": "ssmax",
     },
+    "coca, partial, SSMax with a bias": {
+        "pos_emb": "coca",
+        "rotary_pct": 0.5,
+        "logit_scaling": {"type": "ssmax", "bias": True},
+    },
     "coca, dynamic, norms, SSMax, gates": {
         "pos_emb": "coca",
         "qk_norm": "head",

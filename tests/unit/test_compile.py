@@ -30,7 +30,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
         {"pos_emb": "coca", "hidden_dropout": 0.1},
         {"pos_emb": "coca", "num_kv_heads": 1, "forgetting_gate": "fox"},
-        {"pos_emb": "coca", "qk_norm": "head", "logit_scaling": "ssmax"},
+        {"pos_emb": "coca", "qk_norm": "head", "logit_scaling": {"type": "ssmax", "bias": True}},
         {"pos_emb": "sandwich"},
         {"pos_emb": "coca", "attention_config": ["gau", "gau"], "gau_key_width": 16},
     ],

@@ -37,7 +37,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "norms, sinks, factors, three segments": {
         "qk_norm": "head",
         "sink_logits": True,
-        "logit_scaling": "ssmax",
+        "logit_scaling": {"type": "ssmax", "bias": True},
         "relative_positions": {"type": "dual_chunk", "chunk_size": 20},
     },
     "fire": {"pos_emb": "fire"},

@@ -52,7 +52,7 @@ METHODS = {
         "pos_emb": "coca",
         "qk_norm": "head",
         "sink_logits": True,
-        "logit_scaling": "ssmax",
+        "logit_scaling": {"type": "ssmax", "bias": True},
         "relative_positions": {"type": "dual_chunk", "chunk_size": 5},
     },
 }

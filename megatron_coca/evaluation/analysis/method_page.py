@@ -180,9 +180,8 @@ def _scores(shown: ShownMethod) -> Curves:
     sweep = DistanceSweep(shown.encoding, distances, shown.length, torch.device("cpu"))
     drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
-    initial = shown.method.initial_factor
-    learned = None if initial is None else torch.full((model.num_attention_heads,), initial, dtype=torch.float64)
-    swept = sweep.scores(token, token, bias, learned)
+    learned = shown.method.layer_factor()
+    swept = sweep.scores(token, token, bias, None if learned is None else learned().double())
     scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
     return {shown.variant: (distances, scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan)))}
 
