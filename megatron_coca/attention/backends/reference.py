@@ -48,8 +48,8 @@ class ReferenceBackend:
 
 QUERY_ROWS = 256
 """Queries whose scores `attend_in_blocks` has in memory at once."""
-LEAST_ROWS, PAIRS = 64, 1 << 20
-"""Where a pair has a network's hidden units, a block has at most so many pairs, but no fewer queries."""
+LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
+"""Where a pair has a network's hidden units, a block has so many pairs, within these limits of its queries."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
@@ -58,7 +58,7 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """
     block_of, outputs, size = ReferenceBackend().attend, [], QUERY_ROWS
     if inputs.bias is not None and inputs.bias.formula in PAIRWISE:
-        size = min(max(PAIRS // inputs.value.shape[2], LEAST_ROWS), QUERY_ROWS)
+        size = min(max(PAIRS // inputs.value.shape[2], LEAST_ROWS), MOST_ROWS)
     for start in reversed(range(0, inputs.query.shape[2], size)):  # each fits into the memory of the one before
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad

@@ -181,7 +181,7 @@ class FireBias(_OfCoefficients):
         c, threshold = values[0, -2].abs(), (values[0, -1] * FIRE_THRESHOLD).abs()
         furthest = torch.maximum(query.to(distance), threshold)
         share = (c * distance).log1p() / (c * furthest).log1p().clamp(min=torch.finfo(distance.dtype).tiny)
-        hidden = F.linear(share[..., None], weight[:, None], bias).relu_()  # the fewest passes over W numbers of a pair
+        hidden = F.linear(share[..., None], weight[:, None], bias).relu()  # the fewest passes over W numbers of a pair
         return F.linear(hidden, values[:, :FIRE_WIDTH]).movedim(-1, 0)
 
 
