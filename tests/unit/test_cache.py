@@ -72,7 +72,7 @@ COMBINED = [
     {"pos_emb": "coca", "logit_scaling": {"type": "temperature", "period": 7, "first": 1}, "rotary_pct": 0.5},
     {"pos_emb": "none", "logit_scaling": {"type": "ssmax", "bias": True}, "qk_norm": "head"},
     {"pos_emb": "coca", "rope_scaling": scaling("dynamic"), "logit_scaling": "ssmax", "qk_norm": "head"}
-    | {"attention_config": [["global", "nope"]], "layer_types": {"nope": {"pos_emb": "none"}}},
+    | {"attention_config": ["global", "nope"], "layer_types": {"nope": {"pos_emb": "none"}}},
 ]
 
 
