@@ -34,7 +34,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
     """The method that the position keys of a type of layers name, for the model's head shape and training length."""
     options = {choice.key: given for choice, given in position.choices()}
     factors = position.scaling.resolved(options["logit_scaling"], model.seq_length)
-    initial = factors.pop("initial", None) if position.scaling.learned else None
+    initial, biased = (factors.pop(key, None) if position.scaling.learned else None for key in ("initial", "bias"))
     embedding, distances, scaling = position.embedding, position.distance_map, position.scaling
     scale = scaling.compute or LOGIT_SCALINGS.get(scaling.name)
     form = embedding.compute if embedding.rotary and embedding.compute else SCORE_FORMS.get(embedding.name, PLAIN)
@@ -63,6 +63,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         sinks=bool(position.sink_logits),
         chunk=position.attention_chunk_size,
         initial_factor=initial,
+        factor_bias=bool(biased),
         gates=_gates(position, model),
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
     )

@@ -120,6 +120,8 @@ class PositionContext:
         bias: the bias shared by all layers, or None.
         documents: boundaries of packed documents, or None.
         of_new_keys: the tables are those of the new keys only, in decoding.
+        head_factor: logit scaling in the shape of `query_factor` where every head adds a bias to it, so that neither
+            tables nor `query_factor` have it, or None.
     """
 
     segments: tuple[SegmentTables, ...]
@@ -127,6 +129,7 @@ class PositionContext:
     bias: DistanceBias | None = None
     documents: PackedDocuments | None = None
     of_new_keys: bool = False
+    head_factor: Tensor | None = None
 
 
 def segment_tables(

@@ -126,6 +126,7 @@ class PositionMethod:
         sinks: whether every layer learns sink logits.
         chunk: tokens of a chunk, within which a query attends, or None.
         initial_factor: the initial value of a learned factor of every head on its logits, or None.
+        factor_bias: whether a learned bias is added to that factor times the logit scaling.
         gates: makes the module of a layer's forgetting gates, or None.
         queries_per_key: query heads that read one key head.
     """
@@ -147,6 +148,7 @@ class PositionMethod:
     sinks: bool = False
     chunk: int | None = None
     initial_factor: float | None = None
+    factor_bias: bool = False
     gates: Callable[[], HeadGates] | None = None
     queries_per_key: int = 1
 
@@ -183,7 +185,9 @@ class PositionMethod:
 
     def layer_factor(self) -> HeadWeights | None:
         """A new module for one layer's factors on its heads' logits, or None."""
-        return None if self.initial_factor is None else HeadWeights(self.num_heads, self.initial_factor)
+        return (
+            None if self.initial_factor is None else HeadWeights(self.num_heads, self.initial_factor, self.factor_bias)
+        )
 
     def layer_gates(self) -> HeadGates | None:
         """A new module for one layer's forgetting gates, or None."""
@@ -219,14 +223,16 @@ class PositionMethod:
     ) -> AttentionInputs:
         """Backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
-        `bias`, `factor` [heads] on the logits, `sinks` [heads] and log `gates` [batch, heads, length] of the keys are
-        the layer's own, if it has them.
+        `bias`, `factor` [heads] on the logits (with its bias [heads, 2]), `sinks` [heads] and log `gates` of the keys
+        [batch, heads, length] are the layer's own, if it has them.
         """
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
         if factor is not None:
             # On Q' and not on q: the scores of CoCA are quadratic in q.
             scaled = factor.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
+            if context.head_factor is not None:
+                scaled = scaled[..., 0] * context.head_factor + scaled[..., 1]
             segments = tuple(replace(each, query=(each.query * scaled).to(each.query.dtype)) for each in segments)
         bias = context.bias if bias is None else bias
         return AttentionInputs(segments, v, self.scale, bias, dropout, context.documents, self.softcap, sinks, gates)
@@ -309,6 +315,9 @@ class PositionEncoding(ShardedModule):
             queries = TokenPositions(positions.to(torch.float64), first)
             keys = queries if of_new_keys else keys
         factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
+        head_factor = None
+        if factor is not None and method.factor_bias:
+            factor, head_factor = None, column(factor, dtype)
         bias: DistanceBias | None = None
         if self.bias is not None:
             bias = self.bias.distance_bias()
@@ -324,6 +333,7 @@ class PositionEncoding(ShardedModule):
             self.share.bias(bias),
             documents,
             of_new_keys,
+            head_factor,
         )
 
     def _frequencies(self, length: int, extended: int, device: torch.device) -> RotaryFrequencies | None:

@@ -627,8 +627,7 @@ def _training_positions(settings: Settings) -> str | None:
     if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
         return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
     gaps, choices = given.type != "shifted", [choice for kind in types for choice, _ in kind.choices()]
-    tokens = ("rope_scaling", "forgetting_gate")  # the former has its own check below, the latter reads tokens alone
-    counting = [choice for choice in choices if choice.trained and choice.key not in tokens]
+    counting = [choice for choice in choices if choice.trained and choice.key in _COUNTING]
     counting += [choice for choice in choices if gaps and getattr(choice, "counts_tokens", False)]
     if counting:
         counted = f"{counting[0].key} {counting[0].name}"
@@ -641,6 +640,8 @@ def _training_positions(settings: Settings) -> str | None:
     return None
 
 
+_COUNTING = ("relative_positions", "logit_scaling")
+"""Keys whose trained choices take a position for the number of tokens before it; gates read the text alone."""
 _HEADS = ("num_attention_heads", "num_kv_heads", "hidden_size", "kv_channels")
 _LAYERS = ("attention_config", "layer_types", "num_layers")
 _ROTATED = ("rotary_pct", "hidden_size", "num_attention_heads", "kv_channels")

@@ -27,8 +27,11 @@ declare(
             "ssmax",
             "SSMax",
             "Nakanishi 2025",
-            rule="`s ln(m+1)`, `s` learned by every head of every layer",
-            options=(Option("initial", "positive", "Initial s; 0.43 is 1 / ln 10.", default=0.43),),
+            rule="`s ln(m+1) + b`, `s` and, with `bias`, `b` learned by every head of every layer",
+            options=(
+                Option("initial", "positive", "Initial s; 0.43 is 1 / ln 10.", default=0.43),
+                Option("bias", "flag", "Learn b too, initially 0.", default=False),
+            ),
             trained=True,
             learned=True,
             huggingface="its learned factors have no place in the modelling file",

@@ -100,7 +100,19 @@ METHODS: Runs = {
     },
     "ZeRO 3, FIRE, packed documents": LLAMA | PACKED | {"zero_stage": 3, "pos_emb": "fire"},
     "ZeRO 3, norms of heads, learned factors": LLAMA
-    | {"zero_stage": 3, "pos_emb": "coca", "qk_norm": "head", "logit_scaling": "ssmax"},
+    | {"zero_stage": 3, "pos_emb": "coca", "qk_norm": "head", "logit_scaling": {"type": "ssmax", "bias": True}},
+    "ZeRO 3, three segments, sinks": {
+        "zero_stage": 3,
+        "pos_emb": "coca",
+        "sink_logits": True,
+        "relative_positions": {"type": "dual_chunk", "chunk_size": 7, "max_position": 10},
+    },
+    "ZeRO 2, STRING, a temperature": {
+        "zero_stage": 2,
+        "relative_positions": {"type": "string", "window": 9, "local": 4},
+        "logit_scaling": {"type": "temperature", "period": 8},
+    },
+    "ZeRO 3, Sandwich, packed documents": PACKED | {"zero_stage": 3, "pos_emb": "sandwich"},
     "ZeRO 3, forgetting gates": {"zero_stage": 3, "pos_emb": "none", "forgetting_gate": "cable"},
     "ZeRO 3, coca": {"zero_stage": 3, "pos_emb": "coca"},
 }

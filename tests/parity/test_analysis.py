@@ -263,6 +263,8 @@ def turned_by_hand(
         ("coca", {}, 1.0, LENGTH),
         ("coca_strict", {}, 1.0, LENGTH),
         ("coca_strict", {"logit_scaling": "log_n"}, math.log(LENGTH) / math.log(TRAINED), LENGTH),
+        ("coca_strict", {"logit_scaling": "ssmax"}, math.log(LENGTH), LENGTH),
+        ("coca_strict", {"logit_scaling": {"type": "ssmax", "bias": True}}, math.log(LENGTH), LENGTH),
     ],
     ids=str,
 )
@@ -273,12 +275,15 @@ def test_swept_pairs_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor
     speeds, samples = theta(pos_emb, keys), []
     for number, tokens in enumerate(documents()):
         pairs = draw_pairs(LENGTH, 3, 9 + number)
-        for q, k in projections(model, tokens):
+        for block, (q, k) in zip(model.blocks, projections(model, tokens), strict=True):
+            learned = block.attention.position_factor
             for head in range(HEADS):
+                own = factor * (1.0 if learned is None else float(learned.weight[head]))
+                own += 0.0 if learned is None or learned.bias is None else float(learned.bias[head])
                 for m, n in zip(*pairs, strict=True):
                     one, other = q[head, m], k[head, n]
                     mapped = [min(r, furthest) for r in decay.distances]
-                    samples.append([turned_by_hand(pos_emb, one, other, speeds, r, factor) for r in mapped])
+                    samples.append([turned_by_hand(pos_emb, one, other, speeds, r, own) for r in mapped])
     scores, rope, coca = np.moveaxis(np.array(samples), -1, 0)  # [samples, distances] each
     np.testing.assert_allclose(decay.turned.mean, scores.mean(0), atol=1e-9)
     np.testing.assert_allclose(decay.turned.quantiles_abs, np.quantile(np.abs(scores), PROBABILITIES, axis=0).T)

@@ -26,6 +26,16 @@ FIXED: dict[str, dict[str, Any]] = {
     "coca, rerope, log n": GROUPED
     | {"pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 8}, "logit_scaling": "log_n"},
     "rotary, lm_infinite": LLAMA | {"relative_positions": {"type": "lm_infinite", "window": 12, "sinks": 2}},
+    "coca, STRING, temperature": GROUPED
+    | {"pos_emb": "coca", "relative_positions": {"type": "string", "window": 9, "local": 3}}
+    | {"logit_scaling": {"type": "temperature", "period": 5}},
+    "coca, dual chunks": LLAMA
+    | {"pos_emb": "coca", "relative_positions": {"type": "dual_chunk", "chunk_size": 7, "max_position": 10}},
+    "coca, chunks by layer, resonance": LLAMA
+    | {"pos_emb": "coca", "attention_config": [[["chunked", "nope"], "all"]]}
+    | {"layer_types": {"chunked": {"attention_chunk_size": 7}, "nope": {"pos_emb": "none"}}}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "resonance": True}},
+    "sandwich": NEOX | {"pos_emb": "sandwich"},
     "xpos": LLAMA | {"pos_emb": "xpos"},
     "alibi": GROUPED | {"pos_emb": "alibi"},
     "kerple_log": NEOX | {"pos_emb": "kerple_log"},
@@ -69,7 +79,8 @@ def padded(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
     [
         *((name, "sdpa") for name in ("coca", "coca, dense", "coca_strict, yarn", "rotary, lm_infinite", "xpos")),
         *((name, "sdpa") for name in ("alibi", "learned", "sinusoidal", "coca, dynamic, partial", "coca, clex")),
-        ("windows by layer", "sdpa"),
+        *((name, "sdpa") for name in ("windows by layer", "coca, STRING, temperature", "coca, dual chunks")),
+        *((name, "sdpa") for name in ("coca, chunks by layer, resonance", "sandwich")),
         *((name, "eager") for name in ("coca, dynamic_yarn", "rpe", "coca, rerope, log n")),
     ],
 )

@@ -20,6 +20,49 @@ def test_a_layer_is_that_of_the_oracle(name: str) -> None:
     assert oracle_error(METHODS[name], LENGTH, torch.float64) < ALLOWED.get(name, 1e-12)
 
 
+COMPOSED = {
+    "coca, norms of heads": {"pos_emb": "coca", "qk_norm": "head"},
+    "coca, norms of projections, STRING": {
+        "pos_emb": "coca",
+        "qk_norm": "projection",
+        "relative_positions": {"type": "string"},
+    },
+    "coca_strict, GPT-NeoX's norm, SSMax": {
+        "pos_emb": "coca_strict",
+        "use_qk_layernorm": True,
+        "logit_scaling": "ssmax",
+    },
+    "coca, partial, SSMax with a bias": {
+        "pos_emb": "coca",
+        "rotary_pct": 0.5,
+        "logit_scaling": {"type": "ssmax", "bias": True},
+    },
+    "coca, dynamic, norms, SSMax, gates": {
+        "pos_emb": "coca",
+        "qk_norm": "head",
+        "logit_scaling": "ssmax",
+        "forgetting_gate": "fox",
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    },
+    "coca, p-RoPE with resonance, dual chunks, a temperature, sinks": {
+        "pos_emb": "coca",
+        "rope_scaling": {"rope_type": "proportional", "proportion": 0.5, "resonance": True},
+        "relative_positions": {"type": "dual_chunk"},
+        "logit_scaling": {"type": "temperature", "period": 50, "first": 1},
+        "sink_logits": True,
+    },
+    "sandwich, norms, a window": {"pos_emb": "sandwich", "qk_norm": "head", "sliding_window_width": 100},
+    "fire, gates, SSMax": {"pos_emb": "fire", "forgetting_gate": "cable", "logit_scaling": "ssmax"},
+}
+"""For CoCA, the norm of keys acts on T before its coefficients are formed."""
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_composition_is_that_of_the_oracle(name: str) -> None:
+    learned_in_float32 = 1e-7 if "fire" in name else 1e-12
+    assert oracle_error(COMPOSED[name], LENGTH, torch.float64) < learned_in_float32
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"rotary", "gau"}))
 def test_no_row_is_rotary_under_another_name(name: str) -> None:

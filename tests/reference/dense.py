@@ -106,9 +106,11 @@ def attention(
     pairs = lay_out(positions, q.shape[2], setting)
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
     scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
-    scores = scores * _row_factors(positions[:, -q.shape[2] :], setting).to(dtype)
-    if setting.factors is not None:
-        scores = scores * setting.factors.to(dtype)[:, None, None]
+    factors = _row_factors(positions[:, -q.shape[2] :], setting).to(dtype)
+    if setting.factors is not None:  # s, or s and b in the columns
+        columns = setting.factors.to(dtype).reshape(q.shape[1], -1)[:, :, None, None]
+        factors = factors * columns[:, 0] + (columns[:, 1] if columns.shape[1] == 2 else 0)
+    scores = scores * factors
     if name in BIASES:
         distance = pairs.distance.clamp(min=0).to(dtype)
         scores = scores + BIASES[name](distance, q.shape[1], head_dim, setting.bias).to(dtype)

@@ -173,6 +173,14 @@ def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> N
         assert given == published
 
 
+def test_every_pattern_of_layers_is_measured() -> None:
+    """Gemma 3's two bases in OLMo 3's pattern, because four layers have no sixth."""
+    entries = [text for entry in read_ablation(FILES[0].with_name("layers.yml")).models.values() for text in entry.set]
+    used = {Path(text).stem for text in entries if text.startswith("configs/layers/")}
+    assert used == {file.stem for file in (ROOT / "configs" / "layers").glob("*.yml")} - {"gemma3"}
+    assert any("rotary_emb_base" in text for text in entries)
+
+
 def test_every_extension_and_map_is_measured() -> None:
     found = models(ROOT / "configs/ablations/extensions.yml", "small")
     positions = [config.position for _, variants in found.values() for config in variants.values()]

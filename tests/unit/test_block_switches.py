@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks": {"attention_chunk_size": 37},
     "chunks with a bias": {"attention_chunk_size": 37, "pos_emb": "alibi", "attention_backend": "sdpa"},
     "learned factors": {"logit_scaling": {"type": "ssmax", "initial": 0.7}},
+    "learned factors with a bias": {"logit_scaling": {"type": "ssmax", "bias": True}, "sink_logits": True},
     "forgetting gates": {"forgetting_gate": "fox"},
     "forgetting gates in a window": {"forgetting_gate": "cable", "sliding_window_width": 40},
     "forgetting gates with a map": {
@@ -123,7 +124,9 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
         total = log_gates(linear, own, normed(f"{own}input_layernorm", x), config).T.cumsum(-1)
         factors = weights.get(f"{own}attention.position_factor.weight")
         if factors is not None:
-            scores = scores * factors[:, None, None] * torch.arange(1, len(ids) + 1).double().log()[:, None]
+            added = weights.get(f"{own}attention.position_factor.bias", torch.zeros_like(factors))
+            logarithms = torch.arange(1, len(ids) + 1).double().log()[:, None]
+            scores = scores * (factors[:, None, None] * logarithms + added[:, None, None])
         if keys.attn_logit_softcapping:
             scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
         scores = scores + total[:, :, None] - total[:, None]
@@ -184,7 +187,14 @@ DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections
 
 @pytest.mark.parametrize(
     "name",
-    [*DIFFERENTIATED, "chunks", "sinks in a window", "sinks with a map", "learned factors and sinks"]
+    [
+        *DIFFERENTIATED,
+        "learned factors with a bias",
+        "chunks",
+        "sinks in a window",
+        "sinks with a map",
+        "learned factors and sinks",
+    ]
     + [name for name in CASES if name.startswith("forgetting gates")],
 )
 def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str) -> None:
@@ -257,6 +267,7 @@ def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
     "keys",
     [
         {"sink_logits": True, "logit_scaling": "ssmax"},
+        {"sink_logits": True, "logit_scaling": {"type": "ssmax", "bias": True}},
         {"attention_chunk_size": 8},
         {"forgetting_gate": "fox"},
         {"forgetting_gate": "fox", "sliding_window_width": 3},

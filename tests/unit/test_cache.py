@@ -69,6 +69,10 @@ COMBINED = [
     {"pos_emb": "rotary", "rope_scaling": scaling("yarn"), "logit_scaling": "log_n", "rotary_pct": 0.5},
     {"pos_emb": "coca", "logit_scaling": "log_n_trained", "rotary_pct": 0.5, "num_kv_heads": 1},
     {"pos_emb": "alibi", "logit_scaling": "log_n"},
+    {"pos_emb": "coca", "logit_scaling": {"type": "temperature", "period": 7, "first": 1}, "rotary_pct": 0.5},
+    {"pos_emb": "none", "logit_scaling": {"type": "ssmax", "bias": True}, "qk_norm": "head"},
+    {"pos_emb": "coca", "rope_scaling": scaling("dynamic"), "logit_scaling": "ssmax", "qk_norm": "head"}
+    | {"attention_config": ["global", "nope"], "layer_types": {"nope": {"pos_emb": "none"}}},
 ]
 
 

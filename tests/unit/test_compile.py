@@ -19,6 +19,7 @@ KEYS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_lengt
 MAPS: dict[str, dict[str, Any]] = {
     kind: {"relative_positions": {"type": kind, "window": 8}} for kind in ("rerope", "lm_infinite", "streaming")
 } | {"dual_chunk": {"relative_positions": {"type": "dual_chunk", "chunk_size": 10}}}
+STRING = {"relative_positions": {"type": "string", "window": 8, "local": 3}}
 LEARNED = ("kerple_log", "kerple_power", "rpe")
 PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -29,7 +30,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
         {"pos_emb": "coca", "hidden_dropout": 0.1},
         {"pos_emb": "coca", "num_kv_heads": 1, "forgetting_gate": "fox"},
-        {"pos_emb": "coca", "qk_norm": "head", "logit_scaling": "ssmax"},
+        {"pos_emb": "coca", "qk_norm": "head", "logit_scaling": {"type": "ssmax", "bias": True}},
         {"pos_emb": "sandwich"},
         {"pos_emb": "coca", "attention_config": ["gau", "gau"], "gau_key_width": 16},
     ],
@@ -37,6 +38,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "sink_logits": True} | MAPS["rerope"],
         *({"pos_emb": "rotary"} | keys for keys in MAPS.values()),
         {"pos_emb": "none", "forgetting_gate": "cable", "sliding_window_width": 5},
+        {"pos_emb": "coca", "logit_scaling": "temperature"} | STRING,
+        {"pos_emb": "coca", "sink_logits": True, "sliding_window_width": 5, "qk_norm": "projection"},
     ],
     "triton": [
         {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,27 @@ def test_a_distance_map_reaches_no_new_phase(tmp_path: Path, rotary: str) -> Non
     distance = np.array(facts["scores"][0]["lines"][0]["x"])
     assert np.ptp(score[distance >= 32]) < 1e-12 < np.ptp(score[distance < 32])
     np.testing.assert_allclose(factor, np.maximum(np.log(distance + 1) / math.log(64), 1), rtol=1e-12)
+
+
+def test_learned_factors_have_their_initial_value(tmp_path: Path, rotary: str) -> None:
+    """The factor of SSMax multiplies the scores of every head."""
+    change = ["SSMax", "logit_scaling={type: ssmax, initial: 0.5}"]
+    facts = drawn(tmp_path, rotary, "--variant", "plain", "--variant", *change, "--length", "65")
+    position = np.array(facts["logits"][0]["lines"][1]["x"])
+    np.testing.assert_allclose(values(facts, "logits", line=1), 0.5 * np.log1p(position), rtol=1e-12)
+    expected = 0.5 * math.log(65) * values(facts, "scores")
+    np.testing.assert_allclose(values(facts, "scores", line=1), expected, rtol=1e-12)
+
+
+def test_the_table_names_what_has_no_curve(tmp_path: Path, rotary: str) -> None:
+    """Gates, sinks and the narrowest window."""
+    changed = {"gated": "forgetting_gate: fox\n", "sunk": "sink_logits: true\nsliding_window_width: 0\n"}
+    files = [write(tmp_path, f"{name}.yml", MODEL + "pos_emb: rotary\n" + text) for name, text in changed.items()]
+    drawn(tmp_path, rotary, *files, "--length", "65")
+    rows = re.findall(r'<th scope="row">(\w+)(.*?)</tr>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    cells = {name: [cell.strip() for cell in re.findall(r"<td[^>]*>([^<]*)", row)] for name, row in rows}
+    assert [cells[name][-1] for name in ("rotary", "gated", "sunk")] == ["-", "fox", "sinks"]
+    assert [cells[name][5] for name in ("rotary", "gated", "sunk")] == ["-", "-", "0"]
 
 
 def test_dual_chunk_attention_is_drawn_for_the_last_query(tmp_path: Path, rotary: str) -> None:

@@ -37,10 +37,12 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "norms, sinks, factors, three segments": {
         "qk_norm": "head",
         "sink_logits": True,
-        "logit_scaling": "ssmax",
+        "logit_scaling": {"type": "ssmax", "bias": True},
         "relative_positions": {"type": "dual_chunk", "chunk_size": 20},
     },
     "fire": {"pos_emb": "fire"},
+    "sandwich": {"pos_emb": "sandwich"},
+    "units and blocks": {"attention_config": ["gau", "global", "gau"], "gau_key_width": 16},
     "string": {"pos_emb": "rotary", "relative_positions": {"type": "string"}, "logit_scaling": "temperature"},
 }
 ORDINARY = ("rotary", "coca", "coca_strict", "xpos", "alibi", "rpe", "learned", "sinusoidal", "none")

@@ -42,11 +42,17 @@ METHODS = {
     },
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
     "fire, gates": {"pos_emb": "fire", "forgetting_gate": "fox"},
+    "STRING, a temperature, layers with Sandwich": {
+        "attention_config": [[["biased", "global"], "all"]],
+        "layer_types": {"biased": {"pos_emb": "sandwich", "logit_scaling": "none"}},
+        "relative_positions": {"type": "string", "window": 6, "local": 2},
+        "logit_scaling": {"type": "temperature", "period": 4},
+    },
     "norms, sinks, factors, three segments": {
         "pos_emb": "coca",
         "qk_norm": "head",
         "sink_logits": True,
-        "logit_scaling": "ssmax",
+        "logit_scaling": {"type": "ssmax", "bias": True},
         "relative_positions": {"type": "dual_chunk", "chunk_size": 5},
     },
 }

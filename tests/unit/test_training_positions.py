@@ -187,6 +187,13 @@ def test_a_shift_leaves_chunks_where_they_are() -> None:
     config("shifted", "relative_positions={type: dual_chunk}")
 
 
+@pytest.mark.parametrize("gate", ["fox", "cable"])
+def test_gates_read_no_positions(gate: str) -> None:
+    """They are trained, as what counts tokens is, but only rotation sees the drawn positions."""
+    settings = open_corpus(config("randomized", f"forgetting_gate={gate}")).config
+    assert settings.training_positions is not None and settings.position.forgetting_gate == gate
+
+
 def test_gpt_neox_refuses_them_with_the_reason() -> None:
     given = {"type": "randomized", "max": "16L"}
     known = dict.fromkeys((*NEW_CHOICES, *FIELDS), str)

@@ -17,6 +17,7 @@ view of a buffer with one more column for every row, so that a diagonal of the t
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,10 @@ from megatron_coca.kernels.operation import operation
 aten = torch.ops.aten
 QUERY_BLOCK = 512
 """Query rows per call: longer blocks compute more masked pairs, shorter ones make more calls (docs/attention.md)."""
-KEY_BLOCK = 1024
-"""Key columns of a tile of score gradients: with QUERY_BLOCK rows 2 MiB, which fits the cache of a core."""
+TILE_ROWS, KEY_BLOCK = 256, 1024
+"""Query rows and key columns of a tile of score gradients, 1 MiB, which fits the cache of a core; fewer rows leave out
+more of the keys that are masked.
+"""
 
 
 def biased_attention(
@@ -194,17 +197,23 @@ def _tiled_backward(
         for head in range(rows.query.shape[1]):
             query, grad = rows.query[batch, head].to(wide), rows.grad[batch, head].to(wide)
             share, lse = shares[batch, head], rows.lse[batch, head, :, None]
-            for first in range(0, keys.shape[2], KEY_BLOCK):
-                columns = slice(first, min(first + KEY_BLOCK, keys.shape[2]))
+            for part, columns in _tiles(len(query), keys.shape[2]):
                 place = (batch, head // groups, columns)
-                seen, valued = keys[place].to(wide), values[place].to(wide)
-                tile = _tile(query, grad, share, lse, seen, valued, mask[0, head, :, columns], scale)
-                query_grad[batch, head].addmm_(tile.scores, seen, alpha=scale)
-                sums[0][place].addmm_(tile.scores.T, query, alpha=scale)
-                sums[1][place].addmm_(tile.weights.T, grad)
-                along = tile.skewed.sum(0)[:-1]
+                seen, valued, own, grads = keys[place].to(wide), values[place].to(wide), query[part], grad[part]
+                tile = _tile(own, grads, share[part], lse[part], seen, valued, mask[0, head, part, columns], scale)
+                query_grad[batch, head, part].addmm_(tile.scores, seen, alpha=scale)
+                sums[0][place].addmm_(tile.scores.T, own, alpha=scale)
+                sums[1][place].addmm_(tile.weights.T, grads)
+                along, first = tile.skewed.sum(0)[:-1], part.start + columns.start
                 diagonal_sums[head, first : first + len(along)] += along
     return query_grad.to(rows.query.dtype)
+
+
+def _tiles(rows: int, visible: int) -> Iterator[tuple[slice, slice]]:
+    """Rows, reversed, and key columns of every tile; row number i sees the first `visible` - i keys."""
+    for top in range(0, rows, TILE_ROWS):
+        for first in range(0, visible - top, KEY_BLOCK):
+            yield slice(top, min(top + TILE_ROWS, rows)), slice(first, min(first + KEY_BLOCK, visible - top))
 
 
 def _tile(

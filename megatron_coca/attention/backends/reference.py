@@ -46,16 +46,19 @@ class ReferenceBackend:
         return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
 
 
-QUERY_ROWS, PAIRWISE_ROWS = 256, 64
-"""Queries whose scores `attend_in_blocks` has in memory at once; fewer where a pair has a network's hidden units."""
+QUERY_ROWS = 256
+"""Queries whose scores `attend_in_blocks` has in memory at once."""
+LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
+"""Where a pair has a network's hidden units, a block has so many pairs, within these limits of its queries."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """The same for inputs without documents, for blocks of queries in turn: memory is linear in the length, and the
     backward pass computes the scores again.
     """
-    block_of, outputs = ReferenceBackend().attend, []
-    size = PAIRWISE_ROWS if inputs.bias is not None and inputs.bias.formula in PAIRWISE else QUERY_ROWS
+    block_of, outputs, size = ReferenceBackend().attend, [], QUERY_ROWS
+    if inputs.bias is not None and inputs.bias.formula in PAIRWISE:
+        size = min(max(PAIRS // inputs.value.shape[2], LEAST_ROWS), MOST_ROWS)
     for start in reversed(range(0, inputs.query.shape[2], size)):  # each fits into the memory of the one before
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
@@ -104,7 +107,8 @@ def _scores(inputs: AttentionInputs) -> Tensor:
         scores = torch.where(_visible(segment.band, distance, first), product, scores)
     wide = torch.promote_types(scores.dtype, torch.float32)
     if inputs.bias is not None:
-        query = (distance[:, :1] - first[:, 0]).to(wide)  # [batch or 1, rows, 1]: the first key's distance is its token
+        token = distance[:, :1]  # of the query: the distance of the first key
+        query = (token if first is None else token - first[:, 0]).to(wide)
         bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(wide), query)
         scores = scores + (bias.transpose(0, 1) if bias.dim() == 4 else bias)
     if inputs.gates is not None:
@@ -112,20 +116,23 @@ def _scores(inputs: AttentionInputs) -> Tensor:
     return scores
 
 
-def _visible(band: Band, distance: Tensor, first: Tensor) -> Tensor:
-    """Pairs in the band, [batch or 1, 1, query_length, key_length]; `first` is the query's document's first key."""
-    key = torch.arange(distance.shape[1], device=distance.device)
-    high = distance.shape[1] if band.high is None else band.high
-    apart = band.apart(key + distance - first, key - first)
-    inside = (distance >= 0) & (apart >= band.low) & (apart < high) & (key >= first)
-    return inside if band.first_keys is None else inside & (key < first + band.first_keys)
+def _visible(band: Band, distance: Tensor, first: Tensor | None) -> Tensor:
+    """Pairs in the band, [query_length, key_length], or [batch, 1, query_length, key_length] for documents, where
+    `first` is that of `_first_keys`.
+    """
+    inside, key = distance >= 0, torch.arange(distance.shape[1], device=distance.device)
+    begin = 0 if first is None else first
+    if band.low or band.high is not None:
+        apart = band.apart(key + distance - begin, key - begin)
+        inside = inside & (apart >= band.low)
+        inside = inside if band.high is None else inside & (apart < band.high)
+    inside = inside if first is None else inside & (key >= first)
+    return inside if band.first_keys is None else inside & (key < begin + band.first_keys)
 
 
-def _first_keys(inputs: AttentionInputs) -> Tensor:
-    """The index of the first key of every query's document, [batch or 1, 1, query_length or 1, 1]."""
-    if inputs.documents is None:
-        return torch.zeros(1, 1, 1, 1, dtype=torch.long, device=inputs.value.device)
-    return inputs.documents.starts[:, None, inputs.past :, None]
+def _first_keys(inputs: AttentionInputs) -> Tensor | None:
+    """The index of the first key of every query's document, [batch, 1, query_length, 1]; None without documents."""
+    return None if inputs.documents is None else inputs.documents.starts[:, None, inputs.past :, None]
 
 
 def _distances(query_length: int, key_length: int, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from typing_extensions import Self
@@ -180,8 +181,8 @@ class FireBias(_OfCoefficients):
         c, threshold = values[0, -2].abs(), (values[0, -1] * FIRE_THRESHOLD).abs()
         furthest = torch.maximum(query.to(distance), threshold)
         share = (c * distance).log1p() / (c * furthest).log1p().clamp(min=torch.finfo(distance.dtype).tiny)
-        hidden = (share[..., None] * weight + bias).relu()
-        return (hidden @ values[:, :FIRE_WIDTH].T).movedim(-1, 0)
+        hidden = F.linear(share[..., None], weight[:, None], bias).relu()  # the fewest passes over W numbers of a pair
+        return F.linear(hidden, values[:, :FIRE_WIDTH]).movedim(-1, 0)
 
 
 def bias_of_pairs(bias: DistanceBias, distance: Tensor, query: Tensor) -> Tensor:
@@ -290,20 +291,25 @@ class LearnedBias(nn.Module, ABC):
 
 
 class HeadWeights(nn.Module):
-    """A learned number of every query head of a layer, `weight` [heads]; the forward returns it, as in LearnedBias."""
+    """A learned number of every query head of a layer, `weight` [heads], or two, with `bias` [heads]; the forward
+    returns them, [heads] or [heads, 2], as in LearnedBias.
+    """
 
-    def __init__(self, heads: int, initial: float) -> None:
+    def __init__(self, heads: int, initial: float, biased: bool = False) -> None:
         super().__init__()
         self.initial, self.weight = initial, nn.Parameter(torch.empty(heads))
+        self.bias = nn.Parameter(torch.empty(heads)) if biased else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """The initial value; draws nothing."""
+        """The initial value, and a bias of 0; draws nothing."""
         self.weight.fill_(self.initial)
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self.weight if self.bias is None else torch.stack((self.weight, self.bias), dim=-1)
 
 
 class _LearnedKerple(LearnedBias):

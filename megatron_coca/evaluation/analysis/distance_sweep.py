@@ -168,13 +168,13 @@ class DistanceSweep:
         bounded = self.method.name in ROTATED_FORMS and not self.method.form.decay
         self.partial_sums = self._partial_sums(encoding, length) if bounded else None
 
-    def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None) -> SweptScores:
-        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias; without forgetting gates, which
-        belong to the tokens between the two.
+    def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None, factor: Tensor | None = None) -> SweptScores:
+        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias and learned `factor` [heads] or
+        [heads, 2]; without forgetting gates, which belong to the tokens between the two.
         """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
-        inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias)
+        inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias, factor=factor)
         width = self.method.rotary_dim or self.method.head_dim
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
@@ -197,8 +197,14 @@ class DistanceSweep:
         for amplitudes, sums in zip((h, h.abs()), self.partial_sums, strict=True):
             following = torch.cat((amplitudes[..., 1:], torch.zeros_like(amplitudes[..., :1])), dim=-1)
             largest_step = (following - amplitudes).abs().amax(dim=-1)
+            largest_step = largest_step if factor is None else largest_step * self._of_heads(factor).abs()
             bounds.append((largest_step[..., None] * sums).cpu())
         return SweptScores(scores, visible, *bounds)
+
+    def _of_heads(self, factor: Tensor) -> Tensor:
+        """What a learned factor multiplies the partial sums by, [heads]."""
+        head_factor = self.frame.head_factor
+        return factor if head_factor is None else factor[:, 0] * head_factor[0, 0] + factor[:, 1]
 
     def _partial_sums(self, encoding: PositionEncoding, length: int) -> tuple[Tensor, Tensor]:
         """sum_j |S_{j+1}| and sum_j |C_{j+1}| of the rotations e^(i r theta_k) and cos(r theta_k) summed over k <= j,
@@ -213,6 +219,6 @@ class DistanceSweep:
         rotations = torch.polar(torch.ones_like(phases), phases).cumsum(-1).abs().sum(-1)
         cosines = phases.cos().cumsum(-1).abs().sum(-1)
         factor = method.scale * (rotary.multiplier(length) ** 2 if encoding.clex is None else 1.0)
-        if method.logit_scaling is not None:
+        if method.logit_scaling is not None and not method.factor_bias:
             factor *= float(method.logit_scaling(last, method.training_length))
         return factor * rotations, factor * cosines

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs, bias_of_pairs
+from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep
@@ -115,6 +116,7 @@ def analyse(
     device = next(model.parameters()).device
     distances = log_distances(length)
     method, encoding = model.methods[layer_type], model.encodings()[layer_type]
+    layers = [layer for layer in model.modules() if isinstance(layer, SelfAttention) and layer.method is method]
     sweep = DistanceSweep(encoding, distances, length, device)
     positions = spread(0, length - 1, protocol.queries)
     # Samples of all layers of one document after another.
@@ -124,6 +126,7 @@ def analyse(
     swept: list[SweptScores] = []
 
     def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+        learned = layers[len(entropies) % len(layers)].position_factor  # of one layer after another, in every document
         entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
         by_distance = []
         for distance in distances:
@@ -137,17 +140,16 @@ def analyse(
         q, k = (x[:, : protocol.queries].transpose(0, 1) for x in (q, k))
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
-            swept.append(sweep.scores(queries, keys, inputs.bias))
+            swept.append(sweep.scores(queries, keys, inputs.bias, None if learned is None else learned().double()))
 
     with torch.no_grad(), observed(model, visit, method):
         for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
             pairs = max(1, len(range(number, protocol.pairs, len(documents))))
             m, n = (x.to(device) for x in draw_pairs(length, pairs, protocol.seed + number))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
-    layers = sum(block.layer_type == layer_type for block in model.blocks)
-    summary, borders = None, None
+    summary, borders, count = None, None, len(layers)
     if angles:
-        theta = np.stack([np.concatenate(angles[layer::layers], axis=1) for layer in range(layers)])
+        theta = np.stack([np.concatenate(angles[layer::count], axis=1) for layer in range(count)])
         frequencies = distance_sweep.rotary_frequencies(encoding, length).numpy()
         summary = distance_sweep.summarise_angles(theta)
         borders = distance_sweep.summarise_borders(theta, frequencies, method.training_length, length)
@@ -157,7 +159,7 @@ def analyse(
         angles=summary,
         borders=borders,
         decay=summarise_decay(distances, scores, swept),
-        entropy=_entropy(np.stack(entropies).reshape(-1, layers, *entropies[0].shape), positions),
+        entropy=_entropy(np.stack(entropies).reshape(-1, count, *entropies[0].shape), positions),
     )
 
 

@@ -127,18 +127,21 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
     rows = []
     for each in shown:
         position = each.position
+        limits = position.sliding_window_width, position.attention_chunk_size
+        seen = [limit for limit in limits if limit is not None]
         texts = (
             f"{each.layers} of {each.config.model.num_layers}",
             position.pos_emb,
             f"{position.rotary_emb_base:g}" if each.method.rotary is not None else "-",
             chosen(position.rope_scaling),
             chosen(position.relative_positions),
-            str(position.sliding_window_width or position.attention_chunk_size or "-"),
+            "-" if not seen else str(seen[0]),
             chosen(position.logit_scaling),
+            position.forgetting_gate or ("sinks" if position.sink_logits else "-"),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
     header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
-    return Table("methods", "What was compared", header, tuple(rows))
+    return Table("methods", "What was compared", (*header, "gate or sinks"), tuple(rows))
 
 
 def _distances(length: int) -> list[int]:
@@ -177,7 +180,8 @@ def _scores(shown: ShownMethod) -> Curves:
     sweep = DistanceSweep(shown.encoding, distances, shown.length, torch.device("cpu"))
     drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
-    swept = sweep.scores(token, token, bias)
+    learned = shown.method.layer_factor()
+    swept = sweep.scores(token, token, bias, None if learned is None else learned().double())
     scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
     return {shown.variant: (distances, scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan)))}
 
@@ -215,6 +219,8 @@ def _logit_factors(shown: ShownMethod) -> Curves:
     factor = torch.ones_like(positions)
     if method.logit_scaling is not None:
         factor = factor * method.logit_scaling(positions, method.training_length)
+    if method.initial_factor is not None:
+        factor = factor * method.initial_factor
     if method.rotary is not None and shown.encoding.clex is None:
         factor = factor * method.rotary.multiplier(shown.length) ** 2
     return {shown.variant: (positions.tolist(), factor)}
