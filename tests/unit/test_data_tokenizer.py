@@ -192,6 +192,19 @@ def test_vocab_size_covers_ids_behind_a_gap(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.decode(tokenizer.encode("a"))) == (8, "a")
 
 
+@pytest.mark.parametrize(
+    ("symbols", "eod"),
+    [(["<pad>", "<eos>", "<bos>", "</s>"], "<eos>"), (["<BOS_TOKEN>", "<EOS_TOKEN>"], "<EOS_TOKEN>")],
+    ids=["Gemma", "Cohere"],
+)
+def test_the_separator_of_a_family(symbols: list[str], eod: str, tmp_path: Path) -> None:
+    """Gemma's vocabulary has `</s>` as a tag of HTML."""
+    vocabulary = {symbol: number for number, symbol in enumerate([*symbols, "a"])}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer("HFTokenizer", tmp_path)
+    assert tokenizer.piece(tokenizer.eod) == eod
+
+
 @pytest.mark.parametrize("kind", ["SPMTokenizer", "HFTokenizer", "HFGPT2Tokenizer", "GPT2BPETokenizer"])
 def test_a_folder_stands_for_its_files(folder: Path, kind: str) -> None:
     assert load_tokenizer(kind, folder).fingerprint == opened(folder, kind).fingerprint

@@ -17,8 +17,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, LLaMA's, Gemma's.
-EOD_SYMBOLS = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's. Gemma has </s> too, as a
+# tag of HTML.
+EOD_SYMBOLS = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Files = Mapping[str, tuple[str, bytes]]
