@@ -165,10 +165,12 @@ def parse_config(
     try:
         return load_config([], keys)
     except ConfigError as error:
+        theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
+        theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
         problems = []
         for line in error.problems:
             key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
-            name = f"{THEIR_NAMES[key]} (here {key})" if key in THEIR_NAMES else key
+            name = f"{theirs[key]} (here {key})" if key in theirs else key
             problems.append(f"{name}: {problem}")
         raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
 

@@ -4,6 +4,7 @@ A case is a class of transformers with odd sizes. In float64 transformers' own c
 both sides compute in float64.
 """
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.family_keys import comparable
+from megatron_coca.checkpoints.huggingface_import import parse_config
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
@@ -344,6 +346,15 @@ UNREAD = {
     "a key that is not known": ({"mystery": 3}, "mystery: not understood here"),
     "a value of another model": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supp"),
     "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types has 'linear_attention'"),
+    "an extension outside of the sections": (
+        {"rope_parameters": YARN},
+        "rope_parameters has factor, original",
+    ),
+    "a ramp that its class truncates": (
+        {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        "truncate false in rope_parameters.full_attention",
+    ),
+    "a length that is no number": ({"training_length": "long"}, r"training_length \(here seq_length\): "),
 }
 
 
@@ -357,6 +368,32 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
+BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hidden_size", "n_inner"}
+"""Keys whose defaults are numbers of one size of model: the shapes of the weights tell."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_absent_key_has_the_default_of_the_class(name: str) -> None:
+    """Or it is refused, as a width is."""
+    kind, changes = CASES[name]
+    shape = {key: value for key, value in SHAPE.items() if key not in OWN_NAMES.get(kind, ())}
+    written = getattr(transformers, f"{kind}Config")(**shape | changes)
+    values = written.to_dict()
+    values |= {"max_position_embeddings": 8192} if "max_position_embeddings" in values else {}
+    compared = 0
+    for default in dataclasses.fields(written):
+        if default.name not in values.keys() - BY_SHAPE or default.default is dataclasses.MISSING:
+            continue
+        try:
+            found = parse_config({key: value for key, value in values.items() if key != default.name}, Path("x"))
+        except CheckpointError:
+            continue
+        expected = parse_config(values | {default.name: default.default}, Path("x"))
+        assert comparable(found) == comparable(expected), default.name
+        compared += 1
+    assert compared > 10
+
+
 LENGTH = {"original_max_position_embeddings": 400}
 IGNORED: dict[str, dict[str, Any]] = {
     "olmo3": LENGTH,  # sections by type of layers have their own
@@ -365,6 +402,7 @@ IGNORED: dict[str, dict[str, Any]] = {
     "gemma3": {"attn_logit_softcapping": 0.1},
     "gpt2": {"n_special": 3, "predict_special_tokens": False, "n_head": 3, "num_attention_heads": 6},
     "bloom": {"n_head": 3, "num_attention_heads": 6},
+    "cohere2": {"_sliding_window_pattern": 2, "sliding_window_pattern": 2},
 }
 """Keys that transformers does not read, and its names for all classes, which it reads before those of the class."""
 
@@ -375,6 +413,43 @@ def test_keys_that_are_not_read_by_either_side(name: str, tmp_path: Path) -> Non
     build(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | IGNORED[name]))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+
+
+LINEAR_ONLY = {"rope_type": "linear", "factor": 4.0}
+SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bases beside the sections": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": LINEAR_ONLY, "sliding_attention": {"rope_type": "default"}}}
+        | {"rope_theta": 500.0, "rope_local_base_freq": 300.0},
+    ),
+    "no base at all": ("gemma3", {"rope_parameters": {"full_attention": LINEAR_ONLY}}),
+    "a section and an extension": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "one base of two sections": (
+        "olmo3",
+        {"rope_theta": 300.0, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    ),
+    "a pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 3}),
+    "a pattern of another name": ("gemma3", {"layer_types": None, "_sliding_window_pattern": 3}),
+    "a pattern of Cohere": ("cohere2", {"layer_types": None, "sliding_window_pattern": 2}),
+    "a length in the section alone": (
+        "phi3 longrope, tied, partly rotated",
+        {"original_max_position_embeddings": None, "max_position_embeddings": 8192},
+    ),
+}
+"""A model, and keys of config.json in places where its class looks for them, too; None: absent."""
+
+
+@pytest.mark.parametrize("case", SPELLED)
+@torch.no_grad()
+def test_a_key_is_read_where_its_class_reads_it(case: str, tmp_path: Path) -> None:
+    name, spelled = SPELLED[case]
+    build(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | spelled
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if spelled.get(key, 0) is not None})
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
 
