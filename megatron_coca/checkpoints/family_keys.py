@@ -134,8 +134,9 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
     changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
     ropes = _ropes(family, config, source)
     if window is not None:
-        other = ropes.get(SLIDING, ropes[FULL])
-        own = {} if other == ropes[FULL] else {"rope_scaling": None} | other
+        other = ropes.get(SLIDING)
+        # Where types have sections, an override that extends the model does not reach the layers with a window.
+        own = {} if other is None else {"rope_scaling": None} | other
         changes["sliding"] = {"sliding_window_width": window - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
     changes["nope"] = {"pos_emb": "none", "rope_scaling": None}

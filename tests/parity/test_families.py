@@ -324,6 +324,18 @@ def test_what_becomes_of_an_extension_is_said_with_its_length(
     assert heard == ([said] if message is not None else [])
 
 
+@pytest.mark.parametrize("name", ["olmo3", "gemma3"])
+@pytest.mark.parametrize("own", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_an_extension_of_ours_leaves_layers_with_a_window(name: str, own: dict[str, Any], tmp_path: Path) -> None:
+    """Of classes whose layers have sections by type, whether the model has an extension or none."""
+    build(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"] = {"full_attention": own | {"rope_theta": 300.0}, "sliding_attention": BASE}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    kinds = open_checkpoint(tmp_path).configure(["rope_scaling={rope_type: yarn, factor: 4}"]).layer_types
+    assert {key: kind.extension.name for key, kind in kinds.items()} == {"sliding": "default", "global": "yarn"}
+
+
 def test_a_temperature_that_the_class_would_not_read(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
