@@ -31,9 +31,11 @@ from megatron_coca.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 HUB_COPIES = ["*/*", "consolidated*"]
 """What is downloaded of a model of the Hugging Face hub, and what is not: the same weights for other programs."""
+HUB_PICKLES = "pytorch_model*"
+"""What is downloaded besides of a model without safetensors."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -194,7 +196,10 @@ def _from_hub(name: str) -> Path:
     except ImportError as error:
         raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
+        if any(folder.glob("*.safetensors")):
+            return folder
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, HUB_PICKLES], ignore_patterns=HUB_COPIES))
     except Exception as error:  # that of its HTTP client is another class in each version
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
 
