@@ -7,6 +7,7 @@ both sides compute in float64.
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,12 @@ LONGROPE |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.
 DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_embd": 36, "n_layer": 3, "n_head": 6}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("GPTNeoX", {"rope_parameters": DYNAMIC | {"partial_rotary_factor": 0.67}}),
+    "gpt_neox sequential, tied": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "attention_bias": False},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2 tied, windows": (
         "Qwen2",
@@ -171,6 +178,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 _SHAPE_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 OWN_NAMES = dict.fromkeys(("GPT2", "Mpt", "Bloom"), (*_SHAPE_NAMES, "intermediate_size", "num_key_value_heads"))
 OWN_NAMES["Falcon"] = ("intermediate_size", "num_key_value_heads")
+OWN_NAMES["GPTNeoX"] = ("num_key_value_heads",)
 """Names that a class does not have."""
 FLOAT = torch.float32
 
@@ -368,6 +376,20 @@ UNREAD = {
     ),
     "a length that is no number": ({"training_length": "long"}, r"training_length \(here seq_length\): "),
 }
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+@torch.no_grad()
+def test_the_card_extends_the_model_as_its_class_reads_it(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "source")
+    folder = export(tmp_path / "source", tmp_path / "exported").folder
+    _, example = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(example.replace('"exported"', f'"{folder}"'), found)
+    ours = load_model(folder, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    plain, extended = load_model(folder)(tokens(LONG)), ours(tokens(LONG))
+    assert (extended - plain).abs().max() > 1e-3
+    torch.testing.assert_close(found["model"].eval()(tokens(LONG)).logits, extended, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", UNREAD)
