@@ -88,7 +88,7 @@ HARMLESS = frozenset(
         *("pruned_heads", "tf_legacy_loss", "rope_theta", "rotary_emb_base", "rope_parameters", "rope_scaling"),
         *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
         *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
-        *("is_llama_config", "rope_interleaved", "transformers.js_config"),
+        *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     }
 )
 """Keys of config.json that do not change what a causal language model computes, and those of rotation, of which an

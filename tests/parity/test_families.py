@@ -590,7 +590,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "numbers by other names": ("bloom", {"num_attention_heads": 6, "num_hidden_layers": 3, "n_head": None}),
     "of SmolLM 2": (
         "llama, free head width",
-        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+        {
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {"dtype": "q4"},
+            "unsloth_fixed": True,
+        }
         | {"rope_scaling": LLAMA3},
     ),
 }
