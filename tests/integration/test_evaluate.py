@@ -116,6 +116,7 @@ def test_a_start_token_is_named_and_put_on_request(
     caplog.clear()
     begun = arguments(checkpoint, text, "--output", tmp_path / "begun.json", "--start-token", "<bos>")
     assert main(begun) == 0 and "--start-token" not in caplog.text
+    assert "2 documents, each after the token 0" in capsys.readouterr().out
     plain, with_start = read(tmp_path / "plain.json"), read(tmp_path / "begun.json")
     assert (plain.documents.start, with_start.documents.start) == (None, 0)
     assert plain.documents.sha256 != with_start.documents.sha256 and plain.results[0].nll != with_start.results[0].nll
