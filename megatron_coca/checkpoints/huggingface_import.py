@@ -201,7 +201,7 @@ class _Read(dict[str, Any]):
 
 
 def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
-    rows = config["vocab_size"]
+    rows, trained, maximum = config["vocab_size"], config.get(TRAINING_LENGTH), config.get(MAXIMUM)
     # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
     listed = generation.get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
@@ -212,7 +212,7 @@ def _common_keys(config: Json, generation: Json, tied: bool = False, length: int
         "hidden_size": config["hidden_size"],
         "num_attention_heads": config["num_attention_heads"],
         "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "seq_length": config.get(TRAINING_LENGTH) or config.get(MAXIMUM) or length or config[MAXIMUM],
+        "seq_length": trained or maximum or length or config[MAXIMUM],
         "no_weight_tying": not config.get("tie_word_embeddings", tied),
         "attention_dropout": float(config.get("attention_dropout") or 0),
         "vocab_size": first if padded else rows,

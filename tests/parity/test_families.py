@@ -344,6 +344,20 @@ def test_an_extension_of_ours_leaves_layers_with_a_window(name: str, own: dict[s
     assert {key: kind.extension.name for key, kind in kinds.items()} == {"sliding": "default", "global": "yarn"}
 
 
+@torch.no_grad()
+def test_a_length_of_training_beside_that_of_the_extension(tmp_path: Path) -> None:
+    """Stock `dynamic` counts from max_position_embeddings, so an export has the training length as another key."""
+    build("olmo2").save_pretrained(tmp_path / "source")
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}}
+    done = export(tmp_path / "source", tmp_path / "exported", dynamic)
+    read = open_checkpoint(done.folder).trained
+    assert done.model_type == "olmo2" and json.loads((done.folder / "config.json").read_text())["training_length"] == 40
+    assert (read.model.seq_length, read.position.original_length(TRAINED)) == (TRAINED, 16)
+    theirs = AutoModelForCausalLM.from_pretrained(done.folder).eval()
+    ours = load_model(tmp_path / "source", dynamic)
+    torch.testing.assert_close(ours(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_temperature_that_the_class_would_not_read(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
