@@ -56,9 +56,9 @@ def write_checkpoint(
     return save
 
 
-def beginning_tokenizer(folder: Path) -> Tokenizer:
+def beginning_tokenizer(folder: Path, ids: int = 97) -> Tokenizer:
     """A tokenizer of letters whose library puts `<bos>`, id 0, before every text; `<eos>` is 1."""
-    symbols = ["<bos>", "<eos>", *(chr(number) for number in range(32, 127))]
+    symbols = ["<bos>", "<eos>", *(chr(number) for number in range(32, 30 + ids))]
     words = tokenizers.models.WordLevel({symbol: number for number, symbol in enumerate(symbols)}, unk_token=" ")
     model = tokenizers.Tokenizer(words)
     model.add_special_tokens(symbols[:2])

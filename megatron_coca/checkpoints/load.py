@@ -117,12 +117,19 @@ class OpenedCheckpoint:
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1:
             return config
-        # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
-        known = rows = model.padded_vocab_size
-        tokenizer = self.tokenizer(overrides, files).tokenizer
-        if tokenizer is not None:
-            known = min(rows, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
+        known, rows = self.known_ids(overrides, files), model.padded_vocab_size
         return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
+
+    def known_ids(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> int:
+        """Number of token ids; other rows of the embedding are padding. Raises as `find_tokenizer`."""
+        model = self.trained.model
+        if model.make_vocab_size_divisible_by > 1 and model.vocab_size is not None:
+            return model.vocab_size
+        # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
+        tokenizer = self.tokenizer(overrides, files).tokenizer
+        if tokenizer is None:
+            return model.padded_vocab_size
+        return min(model.padded_vocab_size, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
         """The tokenizer, or None with the reason; overrides may name another one. Raises as `find_tokenizer`."""

@@ -30,6 +30,7 @@ from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.training.initial_model import initial_model
+from tests.checkpoint_files import beginning_tokenizer
 from tests.parity.exported import random_checkpoint
 
 TRAINED, LONG = 40, 100
@@ -284,6 +285,18 @@ def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -
     assert all(torch.equal(begun[key], expected[key]) for key in expected)
     trainable = [stage.config.optimizer.trainable for stage in config.run_stages()]
     assert [None if each is None else list(each) for each in trainable] == [["key"], ["query", "key", "value"], None]
+
+
+@pytest.mark.parametrize("data", [{}, {"vocab_size": 90}])
+def test_training_keeps_the_rows_of_the_folder(data: dict[str, int], tmp_path: Path) -> None:
+    """Prepared data name the ids of their tokenizer, fewer than the rows of most published embeddings."""
+    folder = tmp_path / "source"
+    build("qwen3").save_pretrained(folder)
+    tokenizer = beginning_tokenizer(folder, ids=90)
+    (tmp_path / "data.yml").write_text(json.dumps(data))
+    config, _ = read_config(parser().parse_args([str(folder), COCA, str(tmp_path / "data.yml")]))
+    assert (config.model.vocab_size, config.model.padded_vocab_size) == (90, 96)
+    assert initial_model(config, "cpu", tokenizer).model.vocab_size == 96
 
 
 MODIFIED = {name: {"pos_emb": "coca"} for name in ("olmo3", "gemma2", "gemma3", "cohere2", "ministral3", "falcon")}
