@@ -530,7 +530,7 @@ FAMILIES: dict[str, Family] = {
 
 
 _EXPERTS = "its layers are mixtures of experts, and this package has dense MLPs only"
-_IMAGES = "it reads images too; save its language model as a folder of its own"
+_IMAGES = "it reads images too; save its language model as a folder of its own, by the lines in docs/models.md"
 REFUSED = dict.fromkeys(
     ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
 ) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
