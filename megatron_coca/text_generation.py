@@ -90,12 +90,13 @@ class Continuation:
 class TextGenerator:
     """A model in evaluation mode with its tokenizer; made by `load_generator`.
 
-    Further options of the methods are those of `generate_tokens`: `use_cache` and `dynamic_length`. Prompts get no
-    token in front, except that an empty one is the end-of-document token.
+    Further options of the methods are those of `generate_tokens`: `use_cache` and `dynamic_length`. Prompts get `start`
+    in front, if there is one; without it an empty prompt is the end-of-document token.
     """
 
     model: GPT
     tokenizer: Tokenizer
+    start: int | None = None
 
     def complete(
         self,
@@ -164,7 +165,8 @@ class TextGenerator:
         yield from filter(None, (piece for (piece,) in texts([continuation], steps)))
 
     def _encode(self, prompt: str) -> list[int]:
-        return self.tokenizer.encode(prompt) or [self.tokenizer.eod]
+        start = [] if self.start is None else [self.start]
+        return [*start, *self.tokenizer.encode(prompt)] or [self.tokenizer.eod]
 
     def _tokens(self, rows: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
         prompts = torch.tensor(rows, device=next(self.model.parameters()).device)
@@ -188,13 +190,16 @@ def load_generator(
     files: Sequence[str | Path] = (),
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    start_token: str | None = None,
 ) -> TextGenerator:
     """Load a checkpoint with its tokenizer; arguments as in `OpenedCheckpoint.load`.
+
+    `start_token` is put before every prompt, such as Gemma's `<bos>`; chats have that of their template.
 
     Raises:
         CheckpointError: as `load_model`, and where the checkpoint has no tokenizer.
         ConfigError: an invalid override.
-        DataError: the tokenizer is damaged.
+        DataError: the tokenizer is damaged, or has no such symbol.
     """
     opened = open_checkpoint(path)
     tokenizer, note = opened.tokenizer(overrides, files)
@@ -202,6 +207,7 @@ def load_generator(
         raise CheckpointError(f"{path}: {note}; prompts are text: set tokenizer_type and vocab_file to the model's")
     if note is not None:
         logger.warning("%s", note)
+    start = tokenizer.token(start_token) if start_token is not None else None
     if device == "cpu":
         keep_freed_memory()
-    return TextGenerator(opened.load(overrides, files, device, dtype).model, tokenizer)
+    return TextGenerator(opened.load(overrides, files, device, dtype).model, tokenizer, start)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -53,6 +54,18 @@ def write_checkpoint(
     save_file({}, folder / NEEDED[0], {"places": "{}"})
     native.commit(save, step)
     return save
+
+
+def beginning_tokenizer(folder: Path, ids: int = 97) -> Tokenizer:
+    """A tokenizer of letters whose library puts `<bos>`, id 0, before every text; `<eos>` is 1."""
+    symbols = ["<bos>", "<eos>", *(chr(number) for number in range(32, 30 + ids))]
+    words = tokenizers.models.WordLevel({symbol: number for number, symbol in enumerate(symbols)}, unk_token=" ")
+    model = tokenizers.Tokenizer(words)
+    model.add_special_tokens(symbols[:2])
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    model.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 0)])
+    model.save(str(folder / "tokenizer.json"))
+    return load_tokenizer("HFTokenizer", folder)
 
 
 def open_state(folder: Path) -> StateReader:

@@ -135,9 +135,10 @@ FAMILIES: dict[str, Family] = {
         RMS,
         {"use_mrope": False},
         layers=from_layer,
+        window=4096,
     ),
     "mistral": Family(
-        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=all_layers
+        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=all_layers, window=4096
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
@@ -155,6 +156,7 @@ FAMILIES: dict[str, Family] = {
         RMS | BIASES,
         head_dim=128,
         layers=from_layer,
+        window=4096,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -180,7 +182,8 @@ FAMILIES: dict[str, Family] = {
         OLMO,
         rope=500000.0,
         layers=every(4),
-        by_type=True,
+        window=4096,
+        by_type=(None, 500000.0),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -190,6 +193,7 @@ FAMILIES: dict[str, Family] = {
         {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
         layers=all_layers,
         partial=True,
+        original=4096,
         read=_phi3,
         write=_to_phi3,
         harmless=frozenset({"full_attn_mod", "interpolate_factor"}),
@@ -208,6 +212,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         head_dim=256,
         layers=every(2),
+        window=4096,
         read=_gemma,
         write=_to_gemma,
         harmless=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
@@ -222,8 +227,9 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         head_dim=256,
         rope=1000000.0,
-        layers=every(6),
-        by_type=True,
+        layers=every(6, "sliding_window_pattern"),
+        window=4096,
+        by_type=("rope_local_base_freq", 10000.0),
         read=_gemma,
         write=_to_gemma,
         harmless=frozenset(
@@ -240,12 +246,14 @@ FAMILIES: dict[str, Family] = {
         {"layer_norm_eps": ("layernorm_epsilon", 1e-5), "logit_scale": ("final_logit_scale", 0.0625)} | BIASES,
         {"use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False, "rotary_pct": 1.0},
         tied=True,
-        layers=every(4),
+        layers=every(4, "sliding_window_pattern"),
+        window=4096,
         rope_layers=_cohere,
         harmless=frozenset(
             {
                 *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type", "layer_switch"),
-                *("use_embedding_sharing", "use_parallel_embedding", "sliding_window_pattern"),
+                *("use_embedding_sharing", "use_parallel_embedding"),
+                *("sliding_window_pattern", "_sliding_window_pattern"),
             }
         ),
     ),

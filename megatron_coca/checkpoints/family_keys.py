@@ -44,10 +44,13 @@ class Family:
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
         rope: the rotary base without one in config.json; None for architectures without rotation.
         layers: reads which layers have a window: config.json, layers -> for each a boolean; None without windows.
+        window: default of sliding_window.
         rope_layers: the same for rotation; None if all layers rotate.
-        by_type: rope_parameters has a section for each type of layers.
+        by_type: rope_parameters has a section for each type of layers; the base of those with a window: its key at the
+            top level, or None, and its default.
         partial: some features of a head need not be rotated.
         temperature: rope_parameters has TEMPERATURE.
+        original: default of ORIGINAL at the top level, which goes before that in rope_parameters.
         read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
         harmless: keys of published folders that change nothing in its class.
     """
@@ -64,10 +67,12 @@ class Family:
     head_dim: int | None = None
     rope: float | None = 10000.0
     layers: Callable[[Json, int], list[bool]] | None = None
+    window: int | None = None
     rope_layers: Callable[[Json, list[bool]], list[bool]] | None = None
-    by_type: bool = False
+    by_type: tuple[str | None, float] | None = None
     partial: bool = False
     temperature: bool = False
+    original: int | None = None
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
@@ -90,11 +95,11 @@ def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
     return [kind == SLIDING for kind in types]
 
 
-def every(period: int) -> Callable[[Json, int], list[bool]]:
-    """Every `period`-th layer is without a window, unless config.json says otherwise."""
+def every(period: int, name: str | None = None) -> Callable[[Json, int], list[bool]]:
+    """Every `period`-th layer is without a window, or as the key `name` says, unless config.json lists the types."""
 
     def layers(config: Json, count: int) -> list[bool]:
-        given = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or period
+        given = config.get(name, period) if name is not None else period
         return _listed(config, (bool((i + 1) % given) for i in range(count)))
 
     return layers
@@ -120,7 +125,7 @@ def smollm3_rope(config: Json, sliding: list[bool]) -> list[bool]:
 
 def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
     """Our position keys of all layers. Layers of one kind have the model's own keys."""
-    window = config.get("sliding_window") if family.layers is not None else None
+    window = config.get("sliding_window", family.window) if family.layers is not None else None
     sliding = family.layers(config, count) if family.layers is not None else [False] * count
     sliding = sliding if window is not None else [False] * count
     rotating = [True] * count if family.rope_layers is None else family.rope_layers(config, sliding)
@@ -129,8 +134,9 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
     changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
     ropes = _ropes(family, config, source)
     if window is not None:
-        other = ropes.get(SLIDING, ropes[FULL])
-        own = {} if other == ropes[FULL] else {"rope_scaling": None} | other
+        other = ropes.get(SLIDING)
+        # Where types have sections, an override that extends the model does not reach the layers with a window.
+        own = {} if other is None else {"rope_scaling": None} | other
         changes["sliding"] = {"sliding_window_width": window - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
     changes["nope"] = {"pos_emb": "none", "rope_scaling": None}
@@ -150,16 +156,23 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
     """Our keys of rotation by type of layers."""
-    section = rope_section(config)
-    if not family.by_type:
-        return {FULL: _rope(family, config, section, source)}
-    if FULL in section or SLIDING in section:
-        parts = {kind: section.get(kind) or {} for kind in (FULL, SLIDING)}
-        config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
-    else:  # as transformers 4 wrote it: the extension and the base are those of layers without a window
-        local = config.get("rope_local_base_freq")
-        base = family.rope if family.architecture.startswith("Olmo") else 10000.0
-        parts = {FULL: section, SLIDING: {"rope_theta": local or base}}
+    if family.by_type is None:
+        return {FULL: _rope(family, config, rope_section(config), source)}
+    section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if unread := sorted(section.keys() - {FULL, SLIDING}):
+        raise CheckpointError(
+            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, and its class reads these "
+            "two sections alone: move it into them"
+        )
+    # As transformers 4 wrote it, the extension and the base are those of layers without a window.
+    name, default = family.by_type
+    local = {"rope_theta": (config.get(name) if name is not None else None) or default}
+    parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
+    if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:
+        raise CheckpointError(
+            f"{source}: truncate false in rope_parameters.{ignored[0]}: its class truncates all the same"
+        )
+    config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
     return {kind: _rope(family, config, part, source) for kind, part in parts.items()}
 
 
@@ -182,8 +195,9 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
         )
     if family.architecture == "Phi3ForCausalLM" and (section.get("rope_type") or section.get("type")) in ("su", "yarn"):
         section |= {"rope_type": "longrope"}  # names that its class takes for it
-    values = {**config, "rope_parameters": section, "rope_scaling": None}
-    values.setdefault("rope_theta", family.rope)
+    values = {"rope_theta": family.rope, **config, "rope_parameters": section, "rope_scaling": None}
+    if family.original is not None:
+        values.setdefault(ORIGINAL, family.original)
     return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {}) | scaling
 
 

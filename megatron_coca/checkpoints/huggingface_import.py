@@ -88,7 +88,7 @@ HARMLESS = frozenset(
         *("pruned_heads", "tf_legacy_loss", "rope_theta", "rotary_emb_base", "rope_parameters", "rope_scaling"),
         *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
         *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
-        *("is_llama_config", "rope_interleaved", "transformers.js_config"),
+        *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     }
 )
 """Keys of config.json that do not change what a causal language model computes, and those of rotation, of which an
@@ -165,10 +165,12 @@ def parse_config(
     try:
         return load_config([], keys)
     except ConfigError as error:
+        theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
+        theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
         problems = []
         for line in error.problems:
             key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
-            name = f"{THEIR_NAMES[key]} (here {key})" if key in THEIR_NAMES else key
+            name = f"{theirs[key]} (here {key})" if key in theirs else key
             problems.append(f"{name}: {problem}")
         raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
 
@@ -199,7 +201,7 @@ class _Read(dict[str, Any]):
 
 
 def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
-    rows = config["vocab_size"]
+    rows, trained, maximum = config["vocab_size"], config.get(TRAINING_LENGTH), config.get(MAXIMUM)
     # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
     listed = generation.get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
@@ -210,7 +212,7 @@ def _common_keys(config: Json, generation: Json, tied: bool = False, length: int
         "hidden_size": config["hidden_size"],
         "num_attention_heads": config["num_attention_heads"],
         "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "seq_length": config.get(TRAINING_LENGTH) or config.get(MAXIMUM) or length or config[MAXIMUM],
+        "seq_length": trained or maximum or length or config[MAXIMUM],
         "no_weight_tying": not config.get("tie_word_embeddings", tied),
         "attention_dropout": float(config.get("attention_dropout") or 0),
         "vocab_size": first if padded else rows,
@@ -528,7 +530,7 @@ FAMILIES: dict[str, Family] = {
 
 
 _EXPERTS = "its layers are mixtures of experts, and this package has dense MLPs only"
-_IMAGES = "it reads images too; save its language model as a folder of its own"
+_IMAGES = "it reads images too; save its language model as a folder of its own, by the lines in docs/models.md"
 REFUSED = dict.fromkeys(
     ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
 ) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)

@@ -104,6 +104,9 @@ def starting_config(folder: str | Path) -> Config:
         if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
     }
     keys |= {key: flat[key] for key in TOKENIZER_KEYS if flat[key] is not None}
+    # The data say how many ids there are, and the folder how many rows.
+    rows = opened.trained.model.padded_vocab_size
+    keys |= {"vocab_size": opened.known_ids(), "make_vocab_size_divisible_by": rows}
     if is_huggingface_folder(opened.folder) and vocabulary.is_file():
         keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary)}
     return load_config([], keys | {"load": str(folder), "finetune": True})

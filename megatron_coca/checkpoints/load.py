@@ -31,9 +31,11 @@ from megatron_coca.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 HUB_COPIES = ["*/*", "consolidated*"]
 """What is downloaded of a model of the Hugging Face hub, and what is not: the same weights for other programs."""
+HUB_PICKLES = "pytorch_model*"
+"""What is downloaded besides of a model without safetensors."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -115,12 +117,19 @@ class OpenedCheckpoint:
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1:
             return config
-        # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
-        known = rows = model.padded_vocab_size
-        tokenizer = self.tokenizer(overrides, files).tokenizer
-        if tokenizer is not None:
-            known = min(rows, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
+        known, rows = self.known_ids(overrides, files), model.padded_vocab_size
         return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
+
+    def known_ids(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> int:
+        """Number of token ids; other rows of the embedding are padding. Raises as `find_tokenizer`."""
+        model = self.trained.model
+        if model.make_vocab_size_divisible_by > 1 and model.vocab_size is not None:
+            return model.vocab_size
+        # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
+        tokenizer = self.tokenizer(overrides, files).tokenizer
+        if tokenizer is None:
+            return model.padded_vocab_size
+        return min(model.padded_vocab_size, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
         """The tokenizer, or None with the reason; overrides may name another one. Raises as `find_tokenizer`."""
@@ -194,7 +203,10 @@ def _from_hub(name: str) -> Path:
     except ImportError as error:
         raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
+        if any(folder.glob("*.safetensors")):
+            return folder
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, HUB_PICKLES], ignore_patterns=HUB_COPIES))
     except Exception as error:  # that of its HTTP client is another class in each version
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
 

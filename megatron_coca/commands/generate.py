@@ -53,6 +53,8 @@ def parser() -> ArgumentParser:
     chat = "prompts are messages to a chat, rendered by the tokenizer's template; on a terminal it remembers them"
     add("--chat", action="store_true", help=chat)
     add("--system", metavar="TEXT", help="with --chat: the system message")
+    start = "put this token before every prompt, such as '<bos>' for Gemma; a chat has that of its template"
+    add("--start-token", metavar="TOKEN", help=start)
     add("--max-new-tokens", type=positive_int, default=64, metavar="N", help="default: 64")
     greedy = "divisor of the logits; default: 0, the likeliest token at every step"
     add("--temperature", type=float, default=0.0, metavar="T", help=greedy)
@@ -137,6 +139,8 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
 
     if args.system is not None and not args.chat:
         raise EvaluationError("--system: only with --chat")
+    if args.chat and args.start_token is not None:
+        raise EvaluationError("--start-token: a chat has that of its template")
     if args.chat and (args.output is not None or args.num_samples > 1):
         raise EvaluationError("--chat: prints one answer to each message; leave out --output and --num-samples")
     try:
@@ -150,7 +154,11 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
     options["use_cache"] = not args.no_cache
     device = resolve_device(args.device)
     try:
-        generator = load_generator(args.checkpoint, overrides, files, device, DTYPES[args.dtype])
+        generator = load_generator(args.checkpoint, overrides, files, device, DTYPES[args.dtype], args.start_token)
+        if not args.chat and args.start_token is None and (start := generator.tokenizer.start) is not None:
+            usual = generator.tokenizer.piece(start)
+            note = f"the model's own library puts {usual} before every prompt: --start-token '{usual}' does"
+            print(f"megatron-coca generate: {note}", file=sys.stderr)
         if args.chat:
             chat(generator, prompts, args.system, sampling, options)
         elif prompts is None:

@@ -17,7 +17,7 @@ from megatron_coca.data import Shard, Tokenizer
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import SUFFIXES
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, first_difference
 from megatron_coca.evaluation.results import EvaluationError, Record
 from megatron_coca.evaluation.subject import Evaluation
 from megatron_coca.remote_files import is_url
@@ -33,6 +33,7 @@ class DocumentsRecord(Record):
     tokens: int
     max_length: int  # tokens of one document at most
     repeated: int | None  # prefix length, tiled to max_length
+    start: int | None = None  # token put before every document
     sources: list[str]
 
 
@@ -44,6 +45,7 @@ class Documents:
     sources: tuple[str, ...]
     max_length: int
     repeated: int | None = None
+    start: int | None = None
 
     def record(self) -> DocumentsRecord:
         """Return what a result file says; the hash is independent of the stored dtype."""
@@ -57,6 +59,7 @@ class Documents:
             tokens=sum(len(tokens) for tokens in self.arrays),
             max_length=self.max_length,
             repeated=self.repeated,
+            start=self.start,
             sources=list(self.sources),
         )
 
@@ -121,12 +124,14 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
 
 
 def _refuse_other_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
-    """Compare fingerprints, then token ids: an exported or imported checkpoint has other files for the same ids."""
+    """Compare fingerprints, then token ids: an exported or imported checkpoint has other files for the same ids, and a
+    model of chats, such as Qwen 3, names another end of text than its vocabulary does to `prepare`.
+    """
     if fingerprint == tokenizer.fingerprint:
         return
     if (file.parent / DESCRIPTION).is_file():
         saved = corpora.load_saved_tokenizer(file.parent)
-        if saved.fingerprint == fingerprint and agree(saved, tokenizer):
+        if saved.fingerprint == fingerprint and first_difference(saved, tokenizer) is None:
             return
     raise EvaluationError(
         f"{shard}: prepared with another tokenizer ({fingerprint[:12]}, by {file}) than the checkpoint's "
@@ -158,8 +163,11 @@ def collect_documents(
     max_length: int,
     num_documents: int | None = None,
     repeated: int | None = None,
+    start: int | None = None,
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
+
+    `start` is a token put before every document.
 
     With `repeated`, documents of at least that many tokens qualify: their first `repeated` tokens are tiled to
     `max_length`, as in Su's pages on ReRoPE (kexue.fm/archives/9708).
@@ -175,6 +183,7 @@ def collect_documents(
     with Progress("reading documents", unit="documents") as reading:
         for source, tokens in documents:
             reading.advance()
+            tokens = tokens if start is None else np.insert(tokens, 0, start)
             _refuse_foreign_ids(source, tokens, vocab_size)
             longest = max(longest, len(tokens))
             if len(tokens) >= needed:
@@ -186,7 +195,7 @@ def collect_documents(
             f"{', '.join(names)}: no document has the required {needed} tokens, the longest has {longest}; "
             "use smaller windows, or a corpus with longer documents"
         )
-    return Documents(tuple(kept), tuple(names), max_length, repeated)
+    return Documents(tuple(kept), tuple(names), max_length, repeated, start)
 
 
 def _refuse_foreign_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: int) -> None:
@@ -203,16 +212,28 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
 
     Raises EvaluationError and DataError.
     """
+    tokenizer, symbol = evaluation.tokenizer, args.start_token
+    if tokenizer is None and symbol is not None:
+        raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it would be")
+    if tokenizer is not None and symbol is None and tokenizer.start is not None:
+        usual = tokenizer.piece(tokenizer.start)
+        logger.warning(
+            "the model's own library puts %s before every text, and documents are read without it; "
+            "--start-token '%s' puts it before every document",
+            usual,
+            usual,
+        )
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
     trained = evaluation.opened.trained
     return collect_documents(
         args.data or default_data(trained),
-        evaluation.tokenizer,
+        tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
         args.repeat,
+        tokenizer.token(symbol) if tokenizer is not None and symbol is not None else None,
     )
 
 

@@ -194,6 +194,8 @@ def add_document_options(parser: ArgumentParser) -> None:
     add("--max-length", type=positive_int, metavar="N", help=max_length)
     repeat = "use the first N tokens of each document, tiled to --max-length"
     add("--repeat", type=positive_int, metavar="N", help=repeat)
+    start = "put this token before every document, such as '<bos>' for Gemma; default: none"
+    add("--start-token", metavar="TOKEN", help=start)
 
 
 def add_perplexity_options(parser: ArgumentParser) -> None:

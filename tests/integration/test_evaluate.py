@@ -13,7 +13,7 @@ from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.perplexity import score_document
 from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
 from megatron_coca.model import GPT
-from tests.checkpoint_files import write_checkpoint
+from tests.checkpoint_files import beginning_tokenizer, write_checkpoint
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
 MODEL |= {"no_weight_tying": True, "pos_emb": "coca", "tokenizer_type": "CharLevelTokenizer"}
@@ -104,6 +104,24 @@ def test_text_of_a_model_that_learned_facts_too(
     assert all(one.nll < other.nll for one, other in zip(alone.results, whole.results, strict=True))
     assert main(arguments(checkpoint, text, "--vocabulary", 64)) == 2
     assert "vocabulary 64: the documents have the token" in capsys.readouterr().err
+
+
+def test_a_start_token_is_named_and_put_on_request(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config([], MODEL | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
+    checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
+    assert main(arguments(checkpoint, text, "--output", tmp_path / "plain.json")) == 0
+    assert "--start-token '<bos>' puts it before every document" in caplog.text
+    caplog.clear()
+    begun = arguments(checkpoint, text, "--output", tmp_path / "begun.json", "--start-token", "<bos>")
+    assert main(begun) == 0 and "--start-token" not in caplog.text
+    assert "2 documents, each after the token 0" in capsys.readouterr().out
+    plain, with_start = read(tmp_path / "plain.json"), read(tmp_path / "begun.json")
+    assert (plain.documents.start, with_start.documents.start) == (None, 0)
+    assert plain.documents.sha256 != with_start.documents.sha256 and plain.results[0].nll != with_start.results[0].nll
+    assert main(arguments(checkpoint, text, "--start-token", "<start>")) == 2
+    assert "has no symbol '<start>'" in capsys.readouterr().err
 
 
 def read(path: Path) -> PerplexityResult:

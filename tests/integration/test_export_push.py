@@ -9,9 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
+from safetensors.torch import load_file
 
+from megatron_coca import load_model
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.commands.export import main
 from megatron_coca.commands.generate import main as generate
@@ -124,6 +127,16 @@ def test_an_export_is_uploaded_whole_with_its_card(
     assert "## Results\n\n| window | perplexity |\n|---|---|\n| 64 | 12.5 |\n\n## Loading" in text
     (sources,) = [line for line in text.splitlines() if line.startswith("| methods of |")]
     assert sources == "| methods of | CoCA, Zhu et al. 2024, the form the paper trains; Peng et al. 2023 |"
+
+
+def test_a_model_of_the_hub_without_safetensors(hub: Hub, tmp_path: Path) -> None:
+    checkpoint, folder = random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "exported"
+    assert main(["huggingface", str(checkpoint), str(folder), "--push", "me/model"]) == 0
+    torch.save(load_file(folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    hub.files["pytorch_model.bin"] = (tmp_path / "pytorch_model.bin").read_bytes()
+    del hub.files["model.safetensors"]
+    found, expected = load_model("hf://me/model").state_dict(), load_model(checkpoint).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_model_of_the_hub_is_downloaded_once_and_evaluated(

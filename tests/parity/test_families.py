@@ -4,8 +4,10 @@ A case is a class of transformers with odd sizes. In float64 transformers' own c
 both sides compute in float64.
 """
 
+import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +24,13 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.family_keys import comparable
+from megatron_coca.checkpoints.huggingface_import import parse_config
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.training.initial_model import initial_model
+from tests.checkpoint_files import beginning_tokenizer
 from tests.parity.exported import random_checkpoint
 
 TRAINED, LONG = 40, 100
@@ -43,6 +47,12 @@ LONGROPE |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.
 DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_embd": 36, "n_layer": 3, "n_head": 6}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("GPTNeoX", {"rope_parameters": DYNAMIC | {"partial_rotary_factor": 0.67}}),
+    "gpt_neox sequential, tied": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "attention_bias": False},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2 tied, windows": (
         "Qwen2",
@@ -169,6 +179,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 _SHAPE_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 OWN_NAMES = dict.fromkeys(("GPT2", "Mpt", "Bloom"), (*_SHAPE_NAMES, "intermediate_size", "num_key_value_heads"))
 OWN_NAMES["Falcon"] = ("intermediate_size", "num_key_value_heads")
+OWN_NAMES["GPTNeoX"] = ("num_key_value_heads",)
 """Names that a class does not have."""
 FLOAT = torch.float32
 
@@ -276,6 +287,18 @@ def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -
     assert [None if each is None else list(each) for each in trainable] == [["key"], ["query", "key", "value"], None]
 
 
+@pytest.mark.parametrize("data", [{}, {"vocab_size": 90}])
+def test_training_keeps_the_rows_of_the_folder(data: dict[str, int], tmp_path: Path) -> None:
+    """Prepared data name the ids of their tokenizer, fewer than the rows of most published embeddings."""
+    folder = tmp_path / "source"
+    build("qwen3").save_pretrained(folder)
+    tokenizer = beginning_tokenizer(folder, ids=90)
+    (tmp_path / "data.yml").write_text(json.dumps(data))
+    config, _ = read_config(parser().parse_args([str(folder), COCA, str(tmp_path / "data.yml")]))
+    assert (config.model.vocab_size, config.model.padded_vocab_size) == (90, 96)
+    assert initial_model(config, "cpu", tokenizer).model.vocab_size == 96
+
+
 MODIFIED = {name: {"pos_emb": "coca"} for name in ("olmo3", "gemma2", "gemma3", "cohere2", "ministral3", "falcon")}
 MODIFIED["falcon sequential, ALiBi"] = {"logit_scaling": "log_n"}
 
@@ -322,6 +345,32 @@ def test_what_becomes_of_an_extension_is_said_with_its_length(
     assert heard == ([said] if message is not None else [])
 
 
+@pytest.mark.parametrize("name", ["olmo3", "gemma3"])
+@pytest.mark.parametrize("own", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_an_extension_of_ours_leaves_layers_with_a_window(name: str, own: dict[str, Any], tmp_path: Path) -> None:
+    """Of classes whose layers have sections by type, whether the model has an extension or none."""
+    build(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"] = {"full_attention": own | {"rope_theta": 300.0}, "sliding_attention": BASE}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    kinds = open_checkpoint(tmp_path).configure(["rope_scaling={rope_type: yarn, factor: 4}"]).layer_types
+    assert {key: kind.extension.name for key, kind in kinds.items()} == {"sliding": "default", "global": "yarn"}
+
+
+@torch.no_grad()
+def test_a_length_of_training_beside_that_of_the_extension(tmp_path: Path) -> None:
+    """Stock `dynamic` counts from max_position_embeddings, so an export has the training length as another key."""
+    build("olmo2").save_pretrained(tmp_path / "source")
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}}
+    done = export(tmp_path / "source", tmp_path / "exported", dynamic)
+    read = open_checkpoint(done.folder).trained
+    assert done.model_type == "olmo2" and json.loads((done.folder / "config.json").read_text())["training_length"] == 40
+    assert (read.model.seq_length, read.position.original_length(TRAINED)) == (TRAINED, 16)
+    theirs = AutoModelForCausalLM.from_pretrained(done.folder).eval()
+    ours = load_model(tmp_path / "source", dynamic)
+    torch.testing.assert_close(ours(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_temperature_that_the_class_would_not_read(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -344,7 +393,30 @@ UNREAD = {
     "a key that is not known": ({"mystery": 3}, "mystery: not understood here"),
     "a value of another model": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supp"),
     "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types has 'linear_attention'"),
+    "an extension outside of the sections": (
+        {"rope_parameters": YARN},
+        "rope_parameters has factor, original",
+    ),
+    "a ramp that its class truncates": (
+        {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        "truncate false in rope_parameters.full_attention",
+    ),
+    "a length that is no number": ({"training_length": "long"}, r"training_length \(here seq_length\): "),
 }
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+@torch.no_grad()
+def test_the_card_extends_the_model_as_its_class_reads_it(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "source")
+    folder = export(tmp_path / "source", tmp_path / "exported").folder
+    _, example = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(example.replace('"exported"', f'"{folder}"'), found)
+    ours = load_model(folder, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    plain, extended = load_model(folder)(tokens(LONG)), ours(tokens(LONG))
+    assert (extended - plain).abs().max() > 1e-3
+    torch.testing.assert_close(found["model"].eval()(tokens(LONG)).logits, extended, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", UNREAD)
@@ -357,6 +429,32 @@ def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_
         load_model(tmp_path)
 
 
+BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hidden_size", "n_inner"}
+"""Keys whose defaults are numbers of one size of model: the shapes of the weights tell."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_absent_key_has_the_default_of_the_class(name: str) -> None:
+    """Or it is refused, as a width is."""
+    kind, changes = CASES[name]
+    shape = {key: value for key, value in SHAPE.items() if key not in OWN_NAMES.get(kind, ())}
+    written = getattr(transformers, f"{kind}Config")(**shape | changes)
+    values = written.to_dict()
+    values |= {"max_position_embeddings": 8192} if "max_position_embeddings" in values else {}
+    compared = 0
+    for default in dataclasses.fields(written):
+        if default.name not in values.keys() - BY_SHAPE or default.default is dataclasses.MISSING:
+            continue
+        try:
+            found = parse_config({key: value for key, value in values.items() if key != default.name}, Path("x"))
+        except CheckpointError:
+            continue
+        expected = parse_config(values | {default.name: default.default}, Path("x"))
+        assert comparable(found) == comparable(expected), default.name
+        compared += 1
+    assert compared > 10
+
+
 LENGTH = {"original_max_position_embeddings": 400}
 IGNORED: dict[str, dict[str, Any]] = {
     "olmo3": LENGTH,  # sections by type of layers have their own
@@ -365,6 +463,7 @@ IGNORED: dict[str, dict[str, Any]] = {
     "gemma3": {"attn_logit_softcapping": 0.1},
     "gpt2": {"n_special": 3, "predict_special_tokens": False, "n_head": 3, "num_attention_heads": 6},
     "bloom": {"n_head": 3, "num_attention_heads": 6},
+    "cohere2": {"_sliding_window_pattern": 2, "sliding_window_pattern": 2},
 }
 """Keys that transformers does not read, and its names for all classes, which it reads before those of the class."""
 
@@ -375,6 +474,43 @@ def test_keys_that_are_not_read_by_either_side(name: str, tmp_path: Path) -> Non
     build(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | IGNORED[name]))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+
+
+LINEAR_ONLY = {"rope_type": "linear", "factor": 4.0}
+SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bases beside the sections": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": LINEAR_ONLY, "sliding_attention": {"rope_type": "default"}}}
+        | {"rope_theta": 500.0, "rope_local_base_freq": 300.0},
+    ),
+    "no base at all": ("gemma3", {"rope_parameters": {"full_attention": LINEAR_ONLY}}),
+    "a section and an extension": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "one base of two sections": (
+        "olmo3",
+        {"rope_theta": 300.0, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    ),
+    "a pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 3}),
+    "a pattern of another name": ("gemma3", {"layer_types": None, "_sliding_window_pattern": 3}),
+    "a pattern of Cohere": ("cohere2", {"layer_types": None, "sliding_window_pattern": 2}),
+    "a length in the section alone": (
+        "phi3 longrope, tied, partly rotated",
+        {"original_max_position_embeddings": None, "max_position_embeddings": 8192},
+    ),
+}
+"""A model, and keys of config.json in places where its class looks for them, too; None: absent."""
+
+
+@pytest.mark.parametrize("case", SPELLED)
+@torch.no_grad()
+def test_a_key_is_read_where_its_class_reads_it(case: str, tmp_path: Path) -> None:
+    name, spelled = SPELLED[case]
+    build(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | spelled
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if spelled.get(key, 0) is not None})
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     torch.testing.assert_close(load_model(tmp_path)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
 
@@ -481,7 +617,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "numbers by other names": ("bloom", {"num_attention_heads": 6, "num_hidden_layers": 3, "n_head": None}),
     "of SmolLM 2": (
         "llama, free head width",
-        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+        {
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {"dtype": "q4"},
+            "unsloth_fixed": True,
+        }
         | {"rope_scaling": LLAMA3},
     ),
 }

@@ -13,6 +13,7 @@ from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.kinds import PROBES, Tokenizer, agree, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings, without_dummy_prefix
 from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
+from tests.checkpoint_files import beginning_tokenizer
 
 AWKWARD = [
     "", " ", "  leading and trailing  ", "\ttabs\t\tand\n\n\nnewlines\r\n",
@@ -190,6 +191,27 @@ def test_vocab_size_covers_ids_behind_a_gap(tmp_path: Path) -> None:
     tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer("HFTokenizer", tmp_path)
     assert (tokenizer.vocab_size, tokenizer.decode(tokenizer.encode("a"))) == (8, "a")
+
+
+def test_what_a_library_puts_before_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    begun = beginning_tokenizer(tmp_path)
+    assert begun.start == begun.token("<bos>") == 0 and begun.encode("ab") == [67, 68]
+    assert tokenizer.start is None
+    with pytest.raises(DataError, match="has no symbol '<start>'"):
+        begun.token("<start>")
+
+
+@pytest.mark.parametrize(
+    ("symbols", "eod"),
+    [(["<pad>", "<eos>", "<bos>", "</s>"], "<eos>"), (["<BOS_TOKEN>", "<EOS_TOKEN>"], "<EOS_TOKEN>")],
+    ids=["Gemma", "Cohere"],
+)
+def test_the_separator_of_a_family(symbols: list[str], eod: str, tmp_path: Path) -> None:
+    """Gemma's vocabulary has `</s>` as a tag of HTML."""
+    vocabulary = {symbol: number for number, symbol in enumerate([*symbols, "a"])}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer("HFTokenizer", tmp_path)
+    assert tokenizer.piece(tokenizer.eod) == eod
 
 
 @pytest.mark.parametrize("kind", ["SPMTokenizer", "HFTokenizer", "HFGPT2Tokenizer", "GPT2BPETokenizer"])

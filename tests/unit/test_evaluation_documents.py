@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.data import (
@@ -63,6 +64,12 @@ def test_documents_of_a_repeated_beginning(corpus: Path) -> None:
     found = collect(corpus, max_length=20, repeated=8)
     assert [bytes(tokens.tolist()).decode() for tokens in found.arrays] == [(text[:8] * 3)[:20] for text in TEXTS[1:]]
     assert found.record().repeated == 8
+
+
+def test_a_token_before_every_document(corpus: Path, shard: str) -> None:
+    found = collect(corpus, start=7)
+    assert [tokens.tolist() for tokens in found.arrays] == [[7, *text[:15].encode()] for text in TEXTS[1:]]
+    assert found.record().start == 7 and found.record().sha256 == collect(shard, start=7).record().sha256
 
 
 def test_end_of_document_counts_as_in_shards(corpus: Path) -> None:
@@ -167,6 +174,17 @@ def test_another_file_of_the_same_tokenizer_is_no_other_tokenizer(tmp_path: Path
         check_tokenizers(
             [EvaluatedSource(str(tmp_path / "shards/all_test"), True)], load_tokenizer("CharLevelTokenizer")
         )
+
+
+def test_another_end_of_text_is_no_other_tokenizer(shard: str, tmp_path: Path) -> None:
+    """Qwen 3 ends its turns with <|im_end|>, and prepared documents end with <|endoftext|>."""
+    train_bpe(["some text"], 285, tmp_path / "t.json")
+    model = tokenizers.Tokenizer.from_file(str(tmp_path / "t.json"))
+    model.add_special_tokens(["<|im_end|>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    (Path(shard).parent / "manifest.json").unlink()
+    load_tokenizer("HFTokenizer", tmp_path).save(Path(shard).parent)
+    check_tokenizers([EvaluatedSource(shard, True)], load_tokenizer("HFTokenizer", tmp_path, eod="<|im_end|>"))
 
 
 def test_shard_of_another_tokenizer(shard: str) -> None:

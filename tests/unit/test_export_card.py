@@ -77,12 +77,13 @@ def test_what_a_text_gets_in_a_batch(scaling: Any, method: str, alone: bool, tmp
     assert alone or (f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text)
 
 
-@pytest.mark.parametrize(("original", "told"), [(None, False), (16, True)])
-def test_from_where_another_extension_is_measured(original: int | None, told: bool, tmp_path: Path) -> None:
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": original}
-    _, text = card(tmp_path, **LLAMA, rope_scaling=scaling)
-    assert ("\nconfig.max_position_embeddings = 16\nmodel = " in text) == told
-    assert told or "4.0}\nmodel = " in text
+@pytest.mark.parametrize(("kind", "told"), [("yarn", False), ("dynamic", True)])
+def test_from_where_an_extension_is_measured(kind: str, told: bool, tmp_path: Path) -> None:
+    """Another one from the training length, the same one as before; a stock model has its length in config.json."""
+    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16}
+    _, text = card(tmp_path, **LLAMA, pos_emb="coca", rope_scaling=scaling)
+    assert ('"factor": 4.0, "original_max_position_embeddings": 16}\nmodel = ' in text) == told
+    assert told or '"factor": 4.0}\nmodel = ' in text
 
 
 ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {

@@ -12,9 +12,11 @@ import pytest
 from megatron_coca import cli
 from megatron_coca.commands import generate
 from megatron_coca.config import load_config
+from megatron_coca.data import DataError
+from megatron_coca.evaluation import EvaluationError
 from megatron_coca.model import Sampling
 from megatron_coca.text_generation import load_generator
-from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
+from tests.checkpoint_files import TINY, beginning_tokenizer, talkative_model, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 KEYS = TINY | {"max_position_embeddings": 40}
@@ -30,8 +32,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def expected(checkpoint: str, prompt: str, sampling: Sampling | None = None, **options: Any) -> str:
-    return load_generator(checkpoint).complete([prompt], 10, sampling or Sampling(), **options)[0].text
+def expected(
+    checkpoint: str, prompt: str, sampling: Sampling | None = None, start_token: str | None = None, **options: Any
+) -> str:
+    generator = load_generator(checkpoint, start_token=start_token)
+    return generator.complete([prompt], 10, sampling or Sampling(), **options)[0].text
 
 
 class Typed(io.StringIO):
@@ -166,3 +171,18 @@ def test_help_and_typing_errors_import_no_torch() -> None:
         "assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([], KEYS | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
+    write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
+    given = ["--checkpoint", str(tmp_path / "run"), "--prompt", "ab", *TEN]
+    assert generate.main(given) == 0
+    assert "puts <bos> before every prompt: --start-token '<bos>' does" in capsys.readouterr().err
+    assert generate.main([*given, "--start-token", "<bos>"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"
+    with pytest.raises(DataError, match="has no symbol '<start>'"):
+        generate.main([*given, "--start-token", "<start>"])
+    with pytest.raises(EvaluationError, match="--start-token: a chat has that of its template"):
+        generate.main([*given, "--start-token", "<bos>", "--chat"])

@@ -183,6 +183,13 @@ def test_an_empty_prompt_begins_a_document(generator: TextGenerator) -> None:
     assert 1 <= len(row.tokens) <= 5
 
 
+def test_a_token_before_every_prompt(generator: TextGenerator) -> None:
+    begun = TextGenerator(generator.model, BYTES, ord("#"))
+    rows, expected = begun.complete(["the sea", ""], 10, WARM), generator.complete(["#the sea", "#"], 10, WARM)
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    assert "".join(begun.stream("the sea", 10)) == "".join(generator.stream("#the sea", 10))
+
+
 def test_loading(tmp_path: Path) -> None:
     config = load_config([], KEYS)
     write_checkpoint(tmp_path / "run", config, talkative_model(config).state_dict())

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatron_coca.checkpoints.families import FAMILIES
 from megatron_coca.checkpoints.huggingface_import import REMOTE_TYPES
 from megatron_coca.checkpoints.load import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
@@ -66,6 +67,7 @@ def model_card(
         length=length,
         original=position.original_length(length),
         remote=remote,
+        by_type=kind in FAMILIES and FAMILIES[kind].by_type is not None,
         rotates=position.embedding.rotary,
         map=distance_map,
         training_map=position.distance_map is not None and position.distance_map.training_only,

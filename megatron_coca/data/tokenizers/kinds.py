@@ -17,8 +17,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, LLaMA's, Gemma's.
-EOD_SYMBOLS = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's. Gemma has </s> too, as a
+# tag of HTML.
+EOD_SYMBOLS = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Files = Mapping[str, tuple[str, bytes]]
@@ -68,6 +69,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
+
+    @property
+    def start(self) -> int | None:
+        """Id that the model's own library puts before every text, such as Gemma's ``<bos>``; None if there is none."""
+        return None
+
+    def token(self, symbol: str) -> int:
+        """Id of a symbol. ``DataError`` where the vocabulary lacks it."""
+        found = self._lookup(symbol)
+        if found is None:
+            raise DataError(f"The vocabulary has no symbol {symbol!r} ({self.tokenizer_type}).")
+        return found
 
     @abstractmethod
     def piece(self, token: int) -> str:
@@ -229,6 +242,11 @@ class HFTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         # A batch of one has no offsets to compute, and uses one thread, regardless of TOKENIZERS_PARALLELISM.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    @property
+    def start(self) -> int | None:
+        added = self._model.encode("", add_special_tokens=True).ids
+        return added[0] if added and added[0] != self.eod else None
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         self._model.encode_special_tokens = False

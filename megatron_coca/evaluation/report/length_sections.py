@@ -71,6 +71,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     protocol, documents = group.first.protocol, group.first.documents
     alone = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} alone"
     measured = f"stride {protocol.stride}{alone}"
+    begun = "" if documents.start is None else f", each after the token {documents.start}"
     metric = "perplexity" if options.papers else ""
     reference = baseline_of(group, options)
     main, *others = shared.length_table(
@@ -79,7 +80,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     cells = [(series, cell) for series in group.series for cell in series.cells()]
     complete = [cell for series, cell in cells if not interrupted(cell, series)]
     scored = f", {max(cell.tokens_scored for cell in complete)} tokens scored" if complete else ""
-    main = replace(main, notes=(*main.notes, f"{measured}, {documents.count} documents{scored}"))
+    main = replace(main, notes=(*main.notes, f"{measured}, {documents.count} documents{begun}{scored}"))
     main = with_baseline_note(main, options.baseline)
     figures: list[Figure] = []
     drawn, lines = shared.length_lines(group, PERPLEXITY.cell)
