@@ -17,7 +17,6 @@ COMMANDS = {
     "evaluate": ("evaluation.cli", "measure checkpoints, and report"),
     "generate": ("commands.generate", "continue prompts"),
     "prepare": ("commands.prepare", "turn text files into training data"),
-    "train-tokenizer": ("commands.train_tokenizer", "train a tokenizer, and measure it"),
     "inspect": ("commands.inspect", "show and verify prepared data, samples of a run, and checkpoints"),
     "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),

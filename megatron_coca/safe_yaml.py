@@ -12,7 +12,7 @@ import yaml
 
 MAX_BYTES = 1 << 20  # of a file
 MAX_NODES = 100_000  # values, keys included, with every alias expanded
-MAX_DEPTH = 64  # nested mappings and sequences, also through aliases; a level takes six frames of Python's stack
+MAX_DEPTH = 64  # nested mappings and sequences; a level takes six frames of Python's stack
 
 NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 """NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode; escapes can spell both."""
@@ -39,8 +39,8 @@ class LimitedLoader(yaml.SafeLoader):
         if len(text) > MAX_BYTES:
             raise yaml.YAMLError(_TOO_LARGE)
         super().__init__(text)
-        self._level = self._composed = 0
-        self._measures: dict[int, tuple[int, int]] = {}  # by the id of a finished node: nodes in it, and its depth
+        self._level = 0
+        self._sizes: dict[int, int] = {}  # nodes in each finished node, by its id
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event, alias = self.peek_event(), self.check_event(yaml.AliasEvent)
@@ -54,8 +54,8 @@ class LimitedLoader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node, alias: bool, mark: Any) -> None:
-        """Record the size and depth of a node from those of its children, which are composed before it."""
-        if alias and id(node) not in self._measures:
+        """Record the size of a node from those of its children, which are composed before it."""
+        if alias and id(node) not in self._sizes:
             raise _error("a value that contains itself", mark)
         if not alias:
             children: list[yaml.Node] = []
@@ -63,15 +63,9 @@ class LimitedLoader(yaml.SafeLoader):
                 children = [child for pair in node.value for child in pair]
             elif isinstance(node, yaml.SequenceNode):
                 children = node.value
-            measures = [self._measures[id(child)] for child in children]
-            deepest = max((depth for _, depth in measures), default=0)
-            self._measures[id(node)] = (1 + sum(nodes for nodes, _ in measures), 1 + deepest)
-            self._composed += 1
-        nodes, depth = self._measures[id(node)]
-        if max(nodes, self._composed) > MAX_NODES:
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in children)
+        if self._sizes[id(node)] > MAX_NODES:
             raise _error(f"more than {MAX_NODES:,} values, with every alias written out", mark)
-        if self._level + depth > MAX_DEPTH + 1:
-            raise _error(f"nested deeper than {MAX_DEPTH} levels", mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

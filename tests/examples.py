@@ -50,7 +50,6 @@ RUN = {
     "python tools/prepare_data.py --input books=books.jsonl.zst --train": "--train-tokenizer 512 --output data/new",
     "python tools/prepare_data.py --input mine": "",
     "python tools/prepare_data.py --input chats": "--output data/new",
-    "megatron-coca train-tokenizer": "--vocab-size 512 --characters 200000 --output data/new",
     "megatron-coca inspect": "",
     "megatron-coca inspect checkpoint": "",
     "megatron-coca import models/llama-7b": "",
@@ -94,6 +93,7 @@ NOT_RUN = {
     "docker ": PROGRAM,
     "megatron-coca export huggingface runs/coca": "uploads; test_export_push.py runs it",
     "megatron-coca export huggingface models/qwen2": "of a measurement; test_families.py exports such folders",
+    "aws ": PROGRAM,
     "vllm ": PROGRAM,
     "sbatch ": PROGRAM,
     "bash jobs/study/submit.sh": PROGRAM,
@@ -276,8 +276,6 @@ def make_data(folder: Path) -> None:
     Path("chat.jinja").write_text(
         "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
     )
-    books = {"books": {"paths": ["books.jsonl.zst"]}}
-    Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
     Path("book.txt").write_text("The sea was calm")
     Path("pg19/test").mkdir(parents=True)
     Path("pg19/test/1.txt").write_text("The sea was calm and a small boat lay near its shore. " * 100)

@@ -1,7 +1,6 @@
 """Inspect prepared data, the samples that a run will read, and checkpoints.
 
     megatron-coca inspect sample configs/350M/roformer_coca.yml --number 1000 train_batch_size=64
-    megatron-coca inspect document data/mine/books_train 17
     megatron-coca inspect lengths data/mine
     megatron-coca inspect mixture configs/350M/roformer_coca.yml
     megatron-coca inspect verify data/mine
@@ -27,10 +26,7 @@ from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
-from megatron_coca.data.shards import Shard
-from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
-from megatron_coca.data.tokenizers.kinds import Tokenizer
-from megatron_coca.data.verify import CHECKS, verify_shards
+from megatron_coca.data.verify import verify_shards
 from megatron_coca.markdown_tables import format_table, percent
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
@@ -66,18 +62,12 @@ def _open_blend(
     return corpus, blend
 
 
-def _named_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
-    if options.tokenizer_type is None:
-        return None
-    return load_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file, options.eod)
-
-
 def _sample(options: argparse.Namespace) -> Result:
     config = load_config(*split_inputs(options.inputs))
     begun = [opened for opened in _stages(config, options) if opened.corpus.start[1] <= max(0, options.number)]
     corpus, blend = _open_blend(config, options, begun)
     view = inspection.view_sample(blend, options.number)
-    text = inspection.sample_text(view, inspection.require_tokenizer(corpus.tokenizer), options.tokens)
+    text = inspection.sample_text(view, corpus.tokenizer, options.tokens)
     stage = {"stage": len(begun) - 1} if begun else {}
     return Result(f"stages[{stage['stage']}], {text}" if stage else text, view.facts() | stage)
 
@@ -108,33 +98,14 @@ def _mixture(options: argparse.Namespace) -> Result:
 
 def _mixture_table(sources: Sequence[dict[str, Any]]) -> str:
     header = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
-    names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens")
-    total = {"source": "all", "epochs": None} | {name: sum(source[name] for source in sources) for name in names}
-    rows = _rows([*sources, total], ("source", *names, "epochs"), shares=("weight", "fraction"))
+    names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens", "epochs")
+    shares = ("weight", "fraction")
+    rows = [[s["source"], *(percent(s[name]) if name in shares else s[name] for name in names)] for s in sources]
     return format_table(header, rows)
 
 
-def _rows(facts: Sequence[dict[str, Any]], names: Sequence[str], shares: Sequence[str]) -> list[list[Any]]:
-    """Table rows of the named facts; those in `shares` are percentages."""
-    return [[percent(row[name]) if name in shares else row[name] for name in names] for row in facts]
-
-
-def _document(options: argparse.Namespace) -> Result:
-    entries = inspection.find_shards([options.prefix])
-    if len(entries) != 1:
-        raise DataError(
-            f"{options.prefix}: does not name a single shard. Give a prefix, the path without .bin or .idx."
-        )
-    tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
-    shard = Shard(entries[0].prefix)
-    text = inspection.document_text(shard, options.number, tokenizer, options.tokens)
-    tokens = len(shard.document(options.number))
-    return Result(text, {"prefix": str(shard.prefix), "number": options.number, "tokens": tokens})
-
-
 def _lengths(options: argparse.Namespace) -> Result:
-    lengths_of = inspection.lengths_by_source(inspection.find_shards(options.shards))
-    facts = {source: lengths.facts() for source, lengths in lengths_of.items()}
+    facts = inspection.lengths_by_source(inspection.find_shards(options.shards))
     columns = ["documents", "tokens", "min", *inspection.QUANTILES, "max", "mean"]
     quantiles = [[source, *(values[name] for name in columns)] for source, values in facts.items()]
     longer = [[source, *map(percent, f["share_of_tokens_in_longer"].values())] for source, f in facts.items()]
@@ -146,13 +117,10 @@ def _lengths(options: argparse.Namespace) -> Result:
 
 
 def _verify(options: argparse.Namespace) -> Result:
-    results = verify_shards(inspection.find_shards(options.shards), _named_tokenizer(options), show=True)
-    rows = [
-        [str(r.place), r.tokens, *("yes" if check in r.checked else "-" for check in CHECKS), len(r.faults)]
-        for r in results
-    ]
+    results = verify_shards(inspection.find_shards(options.shards), show=True)
+    rows = [[str(r.place), r.tokens, "yes" if r.content else "no", len(r.faults)] for r in results]
     faults = [f"FAULT {fault}" for result in results for fault in result.faults]
-    table = format_table(["shard", "tokens", *CHECKS, "faults"], rows)
+    table = format_table(["shard", "tokens", "content compared", "faults"], rows)
     facts = [asdict(result) | {"place": str(result.place)} for result in results]
     return Result("\n".join([table, "", *(faults or ["no fault was found"])]), facts, bool(faults))
 
@@ -224,9 +192,8 @@ def parser() -> argparse.ArgumentParser:
 
     sample = command("sample", _sample, "decode a sample of a run")
     mixture = command("mixture", _mixture, "show how much a run reads from each source")
-    document = command("document", _document, "decode one document of a shard")
     lengths = command("lengths", _lengths, "document lengths by source, from the index files alone")
-    verify = command("verify", _verify, "compare shards with their manifest, index and vocabulary; reads all tokens")
+    verify = command("verify", _verify, "compare shards with their manifest and index; reads all tokens")
     checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
     method = command("method", _method, "draw what the position methods of configurations do, side by side")
     for added in (sample, mixture, method):
@@ -245,18 +212,9 @@ def parser() -> argparse.ArgumentParser:
     method.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page; figures beside it")
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
-    document.add_argument("prefix", type=Path)
-    document.add_argument("number", type=int, help="from 0")
-    for added in (sample, document):
-        added.add_argument("--tokens", action="store_true", help="show id:piece of each token")
+    sample.add_argument("--tokens", action="store_true", help="show id:piece of each token")
     for added in (lengths, verify):
         added.add_argument("shards", nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them")
-    for added in (document, verify):
-        named = added.add_argument_group("tokenizer", "for shards without a saved tokenizer")
-        named.add_argument("--tokenizer-type", choices=list(TOKENIZERS))
-        named.add_argument("--vocab-file", type=Path)
-        named.add_argument("--merge-file", type=Path)
-        named.add_argument("--eod", help="end-of-document symbol, if not the default")
     checkpoint.add_argument("path", help="a run's save folder or one step's, or its URL on an object store")
     checkpoint.add_argument("--no-verify", action="store_true", help="compare names and sizes only")
     return options

@@ -21,10 +21,9 @@ from megatron_coca.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, RUN_CONFIG, read_manifest
-from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Execution, Rules, training_texts
+from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, training_texts
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
-from megatron_coca.data.shards import token_dtype
 from megatron_coca.data.tokenizers import train_sentencepiece
 
 # Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.
@@ -192,9 +191,4 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     prepared = manifest["tokenizer"]["vocab_size"]
     if prepared != vocab_size:
         raise DataError(f"{folder}: prepared with {prepared} tokens, not {vocab_size}. Remove it, or set vocab_size.")
-    for report in (entry[split] for entry in manifest["sources"] for split in SPLITS if entry[split]["documents"]):
-        shard = path.parent / f"{report['prefix']}.bin"
-        size = report["tokens"] * token_dtype(vocab_size)().itemsize
-        if not shard.is_file() or not shard.with_suffix(".idx").is_file() or shard.stat().st_size != size:
-            raise DataError(f"{shard}: missing or truncated. Remove {folder}; it is recreated on demand.")
     return path

@@ -1,8 +1,7 @@
-"""Inspect prepared data: find shards, decode documents and samples, count document lengths."""
+"""Inspect prepared data: find shards, decode samples, count document lengths."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.shards import SUFFIXES, Shard, shard_paths
-from megatron_coca.data.tokenizers import load_saved_tokenizer
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer, agree
+from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 BLOCK_DOCUMENTS = 1 << 18
 BLOCK_TOKENS = 1 << 20
@@ -25,7 +23,7 @@ class ShardEntry:
     """A shard and its entry in the manifest; ``split`` is empty and the rest None without a manifest.
 
     Attributes:
-        source: its name in the manifest, or that of its files; preceded by the folder where two folders share a name.
+        source: its name in the manifest, or that of its files.
         split: train, valid or test.
         prefix: path of its files without their suffix.
         sha256: of the .bin file, hexadecimal.
@@ -58,13 +56,7 @@ def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
             entries.setdefault(entry.prefix.resolve(), entry)
     if not entries:
         raise DataError("No shard is named. Give a prefix (the path without .bin or .idx) or a folder.")
-    folders: dict[str, set[Path]] = {}
-    for path, entry in entries.items():
-        folders.setdefault(entry.source, set()).add(path.parent)
-    return [
-        replace(entry, source=str(entry.prefix.parent / entry.source)) if len(folders[entry.source]) > 1 else entry
-        for entry in entries.values()
-    ]
+    return list(entries.values())
 
 
 def _folder_entries(folder: Path) -> list[ShardEntry]:
@@ -93,25 +85,6 @@ def manifest_entries(folder: Path) -> list[ShardEntry]:
                 prefix = folder / facts["prefix"]
                 entries.append(ShardEntry(source["name"], split, prefix, labels=labels, **values))
     return entries
-
-
-def common_tokenizer(entries: Sequence[ShardEntry], named: Tokenizer | None = None) -> Tokenizer:
-    """The tokenizer saved with the shards, or ``named``. ``DataError`` where there is none, or where they differ."""
-    folders = dict.fromkeys(entry.prefix.parent for entry in entries)
-    tokenizers = {str(folder): load_saved_tokenizer(folder) for folder in folders if (folder / DESCRIPTION).is_file()}
-    tokenizers |= {"the named one": named} if named else {}
-    if not all(agree(one, other) for one, other in pairwise(tokenizers.values())):
-        raise DataError(f"The tokenizers of {', '.join(tokenizers)} differ. Inspect shards of one tokenizer at a time.")
-    return require_tokenizer(next(iter(tokenizers.values()), None))
-
-
-def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer; ``DataError`` where there is none."""
-    if tokenizer is None:
-        raise DataError(
-            "No tokenizer is saved with the shards. Name theirs with --tokenizer-type and --vocab-file (--merge-file)."
-        )
-    return tokenizer
 
 
 def document_lengths(shard: Shard) -> Iterator[np.ndarray]:
@@ -206,8 +179,13 @@ def view_sample(blend: Blend, number: int) -> SampleView:
     return SampleView(number, str(shard.prefix), epoch, start, parts, bool(begins[0]), counted)
 
 
-def sample_text(view: SampleView, tokenizer: Tokenizer, pieces: bool = False) -> str:
-    """A heading and the text, or with ``pieces`` each token, with a line between documents."""
+def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = False) -> str:
+    """A heading and the text, or with ``pieces`` each token, with a line between documents.
+
+    ``DataError`` without a tokenizer.
+    """
+    if tokenizer is None:
+        raise DataError("No tokenizer is saved with the shards. Name theirs in the configuration (vocab_file).")
     tokens = sum(map(len, view.parts))
     heading = (
         f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
@@ -231,12 +209,6 @@ def _with_answers(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer,
     return (" " if pieces else "").join(marked)
 
 
-def document_text(shard: Shard, number: int, tokenizer: Tokenizer, pieces: bool = False) -> str:
-    """A heading and the text of one document. ``DataError`` for a number that the shard does not have."""
-    tokens = shard.document(number)
-    return f"document {number:,} of {shard.prefix}: {len(tokens):,} tokens\n\n{_decoded(tokens, tokenizer, pieces)}"
-
-
 def _decoded(tokens: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
     if pieces:
         return " ".join(f"{token}:{tokenizer.piece(token)}" for token in tokens.tolist())
@@ -245,64 +217,31 @@ def _decoded(tokens: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
 
 QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
 THRESHOLDS = (512, 2048, 8192, 32768)
-_SHORT = 1 << 20  # lengths below have a counter each; longer documents are few
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Document lengths in tokens that occur (``values``, ascending) and documents of each (``counts``): int64 [n]."""
+def length_facts(lengths: np.ndarray) -> dict[str, Any]:
+    """Size, quantiles and shares of document lengths int32 [documents], as a mapping for JSON.
 
-    values: np.ndarray
-    counts: np.ndarray
-
-    @property
-    def documents(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def tokens(self) -> int:
-        return int((self.values * self.counts).sum())
-
-    def quantile(self, share: float) -> int:
-        """The smallest length that at least ``share`` of the documents do not exceed."""
-        return int(self.values[np.searchsorted(np.cumsum(self.counts), share * self.documents)])
-
-    def share_in_longer(self, length: int) -> float:
-        """Fraction of the tokens that is in documents of more than ``length`` tokens."""
-        longer = self.values > length
-        return int((self.values * self.counts)[longer].sum()) / max(1, self.tokens)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the size, quantiles and shares as a mapping for JSON."""
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "min": int(self.values[0]),
-            **{name: self.quantile(share) for name, share in QUANTILES.items()},
-            "max": int(self.values[-1]),
-            "mean": self.tokens / self.documents,
-            "share_of_tokens_in_longer": {str(length): self.share_in_longer(length) for length in THRESHOLDS},
-        }
-
-
-def count_lengths(blocks: Iterable[np.ndarray]) -> Lengths:
-    """Count lengths given as blocks of int64 [any]; keeps one counter per length below 2^20, and all longer lengths."""
-    short = np.zeros(_SHORT, dtype=np.int64)
-    long = [np.empty(0, dtype=np.int64)]
-    for block in blocks:
-        counts = np.bincount(block[block < _SHORT])
-        short[: len(counts)] += counts
-        long.append(block[block >= _SHORT])
-    values, counts = np.unique(np.concatenate(long), return_counts=True)
-    below = np.flatnonzero(short)
-    return Lengths(np.concatenate((below, values)), np.concatenate((short[below], counts)))
-
-
-def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, Lengths]:
-    """Document lengths of each source, all its splits together. ``DataError`` for a damaged shard."""
+    A quantile is the smallest length that at least this share of the documents does not exceed.
+    """
+    tokens = int(lengths.sum(dtype=np.int64))
+    longer = {str(length): lengths[lengths > length].sum(dtype=np.int64) / max(1, tokens) for length in THRESHOLDS}
+    quantiles = np.quantile(lengths, list(QUANTILES.values()), method="inverted_cdf")
     return {
-        source: count_lengths(
-            block for entry in entries if entry.source == source for block in document_lengths(Shard(entry.prefix))
-        )
-        for source in dict.fromkeys(entry.source for entry in entries)
+        "documents": len(lengths),
+        "tokens": tokens,
+        "min": int(lengths.min()),
+        **dict(zip(QUANTILES, map(int, quantiles), strict=True)),
+        "max": int(lengths.max()),
+        "mean": tokens / len(lengths),
+        "share_of_tokens_in_longer": {name: float(share) for name, share in longer.items()},
     }
+
+
+def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, dict[str, Any]]:
+    """``length_facts`` of each source, all its splits together. ``DataError`` for a damaged shard."""
+    blocks: dict[str, list[np.ndarray]] = {}
+    for entry in entries:
+        of_source = blocks.setdefault(entry.source, [])
+        of_source += [lengths.astype(np.int32) for lengths in document_lengths(Shard(entry.prefix))]
+    return {source: length_facts(np.concatenate(found)) for source, found in blocks.items()}

@@ -7,9 +7,6 @@ size on its disk. So the loader's threads, which read steps ahead, request exact
 
 import functools
 import json
-import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +20,6 @@ SMALL_BYTES = 256 << 20
 """Files beside the shards up to this size are copied: manifest and tokenizer."""
 NOTE = ".remote"
 """Of the file that stands for tokens on a store: `<prefix>.bin.remote`, JSON."""
-CHECK_SECONDS = 60.0
-"""After which it is asked again if the object is still the one that a run began with."""
 
 
 def local_prefix(prefix: str, root: str | Path = "data") -> str:
@@ -42,7 +37,7 @@ def local_prefix(prefix: str, root: str | Path = "data") -> str:
         _copy(files, f"{name}.idx", folder)
         if (facts := files.facts(f"{name}.bin")) is None:
             raise _missing(f"{prefix}.bin")
-        note = {"url": url, "name": f"{name}.bin", "size": facts[0], "tag": facts[1]}
+        note = {"url": url, "name": f"{name}.bin", "size": facts[0]}
         write_file(folder / f"{name}.bin{NOTE}", json.dumps(note))
     return str(folder / name)
 
@@ -85,7 +80,6 @@ class RemoteTokens:
         facts = json.loads(note.read_text())
         self._files, self._name, self._dtype = DataFiles(facts["url"]), facts["name"], dtype
         self._size: int = facts["size"]
-        self._state, self._checked = (facts["size"], facts["tag"]), time.monotonic()
 
     @property
     def prefix(self) -> str:
@@ -97,18 +91,13 @@ class RemoteTokens:
     def windows(self, starts: np.ndarray, count: int) -> np.ndarray:
         """``count`` tokens from each of ``starts`` int64 [n] on: [n, count] in the shard's dtype.
 
-        Raises ``DataError`` where the object is shorter than it was, or is found to be another one.
+        Raises ``DataError`` where the object is shorter than it was.
         """
         begins = starts * self._dtype.itemsize
         ends = begins + count * self._dtype.itemsize
         read = self._files.read_ranges(self._name, begins.tolist(), ends.tolist())
         if any(len(piece) != count * self._dtype.itemsize for piece in read):
             raise DataError(f"{self._files.url}/{self._name}: became shorter while it was in use. Upload it again.")
-        if time.monotonic() - self._checked > CHECK_SECONDS:
-            facts, self._checked = self._files.facts(self._name), time.monotonic()
-            if facts != self._state:
-                problem = f"{self._files.url}/{self._name}: was replaced while it was in use"
-                raise DataError(f"{problem}. Put the former object back and resume from a checkpoint before that.")
         return np.frombuffer(b"".join(read), dtype=self._dtype).reshape(len(read), count)
 
 
@@ -116,20 +105,3 @@ def remote_size(bin_path: Path) -> int | None:
     """Bytes of the tokens on a store that a note stands for; None without one."""
     note = bin_path.with_name(bin_path.name + NOTE)
     return json.loads(note.read_text())["size"] if note.is_file() else None
-
-
-def refuse_store(url: str, last: str) -> None:
-    """Raise DataError if a folder on a store has `last` already or cannot be written: before hours of work."""
-    files = DataFiles(url)
-    if files.facts(last) is not None:
-        raise DataError(f"{url}: exists. Choose another folder, or remove it.")
-    with tempfile.NamedTemporaryFile() as probe:
-        files.put(Path(probe.name), ".probe")
-    files.remove_object(".probe")
-
-
-def publish(paths: Sequence[Path], last: Path, url: str) -> None:
-    """Upload files, and after them the one without which the folder on the store is not complete."""
-    files, by_name = DataFiles(url), {path.name: path for path in paths}
-    files.each(by_name, lambda name: files.put(by_name[name], name))
-    files.put(last, last.name)

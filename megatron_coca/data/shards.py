@@ -3,12 +3,12 @@
 import copy
 import hashlib
 import mmap
-import os
 import struct
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -343,7 +343,6 @@ def sampled_digest(shard: Shard) -> str:
     return digest.hexdigest()
 
 
-LENGTHS_SUFFIX = ".lengths"
 LABELS_SUFFIX = "_label"
 """Of the prefix of a label shard that is written beside a shard."""
 _LENGTH = np.dtype("<i4")
@@ -352,27 +351,23 @@ _LENGTH = np.dtype("<i4")
 class ShardWriter:
     """Appends documents to one shard, which can be read after ``finish``, byte for byte as megatron-core's builder.
 
-    Unlike that builder it can resume after a kill, and keeps the document lengths in a file, not in a Python list
-    (gigabytes for 10^8 documents).
+    Unlike that builder it keeps the document lengths in a temporary file, not in a Python list (gigabytes for 10^8
+    documents).
 
     Args:
-        prefix: path of the pair without ``.bin`` and ``.idx``; a third file, ``.lengths``, is for writers only.
+        prefix: path of the pair without ``.bin`` and ``.idx``.
         vocab_size: decides the dtype; ids at or above it are refused.
-        documents, tokens: sizes at the last ``sync`` of an earlier writer; what follows in its files is cut off.
         labels: write int32 labels, which may be ``MASKED``.
     """
 
-    def __init__(
-        self, prefix: str | Path, vocab_size: int, documents: int = 0, tokens: int = 0, labels: bool = False
-    ) -> None:
+    def __init__(self, prefix: str | Path, vocab_size: int, labels: bool = False) -> None:
         self._bin_path, self._idx_path = shard_paths(prefix)
-        self._lengths_path = Path(f"{prefix}{LENGTHS_SUFFIX}")
         dtype = np.int32 if labels else token_dtype(vocab_size)
         self._vocab_size, self._dtype = vocab_size, np.dtype(dtype).newbyteorder("<")
         self._smallest = MASKED if labels else 0
-        self.documents, self.tokens = documents, tokens
-        self._bin = _open_at(self._bin_path, tokens * self._dtype.itemsize)
-        self._lengths = _open_at(self._lengths_path, documents * _LENGTH.itemsize)
+        self.documents = self.tokens = 0
+        self._bin = self._bin_path.open("wb")
+        self._lengths = tempfile.TemporaryFile(dir=self._bin_path.parent)  # noqa: SIM115 - closed by close()
 
     def add(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append one document."""
@@ -391,16 +386,8 @@ class ShardWriter:
         self.documents += len(lengths)
         self.tokens += tokens.size
 
-    def sync(self) -> None:
-        """Flush to disk; a later writer can resume from the present ``documents`` and ``tokens``."""
-        for stream in (self._bin, self._lengths):
-            stream.flush()
-            os.fsync(stream.fileno())
-
     def finish(self) -> None:
-        """Write the index, and close. The lengths file stays, so that finishing can be repeated."""
-        self.sync()
-        self.close()
+        """Write the index, and close."""
         with self._idx_path.open("wb") as index:
             index.write(HEADER.pack(MAGIC, 1, dtype_code(self._dtype), self.documents, self.documents + 1))
             for lengths in self._stored_lengths():
@@ -412,8 +399,7 @@ class ShardWriter:
                 end = int(ends[-1])
             for begin in range(0, self.documents + 1, _BLOCK):
                 index.write(np.arange(begin, min(begin + _BLOCK, self.documents + 1), dtype="<i8").data)
-            index.flush()
-            os.fsync(index.fileno())
+        self.close()
 
     def close(self) -> None:
         """Close both files without writing an index."""
@@ -421,17 +407,6 @@ class ShardWriter:
         self._lengths.close()
 
     def _stored_lengths(self) -> Iterator[np.ndarray]:
-        with self._lengths_path.open("rb") as stream:
-            while raw := stream.read(_BLOCK * _LENGTH.itemsize):
-                yield np.frombuffer(raw, dtype=_LENGTH)
-
-
-def _open_at(path: Path, size: int) -> IO[bytes]:
-    """Open a file to append to, cut to ``size`` bytes. ``DataError`` where it is shorter."""
-    actual = path.stat().st_size if path.exists() else 0
-    if actual < size:
-        raise DataError(f"{path}: {actual} bytes, but {size} were written. Remove its folder and start over.")
-    stream = path.open("r+b" if path.exists() else "w+b")
-    stream.truncate(size)
-    stream.seek(size)
-    return stream
+        self._lengths.seek(0)
+        while raw := self._lengths.read(_BLOCK * _LENGTH.itemsize):
+            yield np.frombuffer(raw, dtype=_LENGTH)

@@ -22,13 +22,14 @@ from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data.tokenizers import Tokenizer, load_tokenizer
-from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
+from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.model import GPT, build_model, empty_model
 from tests.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT, Finished, clean_environment, command_line
 from tests.neox import twin
 from tests.neox.cases import CASES, DIVIDED
 from tests.neox.checkout import IMPORTING, PLUGIN, Checkout, Step, checkout, free_port, steps
+from tests.tokenizer_files import train_bpe, train_unigram
 
 __all__ = ["checkout"]
 
@@ -280,8 +281,8 @@ def test_a_tokenizer_of_ours_opens_there(kind: str, checkout: Checkout, tmp_path
     if kind == "trained":
         ours: Tokenizer = train_bpe(texts, 600, path)
     else:
-        spm = None if kind == "bytes" else train_sentencepiece(texts, 600, tmp_path / "a.model", kind)
-        ours = spm or load_tokenizer("CharLevelTokenizer")
+        train = {"bpe": train_sentencepiece, "unigram": train_unigram}.get(kind)
+        ours = train(texts, 600, tmp_path / "a.model") if train else load_tokenizer("CharLevelTokenizer")
         files, note = tokenizer_files(ours)
         assert note is None
         path.write_bytes(files["tokenizer.json"])

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_coca.checkpoints import load_model, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.data import load_tokenizer
-from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
+from megatron_coca.data.tokenizers.training import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
+from tests.tokenizer_files import train_bpe
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_coca.commands import generate, inspect, prepare
 from megatron_coca.config import load_config
-from megatron_coca.data import DataError, Shard, Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatron_coca.data import DataError, Shard, Tokenizer, load_saved_tokenizer, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.text_generation import Continuation, load_generator
@@ -252,13 +251,11 @@ def test_label_shards_are_verified(labelled: Path, capsys: pytest.CaptureFixture
     assert "no fault was found" in capsys.readouterr().out
     path = labelled / "chats_train_label.bin"
     labels = np.fromfile(path, dtype=np.int32)
-    for changed, faults in ((-100, 1), (7, 2)):
-        (labels_now := labels.copy())[np.flatnonzero(labels >= 0)[0]] = changed
-        labels_now.tofile(path)
-        assert inspect.main(["verify", str(labelled)]) == 1
-        shown = capsys.readouterr().out
-        assert shown.count("FAULT") == faults and "content has changed" in shown
-        assert ("1 labels are neither negative nor the token" in shown) == (faults == 2)
+    labels[np.flatnonzero(labels >= 0)[0]] = -100
+    labels.tofile(path)
+    assert inspect.main(["verify", str(labelled)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("FAULT") == 1 and "chats_train_label.bin: its content has changed" in shown
 
 
 def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -279,50 +276,11 @@ def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.count("⟦") >= 2
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["dummy prefix", "none"])
-def pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a SentencePiece model like LLaMA's, and a template."""
-    folder = tmp_path_factory.mktemp("pieces")
-    lines = iter([message["content"] for message in CHAT] * 20)
-    options = {"vocab_size": 340, "model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False}
-    options |= {"normalization_rule_name": "identity", "user_defined_symbols": ["<|im_start|>"]}
-    options |= {"add_dummy_prefix": request.param, "minloglevel": 2, "hard_vocab_limit": False}
-    with (folder / "tokenizer.model").open("wb") as stream:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=stream, **options)
-    template = CHATML.replace("'<|im_end|>'", "eos_token")
-    symbols = {"bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **symbols}))
-    return folder
-
-
-def test_sentencepiece_encodes_rendered_chats(pieces: Path) -> None:
-    tokenizer = load_tokenizer("SPMTokenizer", pieces / "tokenizer.model")
-    model = sentencepiece.SentencePieceProcessor(str(pieces / "tokenizer.model"))
-    plain = "Who are you? 😀 ▁ naïve\n  twice"
-    ids, spans = tokenizer.encode_rendered(plain)
-    assert ids == tokenizer.encode(plain)
-    covered = {place for first, last in spans for place in range(first, last)}
-    assert covered == set(range(len(plain))) and spans == sorted(spans)
-    ids, spans = tokenizer.encode_rendered("<s><|im_start|>user\nHi</s>Hi")
-    assert ids[0] == model.bos_id() and ids[1] == model.piece_to_id("<|im_start|>")
-    end = ids.index(model.eos_id())
-    assert spans[end] == (22, 26) and model.decode(ids[2:end]) == "user\nHi" and "▁" not in model.id_to_piece(ids[2])
-    assert model.decode(ids[end + 1 :]) == "Hi" and "▁" not in model.id_to_piece(ids[end + 1])
-    assert model.eos_id() not in tokenizer.encode("a</s>b"), "only rendered text names symbols"
-
-
-def test_sentencepiece_chats_are_labelled(pieces: Path, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:3]))
+def test_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    train_sentencepiece([message["content"] for message in CHAT] * 20, 300, tmp_path / "tokenizer.model")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
-    given += ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(pieces / "tokenizer.model"), "--workers", "0"]
-    prepare.main([*given, "--test-fraction", "0", "--valid-fraction", "0"])
-    tokenizer = load_saved_tokenizer(tmp_path / "out")
-    assert tokenizer.chat is not None and tokenizer.chat.end_of_turn() == "</s>\n"
-    shard = Shard(tmp_path / "out/chats_train", tmp_path / "out/chats_train_label")
-    assert shard.labels is not None
-    for number, chat in enumerate(CHATS[:3]):
-        ids, labels = shard.document(number).tolist(), shard.labels.document(number)
-        rendered = tokenizer.encode_rendered(tokenizer.chat.render(chat))[0]
-        assert ids == [*rendered, tokenizer.eod]
-        answers = "".join(f"{message['content']}\n" for message in chat if message["role"] == "assistant")
-        assert tokenizer.decode(labels[labels >= 0].tolist()) == answers
+    given += ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(tmp_path / "tokenizer.model"), "--workers", "0"]
+    with pytest.raises(DataError, match=r"SPMTokenizer does not encode chats; use the model's tokenizer\.json"):
+        prepare.main([*given, "--chat-template", str(tmp_path / "chat.jinja")])

@@ -11,7 +11,6 @@ import pytest
 from megatron_coca.config import BatchSizes, Config, ConfigError, load_config
 from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
-from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.training.corpus import (
     document_weights,
     mixture_figures,
@@ -24,6 +23,7 @@ from megatron_coca.training.corpus import (
     validation_note,
     with_train_iters,
 )
+from tests.tokenizer_files import train_bpe
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
 

@@ -12,8 +12,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.kinds import PROBES, Tokenizer, agree, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings, without_dummy_prefix
-from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
+from megatron_coca.data.tokenizers.training import train_sentencepiece
 from tests.checkpoint_files import beginning_tokenizer
+from tests.tokenizer_files import train_bpe
 
 AWKWARD = [
     "", " ", "  leading and trailing  ", "\ttabs\t\tand\n\n\nnewlines\r\n",
@@ -27,7 +28,6 @@ AWKWARD = [
 
 LINES = [f"def function_{i}(self):\n    return the value of the argument {i}" for i in range(300)]
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
-PROSE = "the value of a function, the argument of  the function\nreturn the value 12 "
 
 
 def sentencepiece_model(path: Path, model_type: str = "bpe", **settings: object) -> Path:
@@ -125,36 +125,13 @@ def test_a_piece_is_readable(tokenizer: Tokenizer) -> None:
     assert "the" in "".join(tokenizer.piece(i) for i in tokenizer.encode("of the argument"))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "llama.model"])
-@pytest.mark.parametrize("text", [PROSE * 100, "  " + "a  b\x00c   " * 900, "x" * 7000 + " y", "é " * 3000 + " " * 9])
-def test_long_texts_are_encoded_as_the_library_does(folder: Path, name: str, text: str) -> None:
-    library = sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
-    assert load_tokenizer("SPMTokenizer", folder / name).encode(text) == library.encode(text)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("unigram", {}),
-        ("bpe", {"normalization_rule_name": "nmt_nfkc"}),
-        ("bpe", {"remove_extra_whitespaces": True}),
-        ("bpe", {"treat_whitespace_as_suffix": True}),
-        ("bpe", {"split_by_whitespace": False}),
-    ],
-)
-def test_other_models_agree_with_the_library_on_long_texts(tmp_path: Path, kind: str, settings: dict) -> None:
-    path = sentencepiece_model(tmp_path / "m.model", kind, **settings)
-    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    assert load_tokenizer("SPMTokenizer", path).encode(PROSE * 100) == library.encode(PROSE * 100)
-
-
 def test_settings_of_a_sentencepiece_file(folder: Path, tmp_path: Path) -> None:
     llama = (folder / "llama.model").read_bytes()
-    assert ModelSettings.read(llama) == ModelSettings(is_bpe=True, dummy_prefix=True, plain_spaces=True)
-    assert ModelSettings.read(without_dummy_prefix(llama)) == ModelSettings(True, False, True)
+    assert ModelSettings.read(llama) == ModelSettings(is_bpe=True, dummy_prefix=True)
+    assert ModelSettings.read(without_dummy_prefix(llama)) == ModelSettings(True, False)
     other = sentencepiece_model(tmp_path / "m.model", "unigram", normalization_rule_name="nfkc").read_bytes()
-    assert ModelSettings.read(other) == ModelSettings(is_bpe=False, dummy_prefix=True, plain_spaces=False)
-    assert ModelSettings.read(b"") == ModelSettings(False, True, False), "the defaults of the format"
+    assert ModelSettings.read(other) == ModelSettings(is_bpe=False, dummy_prefix=True)
+    assert ModelSettings.read(b"") == ModelSettings(False, True), "the defaults of the format"
 
 
 def test_llamas_symbols_are_not_read_from_text(folder: Path) -> None:
@@ -290,12 +267,6 @@ def test_half_a_character_is_an_error(tokenizer: Tokenizer, text: str) -> None:
     place = next(number for number, letter in enumerate(text) if 0xD800 <= ord(letter) < 0xE000)
     with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+ at character {place},"):
         tokenizer.encode(text)
-
-
-def test_training_on_too_little_text_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot train 5000 pieces"):
-        train_sentencepiece(["too little"], 5000, tmp_path / "m.model")
-    assert not (tmp_path / "m.model").exists()
 
 
 def test_small_vocabularies_that_agree_on_the_probes_are_told_apart(tmp_path: Path) -> None:

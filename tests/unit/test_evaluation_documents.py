@@ -18,10 +18,10 @@ from megatron_coca.data import (
     prepare,
     train_sentencepiece,
 )
-from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.documents import Documents, check_tokenizers, collect_documents
 from megatron_coca.evaluation.documents import DocumentSource as EvaluatedSource
+from tests.tokenizer_files import train_bpe
 
 TOKENIZER = load_tokenizer("CharLevelTokenizer")
 VOCABULARY = 512

@@ -14,11 +14,11 @@ from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import load_tokenizer
-from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.model import build_model
 from megatron_coca.training.initial_model import initial_model
 from megatron_coca.training.resume import candidates, first_valid
 from tests.checkpoint_files import run_alone, write_checkpoint
+from tests.tokenizer_files import train_bpe
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
 SHAPE |= {"vocab_size": 96, "make_vocab_size_divisible_by": 1, "no_weight_tying": True, "pos_emb": "rotary"}

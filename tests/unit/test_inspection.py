@@ -1,6 +1,7 @@
 """Inspection: known shards give known numbers."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +16,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import (
     SAMPLE_BOUNDARY,
     ShardEntry,
-    common_tokenizer,
-    count_lengths,
     document_lengths,
     find_shards,
+    length_facts,
     lengths_by_source,
     sample_text,
     token_blocks,
@@ -28,7 +28,6 @@ from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers import load_tokenizer
-from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.markdown_tables import format_table, percent
 
 TEXT = load_tokenizer("CharLevelTokenizer")
@@ -85,21 +84,6 @@ def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path
     )
 
 
-def test_sources_of_equal_name_are_named_after_their_folders(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "books", [name] * (2 if name == "a" else 3))
-    write(tmp_path / "b" / "code", ["x"])
-    entries = find_shards([tmp_path / "a", tmp_path / "b", tmp_path / "a" / "books"])
-    names = [f"{tmp_path}/a/books", f"{tmp_path}/b/books", "code"]
-    assert [entry.label for entry in entries] == names
-    assert {name: found.documents for name, found in lengths_by_source(entries).items()} == {
-        names[0]: 2,
-        names[1]: 3,
-        "code": 1,
-    }
-
-
 def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither manifest.json nor an .idx"):
         find_shards([tmp_path])
@@ -107,17 +91,6 @@ def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
         find_shards([])
     with pytest.raises(DataError, match="no such file"):
         lengths_by_source(find_shards([tmp_path / "absent"]))
-
-
-def test_tokenizers_must_agree(folder: Path, tmp_path: Path) -> None:
-    assert common_tokenizer(find_shards([folder])).fingerprint == TEXT.fingerprint
-    foreign = [ShardEntry("own", "", write(tmp_path / "own", ["a"]))]
-    with pytest.raises(DataError, match="No tokenizer is saved with the shards"):
-        common_tokenizer(foreign)
-    other = train_sentencepiece(["some text to learn from"] * 9, 280, tmp_path / "m.model")
-    assert common_tokenizer(foreign, other) is other
-    with pytest.raises(DataError, match="the named one differ"):
-        common_tokenizer(find_shards([folder]), other)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -137,23 +110,23 @@ def test_documents_in_blocks_are_those_of_the_shard(
     assert lengths.tolist() == [len(TEXT.encode(text)) + 1 for text in texts]
 
 
-def test_quantiles_agree_with_numpy() -> None:
+def test_facts_of_lengths() -> None:
     rng = np.random.default_rng(0)
     lengths = np.concatenate(
-        (rng.lognormal(6, 2, 4000).astype(np.int64), [0, 1 << 20, (1 << 20) - 1, 1 << 33, 1 << 33])
+        (rng.lognormal(6, 2, 4000).astype(np.int64), [0, 1 << 20, (1 << 20) - 1, 1 << 30, 1 << 30])
     )
-    found = count_lengths(np.array_split(lengths, 7))
-    assert (found.documents, found.tokens) == (len(lengths), int(lengths.sum()))
-    for share in (0.0001, 0.01, 0.5, 0.9, 0.99, 1.0):
-        assert found.quantile(share) == np.quantile(lengths, share, method="inverted_cdf")
-    assert found.share_in_longer(512) == lengths[lengths > 512].sum() / lengths.sum()
-    assert found.facts()["max"] == 1 << 33
+    found = length_facts(lengths.astype(np.int32))
+    assert (found["documents"], found["tokens"]) == (len(lengths), int(lengths.sum()))
+    for name, share in inspection.QUANTILES.items():
+        assert found[name] == sorted(lengths)[math.ceil(share * len(lengths)) - 1]
+    assert found["share_of_tokens_in_longer"]["512"] == lengths[lengths > 512].sum() / lengths.sum()
+    assert (found["min"], found["max"]) == (0, 1 << 30)
 
 
 def test_lengths_by_source(folder: Path) -> None:
     found = lengths_by_source(find_shards([folder]))
-    assert {name: lengths.documents for name, lengths in found.items()} == {"books": 10, "code": 3}
-    assert found["code"].facts()["min"] == len(CODE[0]) + 1
+    assert {name: lengths["documents"] for name, lengths in found.items()} == {"books": 10, "code": 3}
+    assert found["code"]["min"] == len(CODE[0]) + 1
 
 
 def test_a_sample_shows_its_documents(tmp_path: Path) -> None:
@@ -183,8 +156,6 @@ def test_tables() -> None:
 
 
 COMMANDS = {
-    "document": (["document", "{}/books_train", "1"], "once"),
-    "tokens": (["document", "{}/books_train", "1", "--tokens"], "111:o"),
     "lengths": (["lengths", "{}"], "books"),
 }
 
@@ -269,11 +240,3 @@ def test_what_a_library_would_trip_over(
     assert cli.main(["inspect", *(text.format(config=config, folder=folder) for text in arguments)]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and not captured.out
-
-
-def test_errors_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "s", ["a"])
-    assert cli.main(["inspect", "document", str(tmp_path / "s"), "0"]) == 2
-    assert "--tokenizer-type" in capsys.readouterr().err
-    assert cli.main(["inspect", "document", str(tmp_path / "s"), "9", "--tokenizer-type", "CharLevelTokenizer"]) == 2
-    assert "no document 9" in capsys.readouterr().err

@@ -1,10 +1,10 @@
 """Preparation: the same shards whatever the processes and the interruptions; duplicates, splits, faults, weights."""
 
+import gzip
 import io
 import json
 import os
 import random
-import sqlite3
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_coca import atomic_write
 from megatron_coca.atomic_write import partial_folder
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.preparation.journal import Journal
+from megatron_coca.data.preparation import blocks
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs, split_of
 from megatron_coca.data.preparation.run import Outputs, prepare
+from megatron_coca.data.preparation.workers import ChunkTokenizer, Pool
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.tokenizers.chat import ChatTemplate
@@ -65,9 +67,11 @@ def corpus(tmp_path: Path) -> list[CorpusSource]:
     return sources
 
 
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut files every 2,000 bytes instead of every megabyte."""
-    monkeypatch.setattr("megatron_coca.data.preparation.blocks.open_reader", lambda spec: FileReader(spec, block=2000))
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut files every 2,000 bytes instead of every megabyte, and make a block of every 20,000."""
+    monkeypatch.setattr(blocks, "open_reader", lambda spec: FileReader(spec, block=2000))
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", (20_000, 20_000))
 
 
 RULES = Rules(valid_fraction=0.1, test_fraction=0.2)
@@ -119,7 +123,7 @@ def chats(tmp_path: Path) -> CorpusSource:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_anywhere_it_ends_with_the_same_bytes(
-    tmp_path: Path, corpus: list[CorpusSource], seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], small: None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With labels from seed 2 on."""
     tokenizer = load_tokenizer("CharLevelTokenizer")
@@ -127,23 +131,29 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
         turns = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"
         tokenizer.chat = ChatTemplate(turns + "{% if add_generation_prompt %}assistant:{% endif %}", {})
         corpus = [*corpus, chats(tmp_path)]
-    prepare(corpus, tmp_path / "whole", tokenizer, RULES, QUIET)
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "BLOCK_BYTES", (1 << 30, 1 << 30))
+        prepare(corpus, tmp_path / "whole", tokenizer, RULES, QUIET)
     assert (tmp_path / "whole" / "chats_train_label.bin").exists() == (seed > 1)
-    chosen = random.Random(seed)
-    small_chunks(monkeypatch)
-    execution = Execution(save_seconds=0.0 if seed % 2 else 0.003, progress=False)
-    write, kills = Outputs.write, 0
+    chosen, kills = random.Random(seed), 0
+    tokenize, write = ChunkTokenizer.tokenize, Outputs.write
 
-    def sometimes(self: Outputs, *arguments: Any) -> None:
+    def tokenize_sometimes(self: ChunkTokenizer, *arguments: Any) -> Any:
+        if chosen.random() < 0.05:
+            raise Killed
+        return tokenize(self, *arguments)
+
+    def write_sometimes(self: Outputs, *arguments: Any) -> None:
         write(self, *arguments)
-        if chosen.random() < 0.1:
+        if chosen.random() < 0.01:
             raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(Outputs, "write", sometimes)
+        patched.setattr(ChunkTokenizer, "tokenize", tokenize_sometimes)
+        patched.setattr(Outputs, "write", write_sometimes)
         while kills < 25:
             try:
-                prepare(corpus, tmp_path / "out", tokenizer, RULES, execution)
+                prepare(corpus, tmp_path / "out", tokenizer, RULES, QUIET)
                 break
             except Killed:
                 kills += 1
@@ -153,154 +163,58 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("when", ["sha256", "rename", "write"])
-def test_killed_at_its_end(
+@pytest.mark.parametrize("when", ["hash", "run config", "rename"])
+def test_killed_at_its_end_nothing_is_tokenized_again(
     tmp_path: Path, corpus: list[CorpusSource], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
 
-    def kill(*_: Any, **__: Any) -> None:
-        raise Killed
+    complete = atomic_write.complete_folder
+
+    def kill(*arguments: Any) -> None:
+        if when == "rename" and arguments[1] != tmp_path / "out":
+            complete(*arguments)
+        else:
+            raise Killed
 
     place = {
-        "sha256": "megatron_coca.data.preparation.manifest._shard_facts",
-        "rename": "megatron_coca.data.preparation.run.complete_folder",
-        "write": "megatron_coca.data.preparation.manifest.write_run_config",
+        "hash": "megatron_coca.data.preparation.manifest._shard_facts",
+        "run config": "megatron_coca.data.preparation.manifest.write_run_config",
+        "rename": "megatron_coca.atomic_write.complete_folder",
     }[when]
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(place, kill)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(ChunkTokenizer, "tokenize", lambda *_: pytest.fail("a chunk was tokenized again"))
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
-    assert not [p for p in (tmp_path / "out").iterdir() if "journal" in p.name or p.suffix == ".lengths"]
-
-
-@pytest.mark.parametrize("when", ["rename", "first removal", "last removal"])
-def test_killed_between_the_last_steps_nothing_is_done_again(
-    tmp_path: Path, corpus: list[CorpusSource], when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
-    output = tmp_path / "out"
-    rename, unlink = Path.rename, Path.unlink
-
-    def killed_at_rename(self: Path, target: Path) -> Path:
-        if when == "rename" and target == output:
-            raise Killed
-        return rename(self, target)
-
-    def killed_at_removal(self: Path, missing_ok: bool = False) -> None:
-        own = self.suffix == ".lengths" if when == "first removal" else "journal" in self.name
-        if when != "rename" and self.parent == output and own:
-            raise Killed
-        unlink(self, missing_ok)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Path, "rename", killed_at_rename)
-        patched.setattr(Path, "unlink", killed_at_removal)
-        prepare(corpus, output, CHARACTERS, RULES, QUIET)
-    monkeypatch.setattr(Outputs, "write", lambda *_: pytest.fail("a chunk was prepared again"))
-    if when != "rename":
-        with pytest.raises(DataError, match="out: exists already"):
-            prepare(corpus, output, CHARACTERS, Rules(0.3, 0.3), QUIET)
-    assert prepare(corpus, output, CHARACTERS, RULES, QUIET) == output / "manifest.json"
-    assert everything(output) == everything(tmp_path / "whole")
-    assert not [p for p in output.iterdir() if "journal" in p.name or p.suffix == ".lengths"]
-    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == ["out"]
-    with pytest.raises(DataError, match="out: exists already"):
-        prepare(corpus, output, CHARACTERS, RULES, QUIET)
-
-
-def interrupted(tmp_path: Path, sources: list[CorpusSource], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare, and be killed after some chunks, everything saved."""
-    small_chunks(monkeypatch)
-    write = Outputs.write
-    left = [after]
-
-    def counting(self: Outputs, *arguments: Any) -> None:
-        if not left[0]:
-            raise Killed
-        left[0] -= 1
-        write(self, *arguments)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Outputs, "write", counting)
-        prepare(sources, tmp_path / "out", CHARACTERS, RULES, Execution(save_seconds=0, progress=False))
-
-
-def test_a_file_changed_while_it_was_read_is_read_again(
-    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (Path(path) for path in corpus[0].spec.paths[:2])
-    chunks = first.stat().st_size // 2000 + 4  # in the second file
-    interrupted(tmp_path, corpus, chunks, monkeypatch)
-    write_jsonl(second, [f"another text {i}" for i in range(30)])
-    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
-    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
-
-
-def test_a_finished_file_that_changed_is_refused(
-    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Path(corpus[0].spec.paths[0])
-    interrupted(tmp_path, corpus, first.stat().st_size // 2000 + 4, monkeypatch)
-    write_jsonl(first, ["another text"])
-    with pytest.raises(
-        DataError,
-        match=r"books0\.jsonl: this file, or one before it, has changed.*remove .*\.out\.partial to start over",
-    ):
-        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-
-
-def test_other_settings_do_not_go_on(
-    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(tmp_path, corpus, 3, monkeypatch)
-    changes = [
-        ("sources.books.duplicates", [replace(corpus[0], duplicates="keep"), corpus[1]], RULES),
-        ("test_fraction", corpus, Rules(0.1, 0.3)),
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir() if path.suffix not in (".bin", ".idx")) == [
+        ".json",
+        ".json",
+        ".yml",
     ]
-    for name, sources, rules in changes:
-        with pytest.raises(DataError, match=rf"started with other settings \({name}\)"):
-            prepare(sources, tmp_path / "out", CHARACTERS, rules, QUIET)
-    prepare(corpus, tmp_path / "out", CHARACTERS, replace(RULES, skip_damaged=True), QUIET)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
 
 
-def test_another_longest_record_goes_on_from_the_beginning_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = [f"text {number} " * 40 for number in range(60)]
-    path = write_jsonl(tmp_path / "a.jsonl", [*texts[:30], "long " * (1 << 18), *texts[30:]])
-    sources = [source("a", write_jsonl(tmp_path / "b.jsonl", ["first"]), path)]
-    shorter = [replace(sources[0], spec=replace(sources[0].spec, max_record_mib=1))]
-    interrupted(tmp_path, sources, 9, monkeypatch)
-    prepare(shorter, tmp_path / "out", CHARACTERS, RULES, QUIET)
-    prepare(shorter, tmp_path / "whole", CHARACTERS, RULES, QUIET)
-    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
-    (read,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"]
-    assert read["written"] == 61 and read["problems"] == {"record too long": 1}
-
-
-class OtherTokenizer(type(CHARACTERS)):  # type: ignore[misc]
-    """Of another fingerprint and other ids."""
-
-    def __init__(self) -> None:
-        super().__init__({}, None)
-        self.fingerprint = "another"
-
-
-def test_another_tokenizer_does_not_go_on(
+def test_killed_before_its_blocks_are_removed(
     tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted(tmp_path, corpus, 3, monkeypatch)
-    with pytest.raises(DataError, match=r"started with other settings \(tokenizer\)"):
-        prepare(corpus, tmp_path / "out", OtherTokenizer(), RULES, QUIET)
-    assert load_saved_tokenizer(partial_folder(tmp_path / "out")).fingerprint == CHARACTERS.fingerprint
+    def kill(output: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("megatron_coca.data.preparation.run.remove_blocks", kill)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert blocks.blocks_folder(tmp_path / "out").exists()
+    with pytest.raises(DataError, match="out: exists already"):
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
 
 
-@pytest.mark.parametrize("where", ["save", "journal", "load"])
+@pytest.mark.parametrize(("where", "times"), [("save", 2), ("later", 1)])
 def test_a_tokenizer_is_made_once_and_again_where_it_was_not_saved(
-    tmp_path: Path, corpus: list[CorpusSource], where: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], where: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
 
@@ -313,19 +227,13 @@ def test_a_tokenizer_is_made_once_and_again_where_it_was_not_saved(
 
     place = {
         "save": "megatron_coca.data.tokenizers.kinds.Tokenizer.save",
-        "journal": "megatron_coca.data.preparation.journal.Journal._put",
-        "load": "megatron_coca.data.preparation.journal.Journal.load",
+        "later": "megatron_coca.data.preparation.blocks.Blocks.make",
     }[where]
-    put = Journal._put
-
-    def killing(self: Journal, name: str, value: str) -> None:
-        kill() if name == "tokenizer" else put(self, name, value)
-
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(place, killing if where == "journal" else kill)
+        patched.setattr(place, kill)
         prepare(corpus, tmp_path / "out", make, RULES, QUIET)
     prepare(corpus, tmp_path / "out", make, RULES, QUIET)
-    assert len(made) == (1 if where == "load" else 2)
+    assert len(made) == times
 
 
 def test_a_folder_made_while_the_inputs_are_listed_is_kept(
@@ -344,12 +252,16 @@ def test_a_folder_made_while_the_inputs_are_listed_is_kept(
 def test_two_at_once_are_refused(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def second(*_: Any, **__: Any) -> None:
-        with pytest.raises(DataError, match="another process is preparing it"):
-            prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-        seen.append("refused")
+    complete = atomic_write.complete_folder
 
-    monkeypatch.setattr("megatron_coca.data.preparation.run.complete_folder", second)
+    def second(partial: Path, final: Path) -> None:
+        if final == tmp_path / "out":
+            with pytest.raises(DataError, match="another process is writing it"):
+                prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+            seen.append("refused")
+        complete(partial, final)
+
+    monkeypatch.setattr("megatron_coca.atomic_write.complete_folder", second)
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert seen == ["refused"]
 
@@ -441,27 +353,17 @@ def test_a_listed_set_that_never_comes_is_told(tmp_path: Path) -> None:
     assert record["inputs"][0]["sets_missing"] == ["Pile-cc"]
 
 
-def test_sources_with_one_file_name_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    path = pile(tmp_path, ["Pile-CC"])
-    sources = [source("a_c", path), CorpusSource(SourceSpec("a", [path], sets=("C",), divide=True))]
-    with pytest.raises(DataError, match="a_c and a, set 'C', would both be written to a_c_train"):
-        prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
-
-
-def test_shards_begun_after_the_last_save_do_not_stay(
-    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(tmp_path, corpus, 3, monkeypatch)
-    (partial_folder(tmp_path / "out") / "books_other_train.bin").write_bytes(b"x")
-    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
-    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
-
-
-def test_sets_with_one_file_name_are_refused(tmp_path: Path) -> None:
+def test_shards_with_one_file_name_are_refused(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
     with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would both be written"):
         prepare([CorpusSource(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
+    path = pile(tmp_path, ["C"])
+    sources = [
+        source("a_c", path, duplicates="keep"),
+        CorpusSource(SourceSpec("a", [path], divide=True), duplicates="keep"),
+    ]
+    with pytest.raises(DataError, match="a_c and a, set 'C', would both be written to a_c_train"):
+        prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
 
 
 @pytest.mark.parametrize(
@@ -506,37 +408,28 @@ def test_without_weights_a_source_counts_by_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_file_is_fatal_or_named_by_choice(tmp_path: Path, workers: int) -> None:
-    import gzip
-
+def test_a_damaged_file_is_fatal_and_the_work_on_others_is_kept(
+    tmp_path: Path, workers: int, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = write_jsonl(tmp_path / "a.jsonl", [f"text {random.Random(i).random()}" for i in range(3000)])
+    packed = gzip.compress(whole.read_bytes().replace(b'"text ', b'"other '))
     damaged = tmp_path / "b.jsonl.gz"
-    damaged.write_bytes(gzip.compress(whole.read_bytes().replace(b'"text ', b'"other '))[:-2000])
+    damaged.write_bytes(packed[:-2000])
     sources = [source("s", damaged, whole)]
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz.*Is the file complete"):
         prepare(sources, tmp_path / "out", CHARACTERS, RULES, Execution(workers, progress=False))
     assert not (tmp_path / "out").exists()
-    skipping = replace(RULES, skip_damaged=True)
-    manifest = prepare(sources, tmp_path / "out", CHARACTERS, skipping, Execution(workers, progress=False))
-    (read,) = read_manifest(manifest)["inputs"]
-    assert read["problems"] == {"damaged file": 1} and "b.jsonl.gz" in read["problems_named"][0]
-    assert read["records"] == read["written"] > 3000
-    counts = [read_manifest(manifest)["sources"][0][split]["documents"] for split in ("train", "valid", "test")]
-    assert 3000 < sum(counts) < 6000
+    damaged.write_bytes(packed)
+    tokenized, tokenize = list[str](), ChunkTokenizer.tokenize
 
+    def noting(self: ChunkTokenizer, number: int, chunk: Any) -> Any:
+        tokenized.append(chunk.path)
+        return tokenize(self, number, chunk)
 
-@pytest.mark.parametrize("place", ["_last_end", "_head"])
-def test_a_lack_of_memory_is_not_a_damaged_file(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    path = write_jsonl(tmp_path / "a.jsonl", ["text"] * 200)
-    small_chunks(monkeypatch)
-    with monkeypatch.context() as patched:
-        patched.setattr(f"megatron_coca.data.readers.streams.{place}", fail)
-        with pytest.raises(DataError, match=r"a\.jsonl:1: not enough memory"):
-            prepare([source("a", path)], tmp_path / "out", CHARACTERS, replace(RULES, skip_damaged=True), QUIET)
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(ChunkTokenizer, "tokenize", noting)
+    manifest = prepare(sources, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert set(tokenized) == {str(damaged)}
+    assert read_manifest(manifest)["inputs"][0]["written"] == 6000
 
 
 def test_strict_stops_at_the_first_fault(tmp_path: Path, corpus: list[CorpusSource]) -> None:
@@ -545,11 +438,11 @@ def test_strict_stops_at_the_first_fault(tmp_path: Path, corpus: list[CorpusSour
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n', "garbage\n"])
-def test_an_empty_corpus_leaves_nothing_behind(tmp_path: Path, content: str) -> None:
+def test_an_empty_corpus_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"no usable document in .*c\.jsonl"):
         prepare([source("c", tmp_path / "c.jsonl")], tmp_path / "out", CHARACTERS, None, QUIET)
-    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+    assert not (tmp_path / "out").exists() and not partial_folder(tmp_path / "out").exists()
 
 
 def test_what_exists_is_kept(tmp_path: Path, corpus: list[CorpusSource]) -> None:
@@ -566,7 +459,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[CorpusSource], m
     def no_space(self: ShardWriter) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match=r"No space left.*The work so far is kept"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(DataError, match=r"No space left.*The work so far is kept in .*out\.blocks"),
+    ):
         patched.setattr(ShardWriter, "finish", no_space)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert not (tmp_path / "out").exists()
@@ -574,31 +470,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[CorpusSource], m
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
-def test_a_full_disk_under_the_journal_is_told_as_one(
-    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as patched, pytest.raises(DataError, match="disk is full.*The work so far is kept"):
-        patched.setattr("megatron_coca.data.preparation.journal.Journal.save", full)
-        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-
-
-def test_a_damaged_journal_is_told(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(tmp_path, corpus, 3, monkeypatch)
-    folder = partial_folder(tmp_path / "out")
-    for path in folder.glob("journal.sqlite*"):
-        path.write_bytes(b"garbage" * 1000)
-    with pytest.raises(DataError, match=r"journal\.sqlite: cannot be used .*start over"):
-        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-
-
 def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
     tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_coca.data.preparation.workers import Pool
-
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
     submit = Pool.submit
 
@@ -622,7 +496,6 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
         ([{"weight": -1.0}], Rules(), "positive"),
         ([{"fraction": 0.0}], Rules(), r"fraction must lie in \(0, 1\]"),
         ([{"split": "dev"}], Rules(), "'dev' is none of train, valid, test"),
-        ([{"duplicates": "near"}], Rules(), "s: near duplicates are no longer removed .* with datatrove"),
         ([{"duplicates": "all"}], Rules(), "s: duplicates must be exact or keep, not 'all'"),
         ([{}], Rules(0.6, 0.6), "and their sum as well"),
     ],
@@ -673,7 +546,7 @@ def test_names_that_are_not_utf8_do_not_end_a_preparation(tmp_path: Path) -> Non
     output = tmp_path / "out"
     prepare([source("files", files), repositories], output, CHARACTERS, Rules(0, 0), QUIET)
     inputs = {entry["name"]: entry for entry in read_manifest(output / "manifest.json")["inputs"]}
-    assert inputs["files"]["unread"] == {f"name that is not UTF-8 ({files}/b\\xff.jsonl)": 1}
+    assert inputs["files"]["unread"] == {"name that is not UTF-8": 1}
     assert inputs["files"]["problems_named"] == [f"{files}/c.tar!y\\xff.txt: invalid UTF-8 (byte 0)"]
     assert inputs["code"]["problems_named"] == [f"{code}/odd\\xff/b.py: invalid UTF-8 (byte 0)"]
     assert texts_of(output / "files_train") == ["a text", "in an archive"]

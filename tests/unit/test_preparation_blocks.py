@@ -1,8 +1,8 @@
 """Blocks tokenized in advance by others: the shards do not show who made them, or whether they were there."""
 
-import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -12,20 +12,22 @@ from pyarrow import parquet
 
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
-from megatron_coca.data.preparation import workers
 from megatron_coca.data.preparation.blocks import Blocks
-from megatron_coca.data.preparation.engines import make_part, open_blocks, plan
 from megatron_coca.data.preparation.manifest import read_manifest
-from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules
-from megatron_coca.data.preparation.run import prepare
-from megatron_coca.data.preparation.workers import ChunkTokenizer, Pool
+from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs
+from megatron_coca.data.preparation.run import prepare, prepare_part
+from megatron_coca.data.preparation.workers import ChunkTokenizer
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import SourceSpec
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 QUIET = Execution(progress=False)
 RULES = Rules(valid_fraction=0.1, test_fraction=0.2)
-TOLERANT = Rules(valid_fraction=0.1, test_fraction=0.2, skip_damaged=True)
+
+
+def open_blocks(corpus: list[CorpusSource], output: Path, rules: Rules = RULES) -> Blocks:
+    settings = blocks_module.settings_of(corpus, CHARACTERS, rules, None)
+    return Blocks(corpus, find_inputs(corpus), output, CHARACTERS, rules, settings)
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -61,11 +63,10 @@ def test_any_parts_in_any_order(
     tmp_path: Path, corpus: list[CorpusSource], whole: dict[str, bytes], parts: int, made: list[int]
 ) -> None:
     for part in made:
-        blocks = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES)
-        assert 3 <= len(blocks) < 7
-        make_part(blocks, part, parts, Execution(workers=part % 2, progress=False))
-    missing = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES).missing()
-    assert missing == [number for number in range(len(blocks)) if number % parts not in made]
+        prepare_part(corpus, tmp_path / "out", CHARACTERS, part, parts, RULES, Execution(part % 2, progress=False))
+    blocks = open_blocks(corpus, tmp_path / "out")
+    assert 3 <= len(blocks) < 7
+    assert blocks.missing() == [number for number in range(len(blocks)) if number % parts not in made]
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
     assert not blocks.folder.exists()
 
@@ -77,46 +78,31 @@ def test_blocks_are_used_and_what_changed_is_not(
     tokenized: list[int] = []
     tokenize = ChunkTokenizer.tokenize
     monkeypatch.setattr(ChunkTokenizer, "tokenize", lambda self, n, c: (tokenized.append(n), tokenize(self, n, c))[1])
-    make_part(open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), 0, 1, QUIET)
+    told = prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
     made, tokenized[:] = len(tokenized), []
+    assert not open_blocks(corpus, tmp_path / "out").missing() and told.endswith("blocks are made")
     with Path(corpus[2].spec.paths[-1]).open("a") as stream:
         stream.write('{"text": "one more", "key": "k"}\n')
-    other = open_blocks(corpus, tmp_path / "out", CHARACTERS, Rules(0.2, 0.2))
+    other = open_blocks(corpus, tmp_path / "out", Rules(0.2, 0.2))
     assert len(other.missing()) == len(other)
-    blocks = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES)
-    assert len(blocks.missing()) == 1
+    assert len(open_blocks(corpus, tmp_path / "out").missing()) == 1
     after = everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent)
     assert 0 < len(tokenized) < made and set(tokenized) == {2}
     assert after != whole and after["books_train.bin"] == whole["books_train.bin"]
 
 
-def test_a_killed_merge_goes_on_within_a_block(
-    tmp_path: Path, corpus: list[CorpusSource], whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    make_part(open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), 0, 1, QUIET)
-    fetched, submit = itertools.count(), Pool.submit
-
-    def sometimes(self: Pool, *arguments: object) -> object:
-        if next(fetched) % 3 == 2:
-            raise Killed
-        return submit(self, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Pool, "submit", sometimes)
-        with pytest.raises(Killed):
-            prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(0, 0.0, False))
-    assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
+def test_other_settings_of_a_source_leave_the_blocks_of_the_others(tmp_path: Path, corpus: list[CorpusSource]) -> None:
+    prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
+    changed = [*corpus[:2], replace(corpus[2], fraction=0.5)]
+    missing = open_blocks(changed, tmp_path / "out").missing()
+    assert 0 < len(missing) < len(open_blocks(corpus, tmp_path / "out"))
 
 
 def test_a_damaged_block_is_named_and_made_again_where_it_is_removed(
     tmp_path: Path, corpus: list[CorpusSource], whole: dict[str, bytes]
 ) -> None:
-    blocks = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES)
-    make_part(blocks, 0, 1, QUIET)
-    block = min(blocks.folder.glob("*.block"))
+    prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
+    block = min(blocks_module.blocks_folder(tmp_path / "out").glob("*.block"))
     content = bytearray(block.read_bytes())
     content[len(content) // 3] ^= 1
     block.write_bytes(content)
@@ -124,22 +110,6 @@ def test_a_damaged_block_is_named_and_made_again_where_it_is_removed(
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     block.unlink()
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
-
-
-def test_damage_of_a_file_is_carried_by_its_block(tmp_path: Path, corpus: list[CorpusSource]) -> None:
-    path = Path(corpus[0].spec.paths[1])
-    path.write_bytes(b"\x28\xb5\x2f\xfd" + path.read_bytes()[:50])  # begins as Zstandard
-    damaged = path.rename(path.with_suffix(".jsonl.zst"))
-    corpus[0] = CorpusSource(SourceSpec("books", [*corpus[0].spec.paths[::2], damaged]))
-    with pytest.raises(DataError, match=damaged.name):
-        make_part(open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), 0, 1, QUIET)
-    make_part(open_blocks(corpus, tmp_path / "out", CHARACTERS, TOLERANT), 0, 1, QUIET)
-    with pytest.raises(DataError, match=damaged.name):
-        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
-    got = prepare(corpus, tmp_path / "out", CHARACTERS, TOLERANT, QUIET)
-    expected = prepare(corpus, tmp_path / "expected", CHARACTERS, TOLERANT, QUIET)
-    assert everything(got.parent) == everything(expected.parent)
-    assert read_manifest(got)["inputs"][0]["problems"]["damaged file"] == 1
 
 
 @pytest.fixture
@@ -164,9 +134,9 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]
 def test_pieces_of_large_files(tmp_path: Path, large: list[CorpusSource], parts: int, made: list[int]) -> None:
     whole = everything(prepare(large, tmp_path / "whole", CHARACTERS, RULES, QUIET).parent)
     for part in made:
-        blocks = open_blocks(large, tmp_path / "out", CHARACTERS, RULES)
-        assert len(blocks) > 15
-        make_part(blocks, part, parts, QUIET)
+        prepare_part(large, tmp_path / "out", CHARACTERS, part, parts, RULES, QUIET)
+    blocks = open_blocks(large, tmp_path / "out")
+    assert len(blocks) > 15
     assert sum(map(blocks.size, range(len(blocks)))) == sum(Path(path).stat().st_size for path in large[0].spec.paths)
     assert everything(prepare(large, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
     named = read_manifest(tmp_path / "out/manifest.json")["inputs"][0]["problems_named"]
@@ -179,47 +149,27 @@ def test_a_file_is_read_once_for_all_its_pieces(
     read: list[str] = []
     chunks = FileReader.chunks
     monkeypatch.setattr(FileReader, "chunks", lambda self, unit: (read.append(unit.path), chunks(self, unit))[1])
-    make_part(open_blocks(large, tmp_path / "out", CHARACTERS, RULES), 0, 2, QUIET)
+    prepare_part(large, tmp_path / "out", CHARACTERS, 0, 2, RULES, QUIET)
     assert {str(path) for path in large[0].spec.paths[1:4]} <= set(read) and len(read) == len(set(read))
 
 
-def test_a_process_loads_a_tokenizer_once_for_all_its_blocks(
-    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a process of Ray's does, which makes one block after the other."""
-    blocks, loaded = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), list[Path]()
-    load = workers.load_saved_tokenizer
-    monkeypatch.setattr(workers, "load_saved_tokenizer", lambda folder: (loaded.append(folder), load(folder))[1])
-    for number in blocks.missing():
-        blocks.make([number], 0)
-    assert len(loaded) == 1 and not blocks.missing()
-    other = open_blocks(corpus, tmp_path / "other", CHARACTERS, RULES)
-    other.make([0], 0)
-    assert len(loaded) == 2, "another folder has another tokenizer"
-
-
-def test_damage_within_a_piece(tmp_path: Path, large: list[CorpusSource]) -> None:
-    """Pieces before it are whole; those behind it name it as well and hold nothing."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damage_within_a_piece(tmp_path: Path, large: list[CorpusSource], workers: int) -> None:
+    """Pieces before it are whole; those behind it are absent."""
     path = Path(large[0].spec.paths[2])
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
-    blocks = open_blocks(large, tmp_path / "strict", CHARACTERS, RULES)
     with pytest.raises(DataError, match=path.name) as raised:
-        make_part(blocks, 0, 1, QUIET)
+        prepare_part(large, tmp_path / "out", CHARACTERS, 0, 1, RULES, Execution(workers, progress=False))
     assert str(raised.value).count(path.name) == 1, "one reason, however many pieces have it"
+    blocks = open_blocks(large, tmp_path / "out")
     missing = blocks.missing()
-    assert len(missing) == 2 and missing[-1] < len(blocks) - 3, "pieces before the damage and later files are made"
-    for part in (1, 0):
-        make_part(open_blocks(large, tmp_path / "out", CHARACTERS, TOLERANT), part, 2, QUIET)
-    got = prepare(large, tmp_path / "out", CHARACTERS, TOLERANT, QUIET)
-    expected = prepare(large, tmp_path / "expected", CHARACTERS, TOLERANT, QUIET)
-    assert everything(got.parent) == everything(expected.parent)
-    assert read_manifest(got)["inputs"][0]["problems"]["damaged file"] == 1
+    assert 0 < len(missing) < 4 and missing[-1] < len(blocks) - 3, "pieces before the damage and later files are made"
 
 
 def test_strict_is_strict_about_blocks(tmp_path: Path, corpus: list[CorpusSource]) -> None:
-    make_part(open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES), 0, 1, QUIET)
+    prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
     strict = Rules(RULES.valid_fraction, RULES.test_fraction, strict=True)
     with pytest.raises(DataError, match="books0.jsonl:122: invalid JSON"):
         prepare(corpus, tmp_path / "out", CHARACTERS, strict, QUIET)
@@ -233,7 +183,7 @@ def test_a_tokenizer_is_trained_once_for_all_hosts(tmp_path: Path, corpus: list[
         return CHARACTERS
 
     for part in range(2):
-        make_part(open_blocks(corpus, tmp_path / "out", train, RULES), part, 2, QUIET)  # type: ignore[arg-type]
+        prepare_part(corpus, tmp_path / "out", train, part, 2, RULES, QUIET)  # type: ignore[arg-type]
     prepare(corpus, tmp_path / "out", train, RULES, QUIET)  # type: ignore[arg-type]
     assert len(trained) == 1
 
@@ -241,20 +191,13 @@ def test_a_tokenizer_is_trained_once_for_all_hosts(tmp_path: Path, corpus: list[
 def test_a_block_that_is_not_complete_is_not_there(
     tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks: Blocks = open_blocks(corpus, tmp_path / "out", CHARACTERS, RULES)
+    blocks = open_blocks(corpus, tmp_path / "out")
     monkeypatch.setattr(blocks_module, "flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
-        blocks.make([0], 0)
+        blocks.make([0], QUIET)
     assert len(blocks.missing()) == len(blocks) and not list(blocks.folder.glob("*block*"))
-
-
-def test_the_plan_measures_a_core(corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
-    text = plan(corpus, CHARACTERS, RULES, 4)
-    size = sum(Path(path).stat().st_size for source in corpus for path in source.spec.paths)
-    assert "books: 3 units" in text and f"the first {size / 1e6:.1f} MB" in text and "with 4 workers" in text
-    assert "no rate" in plan(corpus, lambda folder: CHARACTERS, RULES, 4)
 
 
 @pytest.mark.parametrize(("size", "mebibytes"), [(0, 8), (10**9, 8), (9 << 30, 64), (10 << 30, 64), (10**12, 256)])
 def test_small_corpora_have_small_blocks(size: int, mebibytes: int) -> None:
-    assert blocks_module._block_bytes(size) == mebibytes << 20
+    assert blocks_module.block_bytes(size) == mebibytes << 20

@@ -93,12 +93,10 @@ def test_other_json_is_reported_as_not_json_lines(tmp_path: Path, content: str) 
             "\ufeffone \r\n\r\n \t\ntwo\u2028two\x85\n\nthree",
             {":1": "one ", ":4": "two\u2028two\x85", ":6": "three"},
         ),
-        ("paragraph", "\n\none\n two\n \t\nthree\n\n\n\nfour", {":3": "one\n two", ":6": "three", ":10": "four"}),
-        ("paragraph", "one\r\ntwo\r\n\r\nthree\r\n", {":1": "one\r\ntwo", ":4": "three"}),
     ],
 )
 @pytest.mark.parametrize(("suffix", "block"), [(".txt", 1), (".text", 3), (".md", 1 << 20)])
-def test_a_text_is_one_document_or_lines_or_paragraphs(
+def test_a_text_is_one_document_or_lines(
     tmp_path: Path, documents, content: str, expected: dict[str, str], suffix: str, block: int
 ) -> None:
     path = tmp_path / f"book{suffix}"
@@ -118,7 +116,7 @@ def test_a_text_is_one_document_or_lines_or_paragraphs(
         ("a.csv", b"a,b", "unknown type"),
         ("a.parquet.gz", b"", "unknown type"),
         ("enwiki-pages-articles1.xml-p1p41242.bz2", b"", "WikiExtractor --json"),
-        ("jsonl", b"", r"unknown type of file \(no ending\)"),
+        ("jsonl", b"", r"unknown type of file \(no known ending\)"),
         ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown type of file \(\.csv\.gz\)"),
         ("a.html.zst", b"", r"unknown type of file \(\.html\.zst\)"),
         ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*give it its ending: corpus\.v2\.jsonl\.zst"),
@@ -200,7 +198,7 @@ def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
     assert set(READERS) == {"files", "repositories", "huggingface"}
     with pytest.raises(DataError, match=r"s: unknown reader 'pile'\. Known are files, repositories, huggingface"):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
-    with pytest.raises(DataError, match="s: documents must be one of file, line, paragraph, not 'page'"):
+    with pytest.raises(DataError, match="s: documents must be one of file, line, not 'page'"):
         open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]
 
 

@@ -46,7 +46,7 @@ def test_a_folder_stands_for_its_readable_files(tmp_path: Path) -> None:
     assert corpus_files([tmp_path / "b", tmp_path / "README.md"])[-1] == tmp_path / "README.md"
 
 
-def test_names_that_are_not_utf8_are_counted_and_named(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_counted(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path)
     os.mkdir(folder + b"/d\xff")
     for name in (b"good.txt", b"bad\xfe.txt", b"d\xff/inner.txt"):
@@ -54,8 +54,7 @@ def test_names_that_are_not_utf8_are_counted_and_named(tmp_path: Path) -> None:
             file.write("text")
     reader = FileReader(SourceSpec("s", [tmp_path]))
     assert [unit.path for unit in reader.units()] == [str(tmp_path / "good.txt")]
-    reason = f"name that is not UTF-8 ({tmp_path}/bad\\xfe.txt, {tmp_path}/d\\xff/)"
-    assert reader.unread() == {reason: 2}
+    assert reader.unread() == {"name that is not UTF-8": 2}
     with pytest.raises(DataError, match=r"bad\\xfe.txt: the name is not UTF-8. Rename it"):
         corpus_files([Path(os.fsdecode(folder + b"/bad\xfe.txt"))])
 
@@ -82,8 +81,7 @@ def test_what_is_not_read_in_a_folder_is_counted(tmp_path: Path, monkeypatch: py
         "not a readable file (.csv.gz)": 1,
         "not a readable file (.v2.zst)": 1,
         "not a readable file (.zst)": 1,
-        "not a readable file (another ending)": 1,
-        "not a readable file (no ending)": 1,
+        "not a readable file (no known ending)": 2,
         "hidden file": 1,
         "hidden folder": 1,
         "description of the data": 4,

@@ -95,9 +95,7 @@ def test_wrong_requests_are_errors(tmp_path: Path, spec: dict[str, Any], message
         read(tmp_path, **spec)
 
 
-@pytest.mark.parametrize(
-    "path", ["/no/such/folder", "./data", "data/of/mine", "c/nope.jsonl", "nope.parquet", "c/nope.csv"]
-)
+@pytest.mark.parametrize("path", ["/no/such/folder", "./data", "data/of/mine", "c/nope.jsonl", "nope.parquet"])
 def test_a_missing_folder_is_not_looked_for_at_the_hub(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

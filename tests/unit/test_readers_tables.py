@@ -61,11 +61,11 @@ def test_rows_are_read_in_order(tmp_path: Path, name: str, options: dict[str, An
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_the_stack_is_filtered(tmp_path: Path, name: str) -> None:
-    filters = Filters(min_stars=1, licences=("mit", "apache-2.0"))
+    filters = Filters(min_stars=1)
     documents, problems, _ = read(write(tmp_path / name, STACK), fields={"text": "content"}, filters=filters)
-    kept = [i for i in range(500) if i % 5 and i % 3 >= 1 and i % 2]
+    kept = [i for i in range(500) if i % 5 and i % 3 >= 1]
     assert [d.text for d in documents] == [STACK["content"][i] for i in kept]
-    assert sum(problems.filtered.values()) == 500 - len(kept) and len(problems.filtered) == 3
+    assert sum(problems.filtered.values()) == 500 - len(kept) and len(problems.filtered) == 2
 
 
 def test_sets_are_found_in_nested_columns(tmp_path: Path) -> None:

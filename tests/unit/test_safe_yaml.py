@@ -38,10 +38,6 @@ def powers(first: str, later: str, levels: int) -> str:
 HOSTILE: dict[str, tuple[str, str]] = {
     "aliases": (powers("x", "[{}]", 9), "7: not valid YAML: more than 100,000 values"),
     "merge keys": (powers("{k: 1}", "{{<<: [{}]}}", 12), "6: not valid YAML: more than 100,000 values"),
-    "a chain of aliases": (
-        "\n".join(["a0: &a0 x", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 3000))]),
-        "65: not valid YAML: nested deeper than 64 levels",
-    ),
     "brackets": ("a: " + "[" * 1000 + "]" * 1000, "1: not valid YAML: nested deeper than 64 levels"),
     "indentation": ("".join(" " * i + "a:\n" for i in range(500)), "65: not valid YAML: nested deeper than 64 levels"),
     "itself": ("a: 1\nb: &b {c: *b}", "2: not valid YAML: a value that contains itself"),
@@ -79,14 +75,6 @@ def test_a_large_file_is_not_read_to_its_end(tmp_path: Path, reader: str) -> Non
         stream.truncate(1 << 40)
     with pytest.raises(error, match="large.yml: not valid YAML: larger than 1 MiB"):
         read(path)
-
-
-def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_yaml, "MAX_NODES", 1000)
-    path = tmp_path / "run.yml"
-    path.write_text("a: [" + "1," * 1001)  # never closed: the count is what ends it
-    with pytest.raises(ConfigError, match="run.yml:1: not valid YAML: more than 1,000 values"):
-        load_config(path)
 
 
 def test_hostile_overrides_are_an_error_without_a_line(tmp_path: Path) -> None:

@@ -65,14 +65,13 @@ def test_a_few_long_documents_fill_the_share(tmp_path: Path) -> None:
     assert len(list(training_texts([CorpusSource(SourceSpec("s", [path]))], Rules(), 10_000))) == 1
 
 
-def test_damage_is_an_error_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
+def test_damage_is_an_error(tmp_path: Path) -> None:
     whole = write(tmp_path / "s.jsonl", 3000)
     damaged = tmp_path / "d.jsonl.gz"
     damaged.write_bytes(gzip.compress(whole.read_bytes())[:-100])
     source = CorpusSource(SourceSpec("s", [damaged, whole]))
     with pytest.raises(DataError, match=r"d\.jsonl\.gz"):
         list(training_texts([source], Rules(), 10_000))
-    assert list(training_texts([source], Rules(skip_damaged=True), 10_000))
 
 
 def test_a_large_corpus_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Shards are written byte for byte as megatron-core does, and a writer resumes where an earlier one was cut off."""
+"""Shards are written byte for byte as megatron-core does."""
 
 from pathlib import Path
 
@@ -34,29 +34,6 @@ def test_the_bytes_are_those_of_megatron_core(tmp_path: Path, vocab_size: int) -
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("done", range(len(DOCUMENTS) + 1))
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_what_follows_the_last_sync_is_cut_off(tmp_path: Path, done: int, lost: int) -> None:
-    write(tmp_path / "whole", DOCUMENTS)
-    first = ShardWriter(tmp_path / "s", 10)
-    for document in DOCUMENTS[:done]:
-        first.add(document)
-    first.sync()
-    at = (first.documents, first.tokens)
-    assert at == (done, sum(map(len, DOCUMENTS[:done])))
-    for _ in range(lost):
-        first.add([9, 9, 9])
-    first.close()
-    second = ShardWriter(tmp_path / "s", 10, *at)
-    for document in DOCUMENTS[done:]:
-        second.add(document)
-    second.finish()
-    assert files(tmp_path / "s") == files(tmp_path / "whole")
-    again = ShardWriter(tmp_path / "s", 10, second.documents, second.tokens)
-    again.finish()
-    assert files(tmp_path / "s") == files(tmp_path / "whole")
-
-
 def test_many_documents_at_once(tmp_path: Path) -> None:
     lengths = np.array([len(document) for document in DOCUMENTS], dtype=np.int32)
     writer = ShardWriter(tmp_path / "s", 10)
@@ -70,12 +47,6 @@ def test_many_documents_at_once(tmp_path: Path) -> None:
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) -> None:
     with pytest.raises(DataError, match="outside the vocabulary of 10"):
         ShardWriter(tmp_path / "s", 10).add(ids)
-
-
-def test_a_file_shorter_than_what_was_written_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path / "s", DOCUMENTS)
-    with pytest.raises(DataError, match=r"s\.bin: 26 bytes, but 40 were written"):
-        ShardWriter(tmp_path / "s", 10, 5, 20)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:

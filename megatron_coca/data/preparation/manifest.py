@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,37 @@ from typing import Any
 import yaml
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.journal import ShardState, State
 from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Inputs, shard_name
+from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.regular_files import read_regular
-from megatron_coca.remote_files import is_url
 
 FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
 MANIFEST = "manifest.json"
 RUN_CONFIG = "data.yml"
-DAMAGED = "damaged file"  # the one kind of problem that is not a record
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
 _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": None}
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """A written shard: number of its source, set, split, and its size; ``bytes`` are of the text."""
+
+    source: int
+    part: str
+    split: str
+    documents: int
+    tokens: int
+    bytes: int
+
+
+@dataclass
+class Findings:
+    """What was found in a source: records that did not become documents, and the sets that occurred."""
+
+    problems: ReadingProblems = field(default_factory=ReadingProblems)
+    sets: set[str] = field(default_factory=set)
 
 
 def build_manifest(
@@ -31,12 +50,13 @@ def build_manifest(
     tokenizer: Tokenizer,
     settings: Mapping[str, Any],
     inputs: Inputs,
-    state: State,
+    shards: Sequence[ShardState],
+    findings: Sequence[Findings],
     folder: Path,
 ) -> dict[str, Any]:
     """The manifest of finished shards in ``folder``; checks and hashes all of them."""
     entries: dict[tuple[int, str], dict[str, Any]] = {}
-    for shard in state.shards:
+    for shard in shards:
         spec = sources[shard.source].spec
         new = {"name": shard_name(spec.name, shard.part, ""), "source": spec.name, "part": shard.part}
         entry = entries.setdefault((shard.source, shard.part), new | {split: dict(_EMPTY) for split in SPLITS})
@@ -45,23 +65,21 @@ def build_manifest(
     read = []
     for number, source in enumerate(sources):
         own = inputs.of(number)
-        written = sum(shard.documents for shard in state.shards if shard.source == number)
-        findings = state.findings.get(source.spec.name, {})
-        problems, left_out = findings.get("problems", {}), findings.get("left_out", {})
-        rejected = sum(count for kind, count in problems.items() if kind != DAMAGED)
+        written = sum(shard.documents for shard in shards if shard.source == number)
+        problems = findings[number].problems
         read.append(
             {
                 "name": source.spec.name,
                 "paths": [str(path) for path in source.spec.paths],
                 "units": len(own),
                 "bytes": sum(unit.size for unit in own),
-                "records": written + rejected + sum(left_out.values()),
+                "records": written + problems.total + problems.filtered.total(),
                 "written": written,
-                "problems": problems,
-                "problems_named": findings.get("named", []),
-                "left_out": left_out,
+                "problems": dict(problems.counts),
+                "problems_named": problems.named,
+                "left_out": dict(problems.filtered),
                 "unread": dict(inputs.unread[number]),
-                "sets_missing": sorted(set(source.spec.sets) - set(findings.get("sets", ()))),
+                "sets_missing": sorted(set(source.spec.sets) - findings[number].sets),
             }
         )
     tokenizer_facts = {
@@ -106,31 +124,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def write_run_config(
     folder: Path,
-    final: Path | str,
+    final: Path,
     sources: Sequence[CorpusSource],
     entries: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write ``data.yml`` into ``folder``, with paths relative to it, or as they will be under the URL ``final``.
+    """Write ``data.yml`` into ``folder``, which will be ``final``, with paths relative to it.
 
     A split without documents has no shards; no split replaces another.
     """
     keys: dict[str, Any] = {}
-    where = final if is_url(final) else "."
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
         if chosen or split != "train":  # without training data a run fails on the missing key
-            keys[f"{split}_data_paths"] = [f"{where}/{entry[split]['prefix']}" for entry in chosen]
+            keys[f"{split}_data_paths"] = [f"./{entry[split]['prefix']}" for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
         labels = [entry[split].get("labels") for entry in chosen]
         if any(labels):
-            keys[f"{split}_label_data_paths"] = [name and f"{where}/{name}" for name in labels]
+            keys[f"{split}_label_data_paths"] = [name and f"./{name}" for name in labels]
     saved = json.loads((folder / DESCRIPTION).read_text())
-    # Training finds the tokenizer beside shards on a store, and opens local files only.
-    named = () if is_url(final) else [name for name in ("vocab_file", "merge_file") if saved.get(name)]
-    files = {argument: f"{where}/{saved[argument]}" for argument in named}
+    files = {name: f"./{saved[name]}" for name in ("vocab_file", "merge_file") if saved.get(name)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
     header = f"# Written with {final}/{MANIFEST}. Name it after the model: train.py MODEL.yml {final}/{RUN_CONFIG}\n"
     header += "".join(f"# {line}\n" for line in empty_splits(entries))

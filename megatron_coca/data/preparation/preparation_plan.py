@@ -9,17 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.source import Chunk, Reader, ReadingProblems, ReadUnit, SourceSpec
+from megatron_coca.data.readers.source import ReadingProblems, ReadUnit, SourceSpec
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
 """The largest ``SourceSpec.max_record_mib``: larger records do not fit an index of 32-bit lengths."""
-NEAR_DUPLICATES = (
-    "near duplicates are no longer removed during preparation. Deduplicate the corpus with datatrove before (see "
-    "docs/data.md), and use exact or keep here."
-)
 
 
 @dataclass(frozen=True)
@@ -50,14 +46,11 @@ class Rules:
     Attributes:
         valid_fraction, test_fraction: of the documents, held out by a hash of their key.
         strict: the first unusable record is an error; otherwise it is skipped, counted and named.
-        skip_damaged: a file that cannot be read to its end is counted and named, and what precedes the damage is kept;
-            otherwise it is an error.
     """
 
     valid_fraction: float = 0.01
     test_fraction: float = 0.01
     strict: bool = False
-    skip_damaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,12 +59,10 @@ class Execution:
 
     Attributes:
         workers: worker processes; 0 works in this process.
-        save_seconds: between saved positions, the most work lost by a kill.
         progress: show a bar.
     """
 
     workers: int = 0
-    save_seconds: float = 10.0
     progress: bool = True
 
 
@@ -104,11 +95,6 @@ def has_labels(source: CorpusSource) -> bool:
     return source.spec.messages in ("answers", "last")
 
 
-def shard_label(source: str, part: str) -> str:
-    """A source, or one of its sets, in messages about shards."""
-    return f"{source}, set {part!r}," if part else source
-
-
 def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
     """Raise ``DataError`` for sources and rules that cannot be prepared."""
     names = [source.spec.name for source in sources]
@@ -116,15 +102,6 @@ def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
         raise DataError(f"Sources need unique names; given are {names}.")
     for source in sources:
         _check_source(source)
-    # Sets that are not listed are checked when they occur.
-    owners: dict[str, str] = {}
-    for source in sources:
-        for part in source.spec.sets if source.spec.divide else ("",):
-            name = shard_name(source.spec.name, part, "")
-            label = shard_label(source.spec.name, part)
-            if name in owners:
-                raise DataError(f"{owners[name]} and {label} would both be written to {name}_train. Rename a source.")
-            owners[name] = label
     missing = [source.spec.name for source in sources if source.weight is None]
     if missing and len(missing) != len(sources):
         raise DataError(f"{', '.join(missing)}: no weight, where other sources have one. Weight all of them or none.")
@@ -140,14 +117,10 @@ def _check_source(source: CorpusSource) -> None:
     name = source.spec.name
     if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
         raise DataError(f"Source name {name!r}: letters, digits, - and _ only, since it names files.")
-    if source.duplicates == "near":
-        raise DataError(f"{name}: {NEAR_DUPLICATES}")
     if source.duplicates not in ("exact", "keep"):
         raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}.")
     if not 0 < source.fraction <= 1:
         raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}.")
-    if not 1 <= source.spec.max_record_mib <= MAX_RECORD_MIB:
-        raise DataError(f"{name}: max_record_mib must lie in 1 to {MAX_RECORD_MIB}, not {source.spec.max_record_mib}.")
     if source.split not in (None, *SPLITS):
         raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}.")
     for owner, weight in {name: source.weight, **source.set_weights}.items():
@@ -188,7 +161,7 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
 
     The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
     preparation reads the same files. Raises ``DataError`` for a source without one usable document, where everything is
-    held out, and for a damaged file, unless the rules skip it.
+    held out, and for a damaged file.
     """
     held_out = True
     for source in sources:
@@ -207,7 +180,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
     due, usable = 0.0, False  # characters that are due for what was read so far
     for unit in units:
         due += 0 if size else share / len(units)
-        for number, chunk in enumerate(_readable_chunks(reader, unit, rules)):
+        for number, chunk in enumerate(reader.chunks(unit)):
             due += share * chunk.read / size if size else 0
             if number and size > PARSED_BYTES and hash_fraction(f"{chunk.path}/{number}") >= PARSED_BYTES / size:
                 continue
@@ -223,15 +196,6 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
                     break
     if not usable:
         raise DataError(no_usable_document(source, units, problems))
-
-
-def _readable_chunks(reader: Reader, unit: ReadUnit, rules: Rules) -> Iterator[Chunk]:
-    """The chunks of a unit; with ``skip_damaged`` those before the damage."""
-    try:
-        yield from reader.chunks(unit)
-    except DataError as error:
-        if isinstance(error, OutOfMemory) or not rules.skip_damaged:
-            raise
 
 
 def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:

@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Rules, hash_fraction, split_of
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.files import place_of
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems
 from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
@@ -40,7 +38,7 @@ class TokenizedChunk:
         lengths: tokens of each document with its separator, int32 [documents].
         text_bytes: UTF-8 bytes of each document, int64 [documents].
         tokens: of all documents, concatenated, in the dtype of the shard.
-        digests: 16 bytes of BLAKE2b of each text.
+        digests: BLAKE2b of each text, uint8 [documents, 16].
         sets: the sets that occur.
         problems: unusable and filtered records.
         read: ``Chunk.read``.
@@ -52,7 +50,7 @@ class TokenizedChunk:
     lengths: np.ndarray
     text_bytes: np.ndarray
     tokens: np.ndarray
-    digests: list[bytes]
+    digests: np.ndarray
     sets: frozenset[str]
     problems: ReadingProblems
     read: int
@@ -77,12 +75,6 @@ class ChunkTokenizer:
 
     def tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
         """Tokenize a chunk of source ``number``."""
-        try:
-            return self._tokenize(number, chunk)
-        except MemoryError as error:
-            raise OutOfMemory(place_of(chunk)) from error
-
-    def _tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
         source, problems = self._sources[number], ReadingProblems(self._rules.strict)
         documents: list[Document] = []
         for document in self._readers[number].documents(chunk, problems):
@@ -102,13 +94,14 @@ class ChunkTokenizer:
             part = document.part if source.spec.divide else ""
             split = source.split or split_of(document.key, self._rules)
             target.append(targets.setdefault((part, split), len(targets)))
+        digests = [hashlib.blake2b(each.text, digest_size=DIGEST_BYTES).digest() for each in done]
         return TokenizedChunk(
             targets=list(targets),
             target=np.array(target, dtype=np.int64),
             lengths=np.array([len(each) for each in tokens], dtype=np.int32),
             text_bytes=np.array([len(each.text) for each in done], dtype=np.int64),
             tokens=np.concatenate([np.empty(0, dtype=self._dtype), *tokens]),
-            digests=[hashlib.blake2b(each.text, digest_size=DIGEST_BYTES).digest() for each in done],
+            digests=np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
             sets=frozenset(document.part for document in documents if document.part),
             problems=problems,
             read=chunk.read,
@@ -168,14 +161,6 @@ def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
     return _chunk_tokenizer.tokenize(number, chunk)
 
 
-@lru_cache(maxsize=1)
-def _loaded(folder: Path, changed: int) -> Tokenizer:
-    """The tokenizer of a folder, loaded once by a process that makes many blocks: every further one that the tokenizers
-    library loads encodes more slowly, the tenth at two thirds of the speed.
-    """
-    return load_saved_tokenizer(folder)
-
-
 class Pool:
     """``workers`` processes, or this one with 0. A context manager. ``tokenizer`` is the folder where it is saved."""
 
@@ -183,7 +168,7 @@ class Pool:
         self.in_flight = IN_FLIGHT * workers
         self._executor: ProcessPoolExecutor | None = None
         if not workers:
-            self._local = ChunkTokenizer(sources, _loaded(tokenizer, tokenizer.stat().st_mtime_ns), rules)
+            self._local = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
             return
         self._executor = ProcessPoolExecutor(
             workers, get_context("spawn"), initializer=_start_worker, initargs=(list(sources), tokenizer, rules)
@@ -204,13 +189,8 @@ class Pool:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, source: int, chunk: Chunk | TokenizedChunk) -> Callable[[], TokenizedChunk]:
-        """Start work on a chunk, if it is not tokenized yet; call the result to fetch it.
-
-        Without workers the work is done in that call.
-        """
-        if isinstance(chunk, TokenizedChunk):
-            return lambda: chunk
+    def submit(self, source: int, chunk: Chunk) -> Callable[[], TokenizedChunk]:
+        """Start work on a chunk; call the result to fetch it. Without workers the work is done in that call."""
         if self._executor is None:
             return lambda: self._local.tokenize(source, chunk)
         try:
@@ -230,5 +210,5 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
 def _lost_worker() -> DataError:
     return DataError(
         "A worker process was killed, as the system does when memory runs out. "
-        "Run the same command again to resume, with fewer --workers if memory was short."
+        "Run the same command again to resume; if memory was short, with fewer --workers or a smaller max_record_mib."
     )

@@ -20,7 +20,6 @@ Batches = Iterator[tuple[Any, int]]
 """(``pyarrow.RecordBatch``, bytes of the file read so far)."""
 
 _READ_AHEAD = 1 << 20  # bytes per column; without it pyarrow loads the whole column of a row group
-_DICTIONARY_BATCHES = 8  # batches read at once from dictionary columns: each gets a copy of the dictionary
 _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -41,15 +40,10 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
         wanted = [part for part in parts if names[part.path_in_schema].intersection(columns)]
         uncompressed = sum(part.total_uncompressed_size for part in wanted)
         per_batch = max(1, size * metadata.num_rows // max(1, uncompressed))
-        # Repeated texts stay references to one copy until ``packed`` has cut the rows.
-        texts = (part for part in parts if part.physical_type == "BYTE_ARRAY" and part.has_dictionary_page)
-        dictionaries = sorted({part.path_in_schema for part in texts}.intersection(columns))
-    per_batch *= _DICTIONARY_BATCHES if dictionaries else 1
-    rows = 0
-    with _damage(path), parquet.ParquetFile(path, read_dictionary=dictionaries, **options) as file:
+        rows = 0
         for batch in file.iter_batches(min(per_batch, 1 << 16), columns=columns, use_threads=False):
             rows += batch.num_rows
-            yield batch, length * rows // file.metadata.num_rows
+            yield batch, length * rows // metadata.num_rows
 
 
 def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
@@ -94,20 +88,16 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
     ends, start = np.cumsum(lengths), 0
     while start < batch.num_rows:
         if lengths[start] > limit:
-            yield 1, TooLong(int(lengths[start]), 1)
+            yield 1, TooLong(int(lengths[start]))
             start += 1
             continue
         before = ends[start] - lengths[start]
         stop = max(start + 1, int(np.searchsorted(ends, before + size, side="right")))
         longer = np.flatnonzero(lengths[start:stop] > limit)
         stop = start + int(longer[0]) if longer.size else stop
-        # Serialized, as a pickled slice includes the whole batch, and without dictionaries, which would go with it.
-        rows = batch.slice(start, stop - start)
-        plain = [c.dictionary_decode() if arrow.types.is_dictionary(c.type) else c for c in rows.columns]
-        rows = arrow.record_batch(plain, names=rows.schema.names)
-        sink = arrow.BufferOutputStream()
-        with arrow.ipc.new_stream(sink, rows.schema) as writer:
-            writer.write_batch(rows)
+        sink = arrow.BufferOutputStream()  # serialized, as a pickled slice includes the whole batch
+        with arrow.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch.slice(start, stop - start))
         yield stop - start, sink.getvalue().to_pybytes()
         start = stop
 
@@ -117,13 +107,6 @@ def _text_lengths(column: Any) -> np.ndarray | None:
     from pyarrow import compute, types
 
     kind = column.type
-    if types.is_dictionary(kind):
-        lengths = _text_lengths(column.dictionary)
-        rows = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
-        return None if lengths is None else lengths[rows] if len(lengths) else np.zeros(len(column), dtype=np.int64)
-    if types.is_string_view(kind) or types.is_binary_view(kind):
-        views = np.frombuffer(column.buffers()[1], dtype="<i4").reshape(-1, 4)  # the first of four words is the length
-        return views[column.offset : column.offset + len(column), 0].astype(np.int64)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         lengths = compute.binary_length(column)
         return lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -134,22 +117,15 @@ def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, R
     """Yield ("path:number", row) of a packed batch, numbered from ``chunk.first``."""
     from pyarrow import ipc
 
-    table = ipc.open_stream(chunk.payload).read_all()
-    names = table.schema.names
-    try:
-        columns = [column.to_pylist() for column in table.columns]
-    except UnicodeDecodeError:
-        for index in range(table.num_rows):
-            place = f"{chunk.path}:{chunk.first + index}"
-            try:
-                row = {name: table.column(name)[index].as_py() for name in names}
-            except UnicodeDecodeError as error:
-                problems.add(place, "invalid UTF-8", f"byte {error.start}")
-            else:
-                yield place, row
-        return
-    for number, values in enumerate(zip(*columns, strict=True), chunk.first):
-        yield f"{chunk.path}:{number}", dict(zip(names, values, strict=True))
+    batch = ipc.open_stream(chunk.payload).read_next_batch()
+    for index in range(batch.num_rows):
+        place = f"{chunk.path}:{chunk.first + index}"
+        try:
+            row = {name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+        except UnicodeDecodeError as error:
+            problems.add(place, "invalid UTF-8", f"byte {error.start}")
+        else:
+            yield place, row
 
 
 @contextlib.contextmanager

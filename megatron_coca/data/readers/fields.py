@@ -51,9 +51,6 @@ def language_of_script(text: str) -> str | None:
 
 # Filters --------------------------------------------------------------------------------------------------------------
 
-PERMISSIVE = frozenset(_CODE["permissive"].split())
-"""Licences that ``permissive`` in ``Filters.licences`` stands for: SPDX names in lower case, no copyleft."""
-
 # Codex left out files with lines of over 100 characters on average or over 1,000 at most (Chen et al. 2021, "Evaluating
 # Large Language Models Trained on Code", section 3.1); CodeParrot and The Stack's filters took both numbers over.
 MEAN_LINE, LONGEST_LINE = 100, 1000
@@ -70,13 +67,11 @@ class Facts:
 
     Attributes:
         stars: of the repository.
-        licences: SPDX names or expressions, all of which apply.
         language: as named by GitHub's Linguist.
         path: of the file in its repository.
     """
 
     stars: int | None = None
-    licences: tuple[str, ...] | None = None
     language: str | None = None
     path: str | None = None
 
@@ -88,13 +83,6 @@ def admit_facts(facts: Facts, filters: Filters) -> str | None:
             return "no stars given"
         if facts.stars < filters.min_stars:
             return f"stars below {filters.min_stars}"
-    if filters.licences:
-        if not facts.licences:
-            return "no licence given"
-        chosen = frozenset(name.lower() for name in filters.licences)
-        chosen |= PERMISSIVE if "permissive" in chosen else frozenset()
-        if not all(_is_chosen(licence, chosen) for licence in facts.licences):
-            return "licence not chosen"
     if filters.languages:
         language = _language(facts)
         if language is None:
@@ -114,15 +102,12 @@ def admit_facts(facts: Facts, filters: Filters) -> str | None:
 def admit(text: str, facts: Facts, filters: Filters) -> str | None:
     """Reason to leave out a record; None to keep it. A record that lacks the metadata for a filter is left out.
 
-    Licences: every one must be chosen, by its SPDX name or as one of ``permissive``. Minified: files of prose
-    (Markdown, ...) may have lines of any length.
+    Minified: files of prose (Markdown, ...) may have lines of any length.
     """
     if reason := admit_facts(facts, filters):
         return reason
-    if filters.min_bytes or filters.max_bytes is not None:
-        size = len(text) if text.isascii() else len(text.encode())
-        if reason := size_reason(size, filters):
-            return reason
+    if filters.max_bytes is not None and (reason := size_reason(len(text.encode()), filters)):
+        return reason
     if not filters.generated and is_generated(text):
         return "generated"
     if not filters.minified and _language(facts) not in PROSE and is_minified(text):
@@ -132,8 +117,6 @@ def admit(text: str, facts: Facts, filters: Filters) -> str | None:
 
 def size_reason(size: int, filters: Filters) -> str | None:
     """Reason to leave out a record of ``size`` bytes; None to keep it."""
-    if size < filters.min_bytes:
-        return f"smaller than {filters.min_bytes} bytes"
     too_large = filters.max_bytes is not None and size > filters.max_bytes
     return f"larger than {filters.max_bytes} bytes" if too_large else None
 
@@ -164,15 +147,6 @@ def _language(facts: Facts) -> str | None:
     return facts.language or (language_of_path(facts.path) if facts.path else None)
 
 
-def _is_chosen(expression: str, chosen: frozenset[str]) -> bool:
-    """A plain choice ("MIT OR GPL-2.0") needs one of its names; any other SPDX expression needs all."""
-    words = expression.lower().replace("(", " ").replace(")", " ").split()
-    names = [word for word, before in zip(words, ["", *words], strict=False) if before != "with"]
-    names = [name for name in names if name not in ("and", "or", "with")]
-    enough = any if "or" in words and "and" not in words else all
-    return bool(names) and enough(name in chosen for name in names)
-
-
 # Records --------------------------------------------------------------------------------------------------------------
 
 DEFAULTS: dict[str, tuple[str, ...]] = {
@@ -180,7 +154,6 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "key": ("key",),
     "set": ("meta.pile_set_name",),
     "stars": ("stars", "max_stars_count", "stargazers_count"),
-    "licence": ("licence", "license", "licenses", "max_stars_repo_licenses"),
     "language": ("language", "lang"),
     "path": ("path", "max_stars_repo_path"),
     "repository": ("repository", "repo_name", "max_stars_repo_name"),
@@ -229,7 +202,7 @@ class Fields:
         if self._sets or self._divide:
             needed.append("set")
         if self._filters:
-            needed += ["stars", "licence", "language", "path"]
+            needed += ["stars", "language", "path"]
         roots = {field: {root for path in self._paths[field] for root in _roots(path)} for field in needed}
         if not roots[self._content] & set(names):
             column = self._paths[self._content][0]
@@ -290,17 +263,13 @@ class Fields:
         return ""
 
     def _facts(self, row: Row) -> Facts:
-        stars, licences = self._look_up(row, "stars"), self._look_up(row, "licence")
-        language, path = self._look_up(row, "language"), self._look_up(row, "path")
+        stars, language, path = (self._look_up(row, name) for name in ("stars", "language", "path"))
         try:
             stars = int(stars)
         except (TypeError, ValueError, OverflowError):  # also NaN and infinity
             stars = None
-        if isinstance(licences, str):
-            licences = (licences,)
         return Facts(
             stars=stars,
-            licences=tuple(map(str, licences)) if isinstance(licences, Sequence) else None,
             language=language if isinstance(language, str) else None,
             path=path if isinstance(path, str) else None,
         )

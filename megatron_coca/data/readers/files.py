@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import TABLE_FORMATS, packed, table_rows
-from megatron_coca.data.readers.compression import COMPRESSIONS, WINDOW, decompressed, members
+from megatron_coca.data.readers.compression import COMPRESSIONS, decompressed, members
 from megatron_coca.data.readers.fields import Fields
 from megatron_coca.data.readers.folders import (
     ARCHIVE,
@@ -23,13 +23,12 @@ from megatron_coca.data.readers.folders import (
     unread_files,
     unread_reason,
 )
-from megatron_coca.data.readers.remote import local_input, open_input, remote_unit
+from megatron_coca.data.readers.remote import local_input, remote_unit
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.remote_files import is_url
 
 _UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason
-_NAMED_FILES = 20  # damaged files of an archive in a message
 
 
 class TypedChunk(NamedTuple):
@@ -66,10 +65,7 @@ class FileReader(Reader):
         return [file_unit(file) for file in files]
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a file, in the order of its records. ``DataError`` where it is damaged, after everything before it.
-
-        After a damaged file in a sound archive the other files are still read; the error at the end names it.
-        """
+        """Cut a file, in the order of its records. ``DataError`` where it is damaged."""
         kind, path, sent = kind_of(unit.path), unit.path, 0
         if kind is None:
             raise DataError(f"{path}: {unknown_type(Path(path).name)}")
@@ -85,13 +81,11 @@ class FileReader(Reader):
             if form == _UNREAD:
                 problems.leave_out(records.payload)
             elif form == _TOO_LONG:
-                problems.add(place_of(records), "record too long", records.payload)
+                place = f"{records.path}:{records.first}" if records.first else records.path
+                problems.add(place, "record too long", records.payload)
             else:
                 rows = table_rows if form in TABLE_FORMATS else self._formats[form].rows
-                try:
-                    yield from self.fields.documents(rows(records, problems), problems)
-                except MemoryError as error:
-                    raise OutOfMemory(place_of(records)) from error
+                yield from self.fields.documents(rows(records, problems), problems)
 
     def unread(self) -> Counter[str]:
         """Count the skipped files in the folders of the source by reason; lists the folders again."""
@@ -100,7 +94,7 @@ class FileReader(Reader):
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
         """Records of a file, of which the first is ``number`` (0: the file is one record), or one that is too long."""
         if isinstance(records, TooLong):
-            hint = "write one JSON object per line, read text by line or paragraph, or raise it"
+            hint = "write one JSON object per line, read text by line, or raise it"
             records = f"{records.length:,} bytes, more than max_record_mib: {self.spec.max_record_mib}; {hint}"
             form = _TOO_LONG
         return TypedChunk(form, Chunk(path, number, records, 0))
@@ -109,84 +103,55 @@ class FileReader(Reader):
         """(payload, bytes of the file read so far)."""
         number, size = 1, file_unit(path).size
         choose = partial(self.fields.columns, place=path)
-        try:
-            with local_input(path) as file:
-                for batch, position in TABLE_FORMATS[form](file, choose, self._block):
-                    for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
-                        yield (self.typed_chunk(form, path, number, data),), min(position, size)
-                        number += rows
-        except MemoryError as error:
-            raise OutOfMemory(f"{path}:{number}") from error
+        with local_input(path) as file:
+            for batch, position in TABLE_FORMATS[form](file, choose, self._block):
+                for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
+                    yield (self.typed_chunk(form, path, number, data),), min(position, size)
+                    number += rows
         yield (), size
 
     def _payloads(self, path: str, kind: FileKind) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """(payload, bytes of the file read so far), each of at least a block, the last one any."""
-        with open_input(path) as raw:
+        with local_input(path) as file, _opened(file) as raw:
             payload, size = list[TypedChunk](), 0
-            try:
-                for typed in self._typed_chunks(path, kind, raw_blocks(path, raw, self._block)):
-                    payload.append(typed)
-                    size += len(typed.chunk.payload) + len(typed.chunk.path)
-                    if size >= self._block:
-                        yield tuple(payload), raw.tell()
-                        payload, size = [], 0
-            except DataError:
-                if payload:
+            for typed in self._typed_chunks(path, kind, raw_blocks(path, raw, self._block)):
+                payload.append(typed)
+                size += len(typed.chunk.payload) + len(typed.chunk.path)
+                if size >= self._block:
                     yield tuple(payload), raw.tell()
-                raise
+                    payload, size = [], 0
             yield tuple(payload), raw.tell()
 
     def _typed_chunks(self, place: str, kind: FileKind, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
         """Cut a file, or a file in an archive, or the files in it. ``DataError`` where it is damaged."""
         if kind.compression:
-            window = max(WINDOW, self.spec.max_record)
-            blocks = decompressed(place, blocks, COMPRESSIONS[kind.compression], self._block, window)
+            blocks = decompressed(place, blocks, COMPRESSIONS[kind.compression], self._block)
         return self._archived(place, blocks) if kind.form == ARCHIVE else self._records(place, kind.form, blocks)
 
     def _archived(self, place: str, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
-        damaged = ReadingProblems()
-
-        def summary() -> str:
-            more = ", ..." if damaged.total > _NAMED_FILES else ""
-            names = ", ".join(damaged.named[:_NAMED_FILES])
-            return f"damaged files in it: {damaged.total}, each read up to the damage: {names}{more}."
-
-        try:
-            for name, content in members(place, blocks):
-                path, kind, reason = f"{place}!{name}", kind_of(name), unread_reason(name)
-                if reason is None and kind is not None and kind.form in TABLE_FORMATS:
-                    reason = f"not readable in an archive ({kind.form})"
-                if kind is None or reason or content is None:
-                    yield self.typed_chunk(_UNREAD, path, 0, reason or "not a regular file")
-                    continue
-                try:
-                    yield from self._typed_chunks(path, kind, content)
-                except DataError as error:
-                    if content.lost or isinstance(error, OutOfMemory):
-                        raise
-                    damaged.add(path, "damaged", str(error).removeprefix(f"{path}: "))
-        except DataError as error:
-            if damaged.total:
-                raise DataError(f"{error} Before that, {summary()}") from error
-            raise
-        if damaged.total:
-            raise DataError(f"{place}: {summary()} Replace the archive.")
+        for name, content in members(place, blocks):
+            path, kind, reason = f"{place}!{name}", kind_of(name), unread_reason(name)
+            if reason is None and kind is not None and kind.form in TABLE_FORMATS:
+                reason = f"not readable in an archive ({kind.form})"
+            if kind is None or reason or content is None:
+                yield self.typed_chunk(_UNREAD, path, 0, reason or "not a regular file")
+            else:
+                yield from self._typed_chunks(path, kind, content)
 
     def _records(self, place: str, form: str, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
-        cut = self._formats[form].cut
-        number = 1 if cut.ends else 0
-        try:
-            for records in pieces(place, blocks, cut, self._block, self.spec.max_record):
-                yield self.typed_chunk(form, place, number, records)
-                counted = records.counted if isinstance(records, TooLong) else records.count(cut.counted)
-                number += counted if cut.ends else 0
-        except MemoryError as error:
-            raise OutOfMemory(f"{place}:{number}" if number else place) from error
+        lines = self._formats[form].lines
+        number = int(lines)
+        for records in pieces(blocks, lines, self._block, self.spec.max_record):
+            yield self.typed_chunk(form, place, number, records)
+            if lines:
+                number += 1 if isinstance(records, TooLong) else records.count(b"\n")
 
 
-def place_of(chunk: Chunk) -> str:
-    """Start of a chunk in messages: "path:number", or the path alone."""
-    return f"{chunk.path}:{chunk.first}" if chunk.first else chunk.path
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
 
 
 def file_unit(file: Path | str) -> ReadUnit:
@@ -206,7 +171,7 @@ def read_documents(path: Path | str, problems: ReadingProblems | None = None) ->
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
     ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,
-    unreadable, damaged or unknown file, after the documents before the damage.
+    unreadable, damaged or unknown file.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # One document may be a whole book collection: what is evaluated on is chosen, not collected.

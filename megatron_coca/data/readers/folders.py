@@ -13,7 +13,7 @@ from typing import NoReturn
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import TABLE_FORMATS
 from megatron_coca.data.readers.compression import COMPRESSIONS
-from megatron_coca.data.readers.remote import opened, remote_names
+from megatron_coca.data.readers.remote import DataFiles, opened
 from megatron_coca.data.readers.source import printable
 from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
 from megatron_coca.regular_files import read_regular
@@ -34,8 +34,7 @@ _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".
 _DESCRIPTION = re.compile(
     r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
-_SHOWN_ENDING = re.compile(r"(\.[a-z]\w{0,7})?\.[a-z]\w{0,7}$")
-_NAMED = 20  # of the files whose names are not UTF-8
+_MISNAMED = "name that is not UTF-8"
 _STATE = "state.json"
 _SAVED = {_STATE, "dataset_info.json"}
 _SPLITS = "dataset_dict.json"
@@ -97,18 +96,15 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _ending(name: str) -> str:
     """The suffix for messages and counts; not one that is a number or a sentence, of which there may be many."""
-    lower = PurePath(name).name.lower()
-    suffix = PurePath(lower).suffix
-    shown = _SHOWN_ENDING.search(lower)
-    if shown is None:
-        return "another ending" if suffix else "no ending"
-    return shown.group() if suffix in COMPRESSIONS else suffix
+    base, compression = _split_name(name)
+    suffix = PurePath(base).suffix
+    return (suffix if suffix[1:2].isalpha() and len(suffix) <= 9 else "") + compression or "no known ending"
 
 
 def corpus_files(paths: Sequence[Path | str]) -> list[Path | str]:
     """Resolve paths and URLs to files and objects: a folder to its readable files in sorted order.
 
-    Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` resolves to the
+    Hidden files and folders and links to folders are skipped. A folder saved by ``datasets`` resolves to the
     files in its ``state.json``. Raises ``DataError`` for a missing path, a file of an unknown type, and a folder that
     cannot be read, holds no readable file, or was saved with several splits.
     """
@@ -147,9 +143,11 @@ def _remote_listing(url: str) -> tuple[list[str], Counter[str]]:
         if kind_of(name) is None:
             raise DataError(f"{url}: {unknown_type(name)}")
         return [url], Counter()
-    names, unread = remote_names(url)
-    reasons = {each: unread_reason(each) for each in names}
-    unread.update(reason for reason in reasons.values() if reason is not None)
+    hidden = re.compile(r"(.*/)?\.")
+    reasons = {
+        each: "hidden file" if hidden.match(each) else unread_reason(each) for each in sorted(DataFiles(url).names())
+    }
+    unread = Counter(reason for reason in reasons.values() if reason is not None)
     found = [f"{url.rstrip('/')}/{each}" for each, reason in reasons.items() if reason is None]
     if not found:
         raise DataError(f"{url}: no such object, or a folder without a readable file ({READABLE}).")
@@ -166,30 +164,24 @@ def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
         if kind_of(path.name) is None:
             raise DataError(f"{path}: {unknown_type(path.name)}")
         return [path], Counter()
-    files, misnamed, unread, visited = list[Path](), list[str](), Counter[str](), {os.path.realpath(path)}
-    for folder, folders, names in os.walk(path, followlinks=True, onerror=_unreadable):
-        unread["hidden folder"] += sum(name.startswith(".") for name in folders)
-        # A link may lead to a folder above it, or to one that is read anyway; real folders come first.
-        entered: dict[str, str] = {}
-        for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(folder, name)), name)):
-            real = os.path.realpath(os.path.join(folder, name))
-            if printable(name) != name:
-                misnamed.append(printable(os.path.join(folder, name, "")))
-            elif not name.startswith(".") and real not in visited:
-                entered.setdefault(real, name)
-        visited |= entered.keys()
-        folders[:] = entered.values()
+    files, unread = list[Path](), Counter[str]()
+    for folder, folders, names in os.walk(path, onerror=_unreadable):
+        entered = []
+        for name in folders:
+            if name.startswith("."):
+                unread["hidden folder"] += 1
+            elif os.path.islink(os.path.join(folder, name)):
+                unread["link to a folder"] += 1
+            elif printable(name) != name:
+                unread[_MISNAMED] += 1
+            else:
+                entered.append(name)
+        folders[:] = entered
         for name, reason in _reasons(Path(folder), names).items():
-            if printable(name) != name:
-                misnamed.append(printable(os.path.join(folder, name)))
-            elif reason is None:
+            if reason is None:
                 files.append(Path(folder) / name)
             else:
                 unread[reason] += 1
-    if misnamed:
-        named = ", ".join(sorted(misnamed)[:_NAMED]) + ", ..." * (len(misnamed) > _NAMED)
-        unread[f"name that is not UTF-8 ({named})"] = len(misnamed)
-    unread = +unread
     if not files:
         most = sorted(unread.items(), key=lambda counted: (-counted[1], counted[0]))[:3]
         skipped = "".join(f"; {count} {reason}" for reason, count in most)
@@ -218,6 +210,8 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
 
 def _irregular(path: str) -> str | None:
     """Reason to skip what is not a regular file; None also if only opening it can tell."""
+    if printable(path) != path:
+        return _MISNAMED
     try:
         return None if stat.S_ISREG(os.stat(path).st_mode) else "not a regular file"
     except OSError:

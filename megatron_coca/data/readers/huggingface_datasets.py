@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.columnar_files import packed
-from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.files import FileReader, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
@@ -20,7 +19,6 @@ OPTIONS = ("name", "split", "revision")
 DEFAULT_SPLIT = "train"
 _ROWS = 100  # read at once: a few hundred KB of articles, tens of MB of books
 _FORM = ".arrow"
-_FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar", ".html", ".py"))
 
 
 class HuggingFaceReader(Reader):
@@ -55,9 +53,7 @@ class HuggingFaceReader(Reader):
                 stamps = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
                 units.append(ReadUnit(name, 0, hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]))
             else:
-                # A name on the Hub may contain dots, but does not end in the suffix of a data file.
-                is_file_name = kind_of(name) is not None or path.suffix.lower() in _FILE_SUFFIXES
-                if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file_name:
+                if name.startswith((".", "/", "~")) or name.count("/") > 1 or kind_of(name) is not None:
                     raise DataError(
                         f"{name}: no such file or folder. Check the path, or name a data set as owner/name."
                     )

@@ -2,18 +2,13 @@
 
 import contextlib
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from pathlib import Path
 
 from megatron_coca.data.errors import DataError, StoreUnavailable
 from megatron_coca.data.readers.source import ReadUnit
 from megatron_coca.remote_files import RemoteFiles, is_url
 
-STREAM_BYTES = 8 << 20
-"""Bytes of one request; a stream has two of these in memory."""
 TIMEOUT = 300.0
 """Seconds for which a failed request is repeated: a preparation takes hours, a store comes back."""
 
@@ -57,70 +52,9 @@ def remote_unit(url: str) -> ReadUnit:
     return ReadUnit(url, facts[0], f"{facts[0]}-{facts[1]}")
 
 
-def remote_names(url: str) -> tuple[list[str], Counter[str]]:
-    """Names below a URL without hidden files and folders, sorted, and counts of those."""
-    names = DataFiles(url).names()
-    shown = sorted(name for name in names if not any(part.startswith(".") for part in PurePosixPath(name).parts))
-    return shown, +Counter({"hidden file": len(names) - len(shown)})
-
-
-class RemoteStream:
-    """Reads an object from its beginning to its end, one request ahead. A context manager.
-
-    Raises ``DataError`` at the end if the object was replaced in the meantime.
-    """
-
-    def __init__(self, unit: ReadUnit) -> None:
-        self._unit, (self._files, self._name) = unit, opened(unit.path)
-        self._threads = ThreadPoolExecutor(1)
-        self._block, self._used, self._position, self._requested = b"", 0, 0, 0
-        self._ahead: Future[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        self._request()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.hurry.set()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int) -> bytes:
-        """At most ``size`` bytes; empty at the end."""
-        if self._used == len(self._block):
-            if self._ahead is None:
-                return b""
-            self._block, self._used = self._ahead.result(), 0
-            self._request()
-        taken = self._block[self._used : self._used + size]
-        self._used += len(taken)
-        self._position += len(taken)
-        return taken
-
-    def _request(self) -> None:
-        begin, end = self._requested, min(self._requested + STREAM_BYTES, self._unit.size)
-        self._requested, self._ahead = end, None
-        if begin < end:
-            self._ahead = self._threads.submit(self._files.read, self._name, begin, end)
-        elif remote_unit(self._unit.path) != self._unit:
-            raise DataError(f"{self._unit.path}: was replaced while it was read. Run the same command again.")
-
-
-def open_input(path: str) -> Any:
-    """A context manager of a file to read forwards, with ``read`` and ``tell``. ``DataError`` where it is missing."""
-    if is_url(path):
-        return RemoteStream(remote_unit(path))
-    try:
-        return Path(path).open("rb", buffering=0)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
-
-
 @contextlib.contextmanager
 def local_input(path: str) -> Iterator[Path]:
-    """A file that can be read in any order: an object is downloaded to a temporary folder."""
+    """The file to read: an object is downloaded to a temporary folder. ``DataError`` where it cannot be."""
     if not is_url(path):
         yield Path(path)
         return

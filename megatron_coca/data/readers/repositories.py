@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.fields import (
     LANGUAGES,
     Facts,
@@ -54,21 +54,19 @@ class RepositoryFiles:
         repository: "name" or "owner/name".
         names: file paths relative to the repository.
         left_out: counts of skipped entries by reason.
-        unreadable: (folder, error) of folders that could not be listed.
     """
 
     repository: str
     names: tuple[str, ...]
     left_out: Mapping[str, int]
-    unreadable: tuple[tuple[str, str], ...]
 
 
 class RepositoryReader(Reader):
     """Reads folders of repositories.
 
-    The key of a document is its repository, so that no repository is on both sides of a split. Stars and licences come
-    from ``spec.metadata``, looked up by the repository's name, case-insensitively. Raises ``DataError`` if a filter
-    needs stars or licences and there is no metadata, a language of the filters is unknown, or ``spec`` has keys that
+    The key of a document is its repository, so that no repository is on both sides of a split. Stars come from
+    ``spec.metadata``, looked up by the repository's name, case-insensitively. Raises ``DataError`` if a filter needs
+    stars and there is no metadata, a language of the filters is unknown, or ``spec`` has keys that
     this reader does not use.
     """
 
@@ -80,10 +78,8 @@ class RepositoryReader(Reader):
                 near = difflib.get_close_matches(name, LANGUAGES, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(LANGUAGES))}."
                 raise DataError(f"{spec.name}: filters.languages: unknown language {name!r}; {hint}")
-        if (spec.filters.min_stars or spec.filters.licences) and spec.metadata is None:
-            raise DataError(
-                f"{spec.name}: filters by stars or licences need metadata: a JSONL file with the repositories."
-            )
+        if spec.filters.min_stars and spec.metadata is None:
+            raise DataError(f"{spec.name}: the filter min_stars needs metadata: a JSONL file with the repositories.")
         if spec.metadata is not None and not Path(spec.metadata).is_file():
             raise DataError(f"{spec.metadata}: no such file. Correct the metadata of {spec.name}.")
         self._spec = spec
@@ -107,38 +103,28 @@ class RepositoryReader(Reader):
         for root in map(str, self._spec.paths):
             if not os.path.isdir(root):
                 raise DataError(f"{root}: no such folder. Check the path of {self._spec.name}.")
-            try:
-                paths = list(_repositories(os.path.normpath(root)))
-            except OSError as error:
-                raise DataError(f"{root}: cannot be listed ({error.strerror}). Check its permissions.") from error
-            for path in paths:
-                is_repository = self._name(path) is not None
-                size, stamp = _fingerprint(path) if is_repository else (0, repr(sorted(_outside(path).items())))
+            for path in _repositories(os.path.normpath(root)):
+                size, stamp = _fingerprint(path)
                 units.append(ReadUnit(path, size, hashlib.sha256(f"{stamp} {metadata}".encode()).hexdigest()[:32]))
         return units
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Names of about a megabyte of files each, with the counts of skipped entries."""
         repository = self._name(unit.path)
-        if repository is None:
-            yield Chunk(unit.path, 1, RepositoryFiles("", (), _outside(unit.path), ()), 0)
-            return
-        names, left_out, unreadable = list[str](), Counter[str](), list[tuple[str, str]]()
-        size, first = 0, 1
+        names, left_out, size, first = list[str](), Counter[str](), 0, 1
 
         def chunk() -> Chunk:
-            files = RepositoryFiles(repository, tuple(names), dict(left_out), tuple(unreadable))
-            return Chunk(unit.path, first, files, size)
+            return Chunk(unit.path, first, RepositoryFiles(repository, tuple(names), dict(left_out)), size)
 
-        for path, length, _ in _source_files(unit.path, left_out, unreadable):
+        for path, length, _ in _source_files(unit.path, left_out):
             names.append(path[len(unit.path) + 1 :])
             size += length
             if size >= CHUNK_BYTES or len(names) >= CHUNK_FILES:
                 yield chunk()
                 first, size = first + len(names), 0
-                for sent in (names, left_out, unreadable):
-                    sent.clear()
-        if names or left_out or unreadable:
+                names.clear()
+                left_out.clear()
+        if names or left_out:
             yield chunk()
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
@@ -150,8 +136,6 @@ class RepositoryReader(Reader):
         files: RepositoryFiles = chunk.payload
         for reason, count in files.left_out.items():
             problems.leave_out(reason, count)
-        for folder, error in files.unreadable:
-            problems.add(folder, "unreadable", error)
         known = self._metadata.get(files.repository.lower(), Facts())
         for name in files.names:
             path = os.path.join(chunk.path, name)
@@ -165,12 +149,10 @@ class RepositoryReader(Reader):
             else:
                 yield Document(text, files.repository)
 
-    def _name(self, path: str) -> str | None:
-        """Name of the repository at ``path``; None for a folder of repositories."""
+    def _name(self, path: str) -> str:
+        """Name of the repository at ``path``."""
         if path in self._roots:
-            if any(entry.name in _VERSION_CONTROL for entry in _entries(path)):
-                return printable(os.path.basename(os.path.abspath(path)))
-            return None
+            return printable(os.path.basename(os.path.abspath(path)))
         owner = os.path.dirname(path)
         for root in (owner, os.path.dirname(owner)):
             if root in self._roots:
@@ -190,7 +172,7 @@ class RepositoryReader(Reader):
 
 
 def _load_metadata(path: Path) -> dict[str, Facts]:
-    """Stars and licences by repository in lower case."""
+    """Stars by repository in lower case."""
     metadata = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -198,33 +180,25 @@ def _load_metadata(path: Path) -> dict[str, Facts]:
                 record = json.loads(line) if line.strip() else None
                 if record is None:
                     continue
-                stars, licences = record.get("stars"), record.get("licence", record.get("license"))
-                if licences is not None:
-                    licences = (licences,) if isinstance(licences, str) else tuple(map(str, licences))
-                metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars), licences)
+                stars = record.get("stars")
+                metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(
-                    f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3, "licence": "MIT"}} ({error!r}).'
+                    f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3}} ({error!r}).'
                 ) from error
     return metadata
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-
-
-def _outside(root: str) -> Mapping[str, int]:
-    """Counts of the entries in a folder of repositories that belong to none, by reason."""
-    links = [entry.is_symlink() for entry in _entries(root) if not entry.is_dir(follow_symlinks=False)]
-    return {"symbolic link": sum(links), "outside of a repository": len(links) - sum(links)}
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror}). Check its permissions.") from error
 
 
 def _repositories(root: str) -> Iterator[str]:
-    """Sorted repositories in ``root``; first ``root`` itself if it is one, or holds entries that belong to none.
-
-    Raises ``DataError`` if it has no folder, ``OSError`` if it cannot be listed.
-    """
+    """Sorted repositories in ``root``, or ``root`` itself if it is one. ``DataError`` if it has no folder."""
     entries = _entries(root)
     if any(entry.name in _VERSION_CONTROL for entry in entries):
         yield root
@@ -232,33 +206,18 @@ def _repositories(root: str) -> Iterator[str]:
     folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     if not folders:
         raise DataError(f"{root}: holds no repository. Name the folder that contains them; links are not followed.")
-    if len(folders) < len(entries):
-        yield root
     for folder in folders:
-        try:
-            inner = _entries(folder)
-        except OSError:
-            inner = []  # reported when the repository is read
+        inner = _entries(folder)
         is_owner = all(e.name not in _VERSION_CONTROL and e.is_dir(follow_symlinks=False) for e in inner)
         yield from [entry.path for entry in inner] if inner and is_owner else [folder]
 
 
-def _source_files(
-    repository: str, left_out: Counter[str], unreadable: list[tuple[str, str]]
-) -> Iterator[tuple[str, int, int]]:
+def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str, int, int]]:
     """(path, bytes, modification time in ns) of each file of a known or possible type, in sorted order.
 
-    Adds to ``left_out`` counts by reason, and to ``unreadable`` (folder, error).
+    Adds to ``left_out`` counts by reason.
     """
-
-    def listed(folder: str) -> list[os.DirEntry[str]]:
-        try:
-            return _entries(folder)[::-1]
-        except OSError as error:
-            unreadable.append((folder, error.strerror or str(error)))
-            return []
-
-    stack = listed(repository)  # no recursion: folders may be nested deeper than Python's limit
+    stack = _entries(repository)[::-1]  # no recursion: folders may be nested deeper than Python's limit
     while stack:
         entry = stack.pop()
         if entry.is_symlink():
@@ -267,7 +226,7 @@ def _source_files(
             if entry.name in _VERSION_CONTROL:
                 left_out["version control"] += 1
             else:
-                stack += listed(entry.path)
+                stack += _entries(entry.path)[::-1]
         elif not entry.is_file(follow_symlinks=False):
             left_out["not a regular file"] += 1
         elif language_of_path(entry.name) is None and "." in entry.name[1:]:
@@ -283,11 +242,10 @@ def _source_files(
 
 def _fingerprint(repository: str) -> tuple[int, str]:
     """(bytes, stamp) of the source files; the stamp changes with any of them."""
-    unreadable, total, digest = list[tuple[str, str]](), 0, hashlib.blake2b(digest_size=16)
-    for path, size, changed in _source_files(repository, Counter(), unreadable):
+    total, digest = 0, hashlib.blake2b(digest_size=16)
+    for path, size, changed in _source_files(repository, Counter()):
         total += size
         digest.update(os.fsencode(f"{path}\0{size} {changed}\0"))
-    digest.update(repr(unreadable).encode("utf-8", "backslashreplace"))
     return total, digest.hexdigest()
 
 
@@ -307,8 +265,6 @@ def _read(path: str, facts: Facts, spec: SourceSpec) -> str:
             raw = head + stream.read(spec.max_record + 1 - len(head))
     except OSError as error:
         raise RejectedRecord("unreadable", error.strerror or str(error)) from error
-    except MemoryError as error:
-        raise OutOfMemory(printable(path)) from error
     if len(raw) > spec.max_record:
         raise RejectedRecord("record too long", f"more than max_record_mib: {spec.max_record_mib}")
     if b"\0" in raw:

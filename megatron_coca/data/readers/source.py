@@ -85,9 +85,9 @@ class ReadingProblems:
         return {"problems": dict(self.counts), "named": list(self.named), "left_out": dict(self.filtered)}
 
     @classmethod
-    def restored(cls, facts: Mapping[str, Any], strict: bool) -> Self:
+    def restored(cls, facts: Mapping[str, Any]) -> Self:
         """Recreate from ``facts``."""
-        return cls(strict, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
+        return cls(False, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
 
     @property
     def total(self) -> int:
@@ -117,18 +117,15 @@ class Filters:
 
     Attributes:
         min_stars: minimum stars of the repository.
-        licences: keep only these (SPDX names, case-insensitive); empty keeps all.
         languages: keep only these, case-insensitive; empty keeps all.
-        min_bytes, max_bytes: of the UTF-8 text, both inclusive.
+        max_bytes: of the UTF-8 text, inclusive.
         generated, minified: True keeps generated and minified files.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     min_stars: Annotated[int, Field(ge=0)] = 0
-    licences: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
-    min_bytes: Annotated[int, Field(ge=0)] = 0
     max_bytes: Annotated[int, Field(gt=0)] | None = None
     generated: bool = True
     minified: bool = True
@@ -142,13 +139,13 @@ class SourceSpec:
         name: name of its shards.
         paths: files or folders; for ``huggingface`` also names on the Hub.
         reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` tells formats by file names.
-        fields: paths in a record of ``text``, ``key``, ``set``, ``stars``, ``licence``, ``language``, ``path``,
+        fields: paths in a record of ``text``, ``key``, ``set``, ``stars``, ``language``, ``path``,
             ``repository``, ``messages``, ``tools``; dots reach into nested records. The others keep their defaults.
-        documents: unit of a document in a text file: the file, a line, or a paragraph between blank lines.
+        documents: unit of a document in a text file: the file or a line.
         sets: keep only the records of these sets; empty keeps all.
         divide: write each set to its own shards (``Document.part``).
         filters: of records.
-        metadata: JSONL file with one object per repository (``repository``, ``stars``, ``licence``), for
+        metadata: JSONL file with one object per repository (``repository``, ``stars``), for
             ``repositories``.
         options: further arguments of ``huggingface``: name, split, revision.
         max_record_mib: longer records (line, page, row, source file, text file that is one document) are skipped and
@@ -161,7 +158,7 @@ class SourceSpec:
     paths: Sequence[Path | str]
     reader: str = "files"
     fields: Mapping[str, str] = field(default_factory=dict)
-    documents: Literal["file", "line", "paragraph"] = "file"
+    documents: Literal["file", "line"] = "file"
     sets: Sequence[str] = ()
     divide: bool = False
     filters: Filters = Filters()
@@ -243,7 +240,7 @@ class Reader(ABC):
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut a unit, deterministically; memory holds one chunk, or one record if larger.
 
-        Raises ``DataError`` where the unit is damaged, after everything before that was yielded.
+        Raises ``DataError`` where the unit is damaged.
         """
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """SentencePiece tokenizers: those trained here, LLaMA's and others."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,26 +17,17 @@ class ModelSettings:
     Attributes:
         is_bpe: not a unigram, word or character model.
         dummy_prefix: a space is put in front of every text, as LLaMA's models do.
-        plain_spaces: no other normalization: characters are kept, and every space becomes the prefix of what follows.
     """
 
     is_bpe: bool
     dummy_prefix: bool
-    plain_spaces: bool
 
     @classmethod
     def read(cls, model: bytes) -> Self:
         """Parse the bytes of a valid SentencePiece model."""
         proto = _proto(model)
         trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-        return cls(
-            is_bpe=trainer.model_type == trainer.BPE,
-            dummy_prefix=normalizer.add_dummy_prefix,
-            plain_spaces=not normalizer.precompiled_charsmap
-            and not normalizer.remove_extra_whitespaces
-            and normalizer.escape_whitespaces
-            and not trainer.treat_whitespace_as_suffix,
-        )
+        return cls(is_bpe=trainer.model_type == trainer.BPE, dummy_prefix=normalizer.add_dummy_prefix)
 
 
 def without_dummy_prefix(model: bytes) -> bytes:
@@ -51,9 +41,6 @@ def _proto(model: bytes) -> Any:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when it runs
 
     return ModelProto.FromString(model)
-
-
-_PIECE = 2000  # characters; the library's time per character doubles by a million, and shorter calls cost more
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -75,14 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
         size = self._model.get_piece_size()
         marks = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
         self._space_mark_ids = marks if all(map(self._model.is_byte, marks)) else None
-        self._divisible = settings.is_bpe and settings.plain_spaces and self._spaces_separate(size)
         return size
-
-    def _spaces_separate(self, size: int) -> bool:
-        """True if no merge joins a space with what precedes it, so that both sides encode independently."""
-        over_space = re.compile(f"[^{self._SPACE_MARK}]{self._SPACE_MARK}")
-        known = self._lookup(self._SPACE_MARK) is not None  # else it joins the unknown characters before it
-        return known and not any(over_space.search(self._model.id_to_piece(i)) for i in range(size))
 
     def _lookup(self, symbol: str) -> int | None:
         token = self._model.piece_to_id(symbol)
@@ -96,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         separated = self._eod_text is not None and self._eod_text in text
         if not separated and (self._space_mark_ids is None or self._SPACE_MARK not in text):
-            return self._encode_run(text, self._model)
+            return self._model.encode(text)
         ids: list[int] = []
         model = self._model
         for part in self._around_separator(text) if separated else (text,):
@@ -105,35 +85,9 @@ class SentencePieceTokenizer(Tokenizer):
                     ids += self._space_mark_ids or ()
                     model = self._inner
                 if run:
-                    ids += self._encode_run(run, model)
+                    ids += model.encode(run)
                     model = self._inner
         return ids
-
-    @cached_property
-    def _controls(self) -> dict[str, int]:
-        """Control symbols by name, which only a rendered chat may name."""
-        size = self._model.get_piece_size()
-        return {self._model.id_to_piece(i): i for i in range(size) if self._model.is_control(i)}
-
-    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As of the base class; only the beginning of the text gets a dummy prefix, unless it is a symbol."""
-        marks = self._space_mark_ids or ()
-        special = [*self._controls, *([self._SPACE_MARK] if marks else ())]
-        ids: list[int] = []
-        spans: list[tuple[int, int]] = []
-        place = 0
-        for part in re.split(f"({'|'.join(map(re.escape, special))})", text):
-            end = place + len(part)
-            if part in special:
-                new = [self._controls[part]] if part in self._controls else [*marks]
-                ids, spans = ids + new, spans + [(place, end)] * len(new)
-            elif part:
-                found = (self._inner if place else self._model).encode(part, out_type="offset_mapping")
-                ids += found["ids"]
-                # All but the last of the bytes of a character are said to be empty.
-                spans += [(place + first, place + max(last, first + 1)) for first, last in found["offsets"]]
-            place = end
-        return ids, spans
 
     def _around_separator(self, text: str) -> Iterator[str]:
         """Split the text after the first two characters of each occurrence of the separator."""
@@ -143,30 +97,8 @@ class SentencePieceTokenizer(Tokenizer):
         for number, part in enumerate(parts):
             yield (tail if number else "") + part + (head if number < len(parts) - 1 else "")
 
-    def _encode_run(self, text: str, model: sentencepiece.SentencePieceProcessor) -> list[int]:
-        if len(text) <= _PIECE or not self._divisible:
-            return model.encode(text)
-        ids: list[int] = []
-        for piece in _split_at_spaces(text, " " + self._SPACE_MARK):
-            ids += model.encode(piece)
-            model = self._inner
-        return ids
-
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 
     def piece(self, token: int) -> str:
         return self._model.id_to_piece(token)
-
-
-def _split_at_spaces(text: str, spaces: str) -> Iterator[str]:
-    """Cut ``text`` in front of runs of spaces, into pieces of at least ``_PIECE`` characters."""
-    begin = 0
-    while (end := text.find(" ", begin + _PIECE)) >= 0:
-        while end >= 0 and text[end - 1] in spaces:
-            end = text.find(" ", end + 1)
-        if end < 0:
-            break
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]
