@@ -317,7 +317,7 @@ class PositionEncoding(ShardedModule):
         factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
         head_factor = None
         if factor is not None and method.factor_bias:
-            factor, head_factor = None, column(factor, dtype)
+            head_factor, factor = column(factor, dtype), None
         bias: DistanceBias | None = None
         if self.bias is not None:
             bias = self.bias.distance_bias()
