@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import zstandard
 
@@ -28,12 +28,10 @@ from megatron_coca.evaluation.results import (
 )
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.markdown_tables import format_table
-from megatron_coca.model.cost import flops_per_token
 
 logger = logging.getLogger(__name__)
 
 RECORD = "cell.json"
-TAIL_BYTES = 8192
 
 
 class CellRecord(Record):
@@ -162,12 +160,6 @@ def is_trained(cell: Cell) -> bool:
         return False
 
 
-def last_report(run: Path) -> dict[str, Any] | None:
-    """Return the last report of a loss, None before the first."""
-    reports = [report for report in metrics(run, TAIL_BYTES) if "loss" in report]
-    return reports[-1] if reports else None
-
-
 def training_seconds(run: Path, until: int | None = None) -> float:
     """Return the seconds of steps, validations and saves up to step `until` that the trainer reported."""
     seconds, before = 0.0, 0
@@ -213,41 +205,16 @@ def refused_only(files: Sequence[Path]) -> bool:
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Return a table of the cells with their states, from their files alone."""
+    """Return a table of the cells with their states and sizes, and the seconds that they took so far."""
     rows = []
     for cell in cells:
-        record, state = read_cell(cell), state_of(cell)
+        record, count = read_cell(cell), cell.parameters
         seconds = (record.training_seconds, record.evaluation_seconds, record.overhead_seconds)
-        rows.append((cell.name, state.value, *(f"{value:,.0f}" for value in seconds), record.reason or ""))
-    return format_table(("cell", "state", "training s", "evaluation s", "overhead s", "reason"), rows)
-
-
-def dry_run(cells: Sequence[Cell], finished: Sequence[Cell] = ()) -> str:
-    """Return a table of the cells with their state, parameters, tokens, and hours of training and of evaluation.
-
-    Hours follow from the finished ones among `cells` and `finished`: those of the same model if there are any, else
-    all, the training scaled by FLOPs.
-    """
-    states = {cell: state_of(cell) for cell in dict.fromkeys((*cells, *finished))}
-    known = {cell: read_cell(cell) for cell, state in states.items() if state is State.DONE}
-    known = {cell: record for cell, record in known.items() if record.training_seconds > 0}
-    rows, left = [], 0.0
-    for cell in cells:
-        same = {other: record for other, record in known.items() if other.model == cell.model} or known
-        expected = (0.0, 0.0)
-        if same and states[cell] is not State.DONE:
-            work = sum(other.tokens * flops_per_token(other.config).executed for other in same)
-            share = cell.tokens * flops_per_token(cell.config).executed / work
-            rest = sum(record.evaluation_seconds + record.overhead_seconds for record in same.values()) / len(same)
-            expected = share * sum(record.training_seconds for record in same.values()) / 3600, rest / 3600
-        left += sum(expected)
-        shown = [f"{part:.2f}" if same else "unknown" for part in expected]
-        count = cell.parameters
-        rows.append((cell.name, states[cell].value, count.total, count.non_embedding, cell.tokens, *shown))
-    header = ("cell", "state", "parameters", "non-embedding", "tokens", "training h", "evaluation h")
-    amount = f"{left:.2f} hours are left, one cell at a time (from {len(known)} finished cells)"
-    total = amount if known else "unknown hours are left (no cell is finished; run one)"
-    return f"{format_table(header, rows)}\n\n{len(cells)} cells; {total}"
+        shown = [f"{value:,.0f}" for value in seconds]
+        sizes = (count.total, count.non_embedding, cell.tokens)
+        rows.append((cell.name, state_of(cell).value, *sizes, *shown, record.reason or ""))
+    sizes_head = ("parameters", "non-embedding", "tokens")
+    return format_table(("cell", "state", *sizes_head, "training s", "evaluation s", "overhead s", "reason"), rows)
 
 
 # Archive

@@ -178,36 +178,24 @@ def _merged(first: Any, second: Any) -> Any:
 def expand(
     file: AblationFile, device: str = "auto", dtype: str = "float32", recorded: Mapping[str, DataRecord] | None = None
 ) -> list[Cell]:
-    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each.
+    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each; of a faulty
+    `base` alone, on which the models depend.
 
     `recorded` has the data of finished cells by what chose them, for a report where the data are no longer there.
     """
     problems = _unknown_names(file)
-    base: Config | None = None
-    refused_base: Sequence[str] = ()
     try:
         base = load_config(*split_inputs(file.base))
     except ConfigError as error:
-        refused_base = error.problems
-        problems += [f"base: {line}" for line in error.problems]
+        raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
     known = dict(recorded or {})
     for label, entry in file.models.items():
-        config = None
         try:
-            if base is None:
-                _check_beside(file, refused_base, entry)
-            else:
-                config = configured(base, entry)
-        except ConfigError as error:
-            problems += [f"models.{label}: {line}" for line in error.problems]
-        length = next((each.model.seq_length for each in (config, base) if each is not None), 1)
-        plan = partial(_commands, label, entry, length, device, dtype)
-        digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
-        problems += refused
-        if config is None:
-            continue
-        try:
+            config = configured(base, entry)
+            plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
+            digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
+            problems += refused
             data = _data_of(config, known)
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not refused:
@@ -244,10 +232,7 @@ def _unknown_names(file: AblationFile) -> list[str]:
 
 def configured(base: Config, entry: ModelEntry) -> Config:
     """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
-    try:
-        config = _changed(base, entry.set)
-    except ConfigError as error:
-        raise ConfigError(*error.problems, *_refused_variants(base, entry)) from error
+    config = _changed(base, entry.set)
     problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
     problems += [f"{key}: is set for every cell; remove it" for key in ("seed", "save") if key in set_here]
@@ -255,14 +240,6 @@ def configured(base: Config, entry: ModelEntry) -> Config:
         problems.append("load: only initial weights may be loaded; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
-    problems += _refused_variants(config, entry)
-    if problems:
-        raise ConfigError(*problems)
-    return config
-
-
-def _refused_variants(config: Config, entry: ModelEntry) -> list[str]:
-    problems = []
     for variant, changes in entry.variants.items():
         try:
             refuse_other_model(Path("the model"), config, _changed(config, changes))
@@ -270,17 +247,9 @@ def _refused_variants(config: Config, entry: ModelEntry) -> list[str]:
             problems += [f"variants.{variant}: {line}" for line in error.problems]
         except CheckpointError as error:
             problems.append(f"variants.{variant}: {error}")
-    return problems
-
-
-def _check_beside(file: AblationFile, refused_base: Sequence[str], entry: ModelEntry) -> None:
-    """Raise ConfigError for what is wrong with a model besides the errors of `base`, without their places."""
-    known = {line.partition(": ")[2] for line in refused_base}
-    try:
-        load_config(*split_inputs([*file.base, *changes_in_tokens(entry.set, 1)]))
-    except ConfigError as error:
-        if own := [line for line in error.problems if line.partition(": ")[2] not in known]:
-            raise ConfigError(*own) from error
+    if problems:
+        raise ConfigError(*problems)
+    return config
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
@@ -295,17 +264,14 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     if unknown := [word for word in only if word not in seeds | names]:
         known = [*dict.fromkeys(cell.model for cell in cells), *sorted(seeds), *(cell.name for cell in cells)]
         raise EvaluationError(f"--only {unknown[0]}: unknown; known: {', '.join(known)}")
-    models, of_seeds = {cell.model for cell in cells} & set(only), seeds & set(only)
-    return [
-        cell
-        for cell in cells
-        if cell.name in only
-        or (
-            (models or of_seeds)
-            and (not models or cell.model in models)
-            and (not of_seeds or f"s{cell.seed}" in of_seeds)
-        )
-    ]
+    models = {cell.model for cell in cells}
+    groups = [chosen for chosen in (models & set(only), seeds & set(only)) if chosen]
+
+    def is_chosen(cell: Cell) -> bool:
+        words = {cell.model, f"s{cell.seed}"}
+        return cell.name in only or (bool(groups) and all(words & chosen for chosen in groups))
+
+    return [cell for cell in cells if is_chosen(cell)]
 
 
 def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str | None = None) -> str:
@@ -359,17 +325,14 @@ class _Parser(ArgumentParser):
 
 
 def _check_tasks(
-    file: AblationFile, entry: ModelEntry, config: Config | None, dtype: str, plan: Plan, check_data: bool
+    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, check_data: bool
 ) -> tuple[dict[Path, str], list[str]]:
     """Return the digest of every result file, in a folder `results`, and a line for each task that evaluate.py would
-    refuse. `config` is None where it could not be read.
+    refuse.
     """
-    problems, digests, length = [], {}, 1
-    changed: dict[str, dict[str, Any]] = {name: {} for name in entry.variants}
-    if config is not None:
-        trained, length = config.flat(), config.model.seq_length
-        flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
-        changed = {name: {key: now for key, now in keys.items() if now != trained[key]} for name, keys in flat.items()}
+    problems, digests, trained = [], {}, config.flat()
+    flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+    changed = {name: {key: now for key, now in keys.items() if now != trained[key]} for name, keys in flat.items()}
     for name, options in file.tasks.items():
         try:
             only, others = task_variants(options)
@@ -377,10 +340,8 @@ def _check_tasks(
             if not measured:
                 continue
             (command,) = plan({name: options}, Path("run"), RESULTS)
-            if command.checkpoint is None:
-                raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
             _check_arguments(command, check_data)
-            common = [name, dtype, option_arguments(name, others, length)]
+            common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
             for result, changes in zip(command.files, measured, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
                 digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Runs cells, several at a time, each in one child process after the other; or writes a Slurm job array for them."""
+"""Runs cells, several at a time, each in one child process after the other."""
 
 import os
 import re
@@ -9,11 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_coca import console
 from megatron_coca.ablation import cells as files
@@ -21,7 +17,7 @@ from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
@@ -29,7 +25,7 @@ from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
 TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
-POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
+POLL_SECONDS = 0.2
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Begins the line of the error in a traceback; notes and warnings may follow it."""
@@ -115,18 +111,6 @@ class Job:
                     return True
         self._write("failed" if self.problems else "done")
         return False
-
-    def doing(self) -> str:
-        """Return the present activity in one line."""
-        if self._command is not None:
-            return self.activity
-        report = files.last_report(self.cell.run)
-        if report is None:
-            return "training"
-        loss = "" if report["loss"] is None else f", loss {report['loss']:.4f}"
-        left = report.get("eta_seconds")
-        remaining = "" if left is None else f", {timedelta(seconds=round(left))} left"
-        return f"training step {int(report['step'])}/{self.cell.steps}{loss}{remaining}"
 
     @property
     def activity(self) -> str:
@@ -261,7 +245,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
                     del running[number]
                     problems += [f"{job.cell.name}: {problem}" for problem in job.problems]
                     status.ended(job)
-            status.show(list(running.values()), len(waiting))
+            status.show(list(running.values()))
             if signals.requested is not None:
                 _stop(list(running.values()), signals)
             time.sleep(POLL_SECONDS)
@@ -288,61 +272,19 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
 
 
 class StatusLines:
-    """A line when a cell changes what it does, and one for every running cell each minute."""
+    """A line when a cell changes what it does; its log in the folder of the run has the rest."""
 
     def __init__(self, total: int, done: int) -> None:
-        self._total, self._done, self._failed = total, done, 0
+        self._total, self._done = total, done
         self._shown: dict[str, str] = {}
-        self._written = time.monotonic()
 
-    def show(self, jobs: Sequence[Job], waiting: int) -> None:
-        due = time.monotonic() - self._written >= REPORT_SECONDS
-        lines = [
-            f"{job.cell.name}: {job.doing()}" for job in jobs if due or self._shown.get(job.cell.name) != job.activity
-        ]
-        if due:
-            lines.append(f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting")
-            self._written = time.monotonic()
-        if lines:
-            console.write("\n".join(lines))
+    def show(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self._shown.get(job.cell.name) != job.activity:
+                console.write(f"{job.cell.name}: {job.activity}")
         self._shown = {job.cell.name: job.activity for job in jobs}
 
     def ended(self, job: Job) -> None:
-        self._failed += bool(job.problems)
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")
-
-
-# Slurm
-
-SCRIPTS = ARRAY, COLLECT, SUBMIT = "cells.sbatch", "collect.sbatch", "submit.sh"
-"""Their templates are in this folder."""
-
-
-def write_jobs(cells: Sequence[Cell], folder: Path, command: Sequence[str], gpus: bool) -> list[Path]:
-    """Write the three scripts into `folder`; `command` is what follows `python` to run `ablate`, without `--only`.
-
-    With `gpus` each task gets as many as a cell trains on. Raises EvaluationError where all cells are done, or nothing
-    can be written.
-    """
-    missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
-    if not missing:
-        raise EvaluationError("--slurm: all cells are done; there is nothing to submit")
-    values = {
-        "last": len(missing) - 1,
-        "gpus": max(cell.ranks for cell in missing) if gpus else None,
-        "cells": [shlex.quote(cell.name) for cell in missing],
-        "command": shlex.join(command),
-        "array": shlex.quote(str(folder / ARRAY)),
-        "collect": shlex.quote(str(folder / COLLECT)),
-    }
-    loader = FileSystemLoader(Path(__file__).parent)
-    templates = Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    for name in SCRIPTS:
-        check_writable(folder / name)
-        write_atomically(folder / name, templates.get_template(f"{name}.j2").render(values).encode())
-    (folder / SUBMIT).chmod(0o755)
-    return [folder / name for name in SCRIPTS]

@@ -43,7 +43,7 @@ def parser() -> ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="folder of the results instead of the file's `results`")
     add("--runs", type=Path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
     instead = parser.add_mutually_exclusive_group()
-    dry_run = "print cells, parameters, tokens and estimated hours, and run nothing"
+    dry_run = "print cells, parameters and tokens, and run nothing"
     instead.add_argument("--dry-run", action="store_true", help=dry_run)
     report = "write the report of what is done, and run nothing"
     instead.add_argument("--report", action="store_true", help=report)
@@ -51,7 +51,6 @@ def parser() -> ArgumentParser:
     instead.add_argument("--page", type=Path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
     pack = "write all results into one file RESULTS.jsonl.zst beside their folder, and run nothing"
     instead.add_argument("--pack", action="store_true", help=pack)
-    instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
     return parser
@@ -73,20 +72,12 @@ def run(options: Namespace) -> int:
     everything = grid.expand(file, options.device, options.dtype, recorded)
     cells = grid.select(everything, options.only)
     if options.dry_run:
-        print(files.dry_run(cells, everything))
+        print(files.overview(cells))
         return 0
     if options.page is not None:
         template, page = options.page
         scale = partial(reporting.figures_of_scale, options.file)
         reporting.write_page(file, everything, template, page, scale)
-        return 0
-    if options.slurm is not None:
-        command = ["-m", "megatron_coca", "ablate", str(options.file)]
-        command += ["--output", str(file.results), "--runs", str(file.runs)]
-        command += ["--scale", options.scale] if options.scale else []
-        command += ["--device", options.device, "--dtype", options.dtype]
-        *_, submit = running.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
-        print(f"submit with: bash {submit}")
         return 0
     problems = []
     if not options.report:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train(TEXT, keys)
     table = build_report([*recalled, *evaluate(TEXT)], RUNS, "Quickstart: beyond the training length of 64")
     seconds = time.perf_counter() - start
-    print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
+    print(f"\n{table}\n\nWrote {RUNS}/report.html and report.md, with figures and tables; {seconds:.0f} s in total.")
     return 0
 
 

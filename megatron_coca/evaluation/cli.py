@@ -4,25 +4,15 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
 from megatron_coca.evaluation import options
-from megatron_coca.evaluation.options import Task
 from megatron_coca.evaluation.results import Result
 from megatron_coca.program import InputError, report
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
-
-
-def imported(module: str, function: str = "run") -> Callable[[Namespace], int]:
-    """Return a function that imports `module` of this package and calls its `function`, given `args.show`."""
-
-    def run(args: Namespace) -> int:
-        args.show = show
-        return int(getattr(import_module(f"megatron_coca.evaluation.{module}"), function)(args))
-
-    return run
 
 
 def show(result: Result) -> None:
@@ -32,35 +22,51 @@ def show(result: Result) -> None:
     print(tables_of_result(result), end="\n\n", flush=True)
 
 
+@dataclass(frozen=True)
+class Task:
+    """One subcommand of evaluate.py: help text, option declarations, and the module of this package, which is imported
+    only then, with the function that runs it.
+    """
+
+    help: str
+    add_arguments: Callable[[ArgumentParser], None]
+    module: str
+    function: str = "run"
+
+    def run(self, args: Namespace) -> int:
+        """Return the exit status. Raises one of the errors that `main` reports."""
+        args.show = show
+        return int(getattr(import_module(f"megatron_coca.evaluation.{self.module}"), self.function)(args))
+
+
 PERPLEXITY = "sliding-window perplexity of a checkpoint"
+PASSKEY = "a number hidden in filler, by length"
 NEEDLE = "a sentence hidden in text, by length and depth"
 RECALL = "key-value recall by length and shift, and the scores of the heads that retrieve"
 RULER = "RULER-style tasks: several facts, chains of facts"
-ANALYSE = "angles, borders, decay and entropy of a checkpoint's attention"
+HARNESS = "tasks of lm-evaluation-harness"
+ANALYSE = "angles, falling scores and entropy of a checkpoint's attention"
 SPEED = "time and memory of position methods, side by side"
 REPORT = "tables, plots and one page of many results, next to published ones"
 SUITE = "all tasks of a file over all its checkpoints, and the report"
 RETRIEVAL = "retrieval.retrieval_tasks"
 MEASUREMENTS = {
-    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, imported("perplexity")),
-    "passkey": Task(
-        "a number hidden in filler, by length", options.add_passkey_options, imported(RETRIEVAL, "passkey")
-    ),
-    "recall": Task(RECALL, options.add_recall_options, imported("retrieval.recall")),
-    "needle": Task(NEEDLE, options.add_needle_options, imported(RETRIEVAL, "needle")),
-    "ruler": Task(RULER, options.add_ruler_options, imported(RETRIEVAL, "ruler")),
-    "lm-eval": Task("tasks of lm-evaluation-harness", options.add_lm_eval_options, imported("harness.harness_tasks")),
-    "analyse": Task(ANALYSE, options.add_analyse_options, imported("analysis.length_analysis")),
-    "speed": Task(SPEED, options.add_speed_options, imported("speed"), of_checkpoint=False),
+    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, "perplexity"),
+    "passkey": Task(PASSKEY, options.add_passkey_options, RETRIEVAL, "passkey"),
+    "recall": Task(RECALL, options.add_recall_options, "retrieval.recall"),
+    "needle": Task(NEEDLE, options.add_needle_options, RETRIEVAL, "needle"),
+    "ruler": Task(RULER, options.add_ruler_options, RETRIEVAL, "ruler"),
+    "lm-eval": Task(HARNESS, options.add_lm_eval_options, "harness.harness_tasks"),
+    "analyse": Task(ANALYSE, options.add_analyse_options, "analysis.length_analysis"),
 }
-"""Tasks that write result files; a suite may run any of them."""
+"""Tasks of checkpoints that write result files; a suite may run any of them."""
 
 TASKS = {
     **MEASUREMENTS,
-    "report": Task(REPORT, options.add_report_options, imported("report")),
-    "suite": Task(SUITE, options.add_suite_options, imported("suite")),
+    "speed": Task(SPEED, options.add_speed_options, "speed"),
+    "report": Task(REPORT, options.add_report_options, "report"),
+    "suite": Task(SUITE, options.add_suite_options, "suite"),
 }
-
 
 CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
 EXAMPLES = {
@@ -108,17 +114,15 @@ def parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing."""
     args = parser().parse_args(arguments)
-    if getattr(args, "part", None):
-        return run_task(args, "run_part")
-    return run_task(args, "run_jobs" if getattr(args, "jobs", 1) > 1 else None)
+    return run_task(args, divided=args.task in MEASUREMENTS and getattr(args, "jobs", 1) > 1)
 
 
-def run_task(args: Namespace, divided: str | None = None) -> int:
-    """Run the task of parsed options here, or by a function of `jobs`; returns the exit status, and reports errors."""
+def run_task(args: Namespace, divided: bool = False) -> int:
+    """Run the task of parsed options, `divided` into `args.jobs` processes; returns the exit status, reports errors."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, which write carriage returns into logs
     try:
-        if divided is not None:
-            return int(getattr(import_module("megatron_coca.evaluation.jobs"), divided)(args, run_task))
+        if divided:
+            return int(import_module("megatron_coca.evaluation.jobs").run_jobs(args, run_task))
         return TASKS[args.task].run(args)
     except InputError as error:
         report("evaluate", error)

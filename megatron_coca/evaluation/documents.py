@@ -89,13 +89,10 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
                 f"{name}: no such text file, folder or shard ({name}.bin and {name}.idx); correct --data, "
                 "or prepare the corpus first"
             )
-        shards = [str(path.with_suffix("")) for path in sorted(Path(name).rglob("*.idx"))]
-        if shards:
-            shards.sort(key=lambda shard: not shard.endswith("_test"))
-            more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
+        if shards := [str(path.with_suffix("")) for path in sorted(Path(name).rglob("*.idx"))]:
             raise EvaluationError(
-                f"{name}: is a folder of shards, possibly with training data; name those to evaluate with "
-                f"--data: {' '.join(shards[:6])}{more}"
+                f"{name}: is a folder of shards, possibly with training data; name those to evaluate with --data: "
+                f"{' '.join(shards)}"
             )
         sources += [DocumentSource(str(file), False) for file in corpora.corpus_files([Path(name)])]
     return sources

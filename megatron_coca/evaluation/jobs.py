@@ -1,4 +1,4 @@
-"""One evaluation on several devices and hosts: `--jobs N` and `--part I/N`.
+"""One evaluation on several devices: `--jobs N`.
 
 The work is divided by variant and, where there are few variants, by length. Every process runs the ordinary command for
 its share and fills the same result files (`results.Store`), so the files are those of one process.
@@ -27,8 +27,6 @@ DIVIDED_BY = {
     "lm-eval": "tasks",
 }
 """The option of a task whose values are measured independently of each other; other tasks are divided by variant."""
-ATTEMPTS = 2
-"""Processes that are started for a share that is killed, and that may be killed on one device."""
 RunTask = Callable[[Namespace], int]
 """Runs the command that the options describe; a function of a module, so that another process can import it."""
 
@@ -36,7 +34,7 @@ RunTask = Callable[[Namespace], int]
 def shares(args: Namespace, processes: int) -> list[Namespace]:
     """Return the options of every share of an evaluation, the longest inputs first. Raises EvaluationError."""
     if args.output is None:
-        raise EvaluationError("--jobs and --part need --output: the processes meet in its files")
+        raise EvaluationError("--jobs needs --output: the processes meet in its files")
     by_variant = [[variant] for variant in args.variant] or [[]]
     option = DIVIDED_BY.get(args.task, "")
     values: list[Any] | None = getattr(args, option, None)
@@ -50,22 +48,15 @@ def shares(args: Namespace, processes: int) -> list[Namespace]:
 
 
 def _with(args: Namespace, **changes: object) -> Namespace:
-    return Namespace(**{**vars(args), "jobs": 1, "part": None, **changes})
-
-
-def run_part(args: Namespace, run_task: RunTask) -> int:
-    """Run every N-th share in this process; returns the worst exit status."""
-    part, parts = args.part
-    return max((run_task(share) for share in shares(args, parts)[part::parts]), default=0)
+    return Namespace(**{**vars(args), "jobs": 1, **changes})
 
 
 def run_jobs(args: Namespace, run_task: RunTask) -> int:
     """Run all shares, `args.jobs` at a time, then the whole command here, which measures what is still missing.
 
-    With `--device auto` or `cuda` the processes take the GPUs in turn. A share whose process was killed is started
-    again once, by the next free device; a device on which two processes were killed gets no more.
+    With `--device auto` or `cuda` the processes take the GPUs in turn.
     """
-    waiting = deque((share, ATTEMPTS) for share in shares(args, args.jobs))
+    waiting = deque(shares(args, args.jobs))
     threads = [
         threading.Thread(target=_run_shares, args=(waiting, device, run_task), daemon=True)
         for device in _devices(args.device, args.jobs)
@@ -85,19 +76,15 @@ def _devices(name: str, jobs: int) -> list[str]:
     return [f"cuda:{job % torch.cuda.device_count()}" for job in range(jobs)]
 
 
-def _run_shares(waiting: deque[tuple[Namespace, int]], device: str, run_task: RunTask) -> None:
-    killed = 0
-    while waiting and killed < ATTEMPTS:
-        share, attempts = waiting.popleft()
+def _run_shares(waiting: deque[Namespace], device: str, run_task: RunTask) -> None:
+    while waiting:
+        share = waiting.popleft()
         process = get_context("spawn").Process(target=_run_share, args=(_with(share, device=device), run_task))
         process.start()
         process.join()
         if process.exitcode is not None and process.exitcode < 0:
-            killed += 1
             label = full_label(share.label, " ".join(variant[0] for variant in share.variant))
             print(f"megatron-coca evaluate: {label} on {device}: killed by signal {-process.exitcode}", file=sys.stderr)
-            if attempts > 1:
-                waiting.append((share, attempts - 1))
 
 
 def _run_share(args: Namespace, run_task: RunTask) -> None:

@@ -3,15 +3,12 @@
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_coca import methods
-from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError, Result
-from megatron_coca.program import part_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -62,20 +59,6 @@ class SubjectOptions:
         return self.output / f"{task}_{slug(label)}.json"
 
 
-@dataclass(frozen=True)
-class Task:
-    """One subcommand of evaluate.py: help text, option declarations, and the function that runs it.
-
-    `run` returns the exit status and raises one of the errors that `cli.main` reports. `of_checkpoint` is false for a
-    task without the options of `add_subject_options`.
-    """
-
-    help: str
-    add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], int]
-    of_checkpoint: bool = True
-
-
 def whole_number(text: str, least: int = 0) -> int:
     """Parse a whole number; an argparse type, as the functions below."""
     if not text.strip().isdecimal() or int(text) < least:
@@ -87,19 +70,19 @@ def positive_int(text: str) -> int:
     return whole_number(text, 1)
 
 
-def int_list(text: str) -> list[int]:
-    return [positive_int(part) for part in text.split(",")]
+def int_list(text: str, least: int = 1) -> list[int]:
+    return [whole_number(part, least) for part in text.split(",")]
 
 
 def shift_list(text: str) -> list[int]:
-    return [whole_number(part) for part in text.split(",")]
+    return int_list(text, 0)
 
 
 def percent_list(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) <= 100 for part in parts):
+    percents = sorted(set(int_list(text, 0)))
+    if percents[-1] > 100:
         raise ArgumentTypeError(f"{text!r} is not a list of whole percents, 0 to 100")
-    return sorted({int(part) for part in parts})
+    return percents
 
 
 def task_names(text: str) -> tuple[str, ...]:
@@ -169,8 +152,6 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace results of another measurement; the same one is resumed")
     jobs = "processes that share the work, on all GPUs in turn; the result is that of one process; default: 1"
     add("--jobs", type=positive_int, default=1, metavar="N", help=jobs)
-    part = "one of N shares of the work, for N hosts; then run the command without it, which prints the tables"
-    add("--part", type=part_of, metavar="I/N", help=part)
 
 
 def add_dynamic_length_option(parser: ArgumentParser) -> None:
@@ -265,8 +246,6 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--tasks", required=True, type=task_names, metavar="NAME,NAME,...", help="lm-eval tasks, groups or tags")
     add("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help="folders of more task files (*.yaml)")
-    task_data = "folder with the documents of this project's own tasks, NAME.jsonl each"
-    add("--task-data", type=Path, metavar="DIR", help=task_data)
     shots = "examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
@@ -274,8 +253,6 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     add_batch_option(parser, 16384)
     add_dynamic_length_option(parser)
     add("--seed", type=whole_number, default=1234, metavar="N", help="seed for the choice of few-shot examples")
-    bootstrap = "bootstrap samples for standard errors without a formula"
-    add("--bootstrap-iterations", type=positive_int, default=1000, metavar="N", help=bootstrap)
 
 
 def add_suite_options(parser: ArgumentParser) -> None:
@@ -297,8 +274,6 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     lengths = "tokens that the model reads at a time; may be beyond the training length"
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
-    layers = "type of layers, for a model with layer_types; default: global, or the first"
-    add("--layers", metavar="TYPE", help=layers)
     pairs = "pairs of tokens whose angles are taken, over all documents; default 1024"
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
     queries = "positions in a document whose entropy and scores are taken; default 128"
@@ -330,11 +305,9 @@ def add_speed_options(parser: ArgumentParser) -> None:
 def add_report_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, .json and the plots")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, plots and tables")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    figures = "also write PDF figures; the YAML file sets width, font_size and labels (choice and order)"
-    add("--figures", type=Path, metavar="FILE.yml", help=figures)
     papers = "add the published numbers of the CoCA paper and of Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
@@ -342,20 +315,11 @@ def add_report_options(parser: ArgumentParser) -> None:
 def subject_options(args: Namespace) -> SubjectOptions:
     """Read the options of `add_subject_options`.
 
-    Raises EvaluationError for unknown keys, missing files, and variants whose labels or files would coincide.
+    Raises EvaluationError for missing files, and for variants whose labels or files would coincide.
     """
     variants = read_variants(args)
-    known = {key.partition(".")[0] for key in KEYS}
-    for variant in variants:
-        if not variant.label.strip():
-            raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
-        # A misspelt key stops the call; overrides that do not fit the weights are noted in the result file.
-        for change in variant.overrides:
-            key = change.partition("=")[0].strip().partition(".")[0].replace("-", "_")
-            if key not in known:
-                near = get_close_matches(key, known, n=1)
-                hint = f"; the nearest is {near[0]}" if near else ""
-                raise EvaluationError(f"{variant.label}: {change}: unknown key {key!r}{hint}")
+    if any(not variant.label.strip() for variant in variants):
+        raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
     labels = [slug(variant.label) for variant in variants]
     if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")

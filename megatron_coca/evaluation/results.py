@@ -42,6 +42,10 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+OPEN = ConfigDict(extra="ignore")
+"""Of a record of which files of earlier versions have more fields."""
+
+
 class Cell(Record):
     """One measured number of a result, with the values that it is computed from."""
 

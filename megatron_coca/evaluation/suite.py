@@ -27,14 +27,13 @@ from megatron_coca.evaluation.results import (
     check_writable,
     read_yaml_file,
     validated,
-    write_atomically,
 )
 from megatron_coca.program import PROGRAM
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
 
-SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs", "part")
+SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs")
 """Options of a checkpoint task that a suite's file must not give."""
 
 ANY = "any"
@@ -70,18 +69,18 @@ class SuiteFile(Record):
 
 @dataclass(frozen=True)
 class Command:
-    """One call of evaluate.py: the entry of `tasks`, the checkpoint's name (None for a task without one), the
-    arguments, and the result files that it writes.
+    """One call of evaluate.py: the entry of `tasks`, the checkpoint's name, the arguments, and the result files that it
+    writes.
     """
 
     task: str
-    checkpoint: str | None
+    checkpoint: str
     arguments: tuple[str, ...]
     files: tuple[Path, ...]
 
     @property
     def name(self) -> str:
-        return f"{self.task} of {self.checkpoint}" if self.checkpoint else self.task
+        return f"{self.task} of {self.checkpoint}"
 
 
 def run(args: Namespace) -> int:
@@ -152,24 +151,17 @@ def plan_commands(
         if task not in MEASUREMENTS:
             raise EvaluationError(f"tasks.{name}: unknown task; known: {', '.join(sorted(MEASUREMENTS))}")
         for key in options or {}:
-            reserved = SET_BY_SUITE if MEASUREMENTS[task].of_checkpoint else ("help", "output", "device")
-            if key.replace("_", "-") in reserved:
+            if key.replace("_", "-") in SET_BY_SUITE:
                 raise EvaluationError(f"tasks.{name}.{key}: is set by the suite; remove it")
         folder = results / slug(word) if word.strip() else results
         only, options = task_variants(options)
-        common = ["--device", device]
-        if not MEASUREMENTS[task].of_checkpoint:
-            file = folder / f"{task}.json"
-            arguments = [task, *common, "--output", str(file), *option_arguments(name, options, None)]
-            planned.append(Command(name, None, tuple(arguments), (file,)))
-            continue
         for label, length in lengths.items():
             entry = suite.checkpoints[label]
             variants = {name: changes for name, changes in entry.variants.items() if only is None or name in only}
             if not variants:
                 continue
             arguments = [task, "--checkpoint", str(entry.path), "--label", label]
-            arguments += [*common, "--dtype", dtype, "--output", str(folder)]
+            arguments += ["--device", device, "--dtype", dtype, "--output", str(folder)]
             arguments += ["--jobs", str(jobs)] if jobs > 1 else []
             arguments += ["--set", *changes_in_tokens(entry.set, length)] if entry.set else []
             for variant, changes in variants.items():
@@ -177,7 +169,7 @@ def plan_commands(
             arguments += option_arguments(name, options, length)
             files = [folder / f"{task}_{slug(full_label(label, variant))}.json" for variant in variants]
             planned.append(Command(name, label, tuple(arguments), tuple(files)))
-    owners: dict[Path, str | None] = {}
+    owners: dict[Path, str] = {}
     for file, checkpoint in ((file, command.checkpoint) for command in planned for file in command.files):
         if file in owners:
             raise EvaluationError(
@@ -205,23 +197,16 @@ def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], variants: Iter
             raise EvaluationError(f"tasks.{task}.variants: {wrong}: must be a list of variants; known: {names}")
 
 
-def option_arguments(task: str, options: Mapping[str, Any] | None, length: int | None) -> list[str]:
-    """Return a task's options of the suite's file as command-line arguments, "4L" as a number of tokens.
-
-    `length` is the training length, None for a task without a checkpoint. Raises EvaluationError for unknown options.
+def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) -> list[str]:
+    """Return a task's options of the suite's file as command-line arguments, "4L" as a number of tokens, where `length`
+    is the training length. Raises EvaluationError for unknown options.
     """
     parser = ArgumentParser(allow_abbrev=False)
     MEASUREMENTS[task.partition(" ")[0]].add_arguments(parser)
     known: dict[str, Action] = parser._option_string_actions  # argparse has no public access
 
-    def text(key: str, value: Any) -> str:
-        if not isinstance(value, str) or not MULTIPLES.fullmatch(value):
-            return str(value)
-        if length is None:
-            raise EvaluationError(
-                f"tasks.{task}.{key}: {value} is a multiple of a training length, but this task has no checkpoint"
-            )
-        return in_tokens(value, length)
+    def text(value: Any) -> str:
+        return in_tokens(value, length) if isinstance(value, str) and MULTIPLES.fullmatch(value) else str(value)
 
     def option(key: str, value: Any) -> list[str]:
         name = f"--{key.replace('_', '-')}"
@@ -234,7 +219,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
             return [name]
         if isinstance(value, list) and any(isinstance(item, list) for item in value):  # a repeated option
             return [argument for item in value for argument in option(key, item)]
-        texts = [text(key, item) for item in (value if isinstance(value, list) else [value])]
+        texts = [text(item) for item in (value if isinstance(value, list) else [value])]
         return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
 
     return [argument for key, value in (options or {}).items() for argument in option(key, value)]
@@ -269,16 +254,12 @@ def run_commands(commands: Sequence[Command]) -> list[str]:
     problems = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
-        if command.checkpoint is None and all(file.is_file() for file in command.files):
-            print(f"# {command.task}: {command.files[0]} exists already")
-            continue
         print(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}", flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
         if status == 2:  # the command said what is missing
             problems.append(f"{command.name}: incomplete, see its messages above")
         elif status != 0:
             problems.append(f"{command.name}: {describe_exit(status)}")
-            note_failure([file for file in command.files if file.is_file()], describe_exit(status))
     return problems
 
 
@@ -307,17 +288,3 @@ def describe_exit(status: int) -> str:
         return f"ended with status {status}"
     name = signal.Signals(-status).name
     return f"killed by {name}" + (" (possibly because the host's memory was exhausted)" if name == "SIGKILL" else "")
-
-
-def note_failure(files: Sequence[Path], reason: str) -> None:
-    """Write into the last result file of a failed command why it is not complete; earlier ones are."""
-    if not files:
-        return
-    try:
-        content: Mapping[str, Any] = json.loads(files[-1].read_bytes())
-    except ValueError as error:
-        raise EvaluationError(f"{files[-1]}: is not JSON ({error}); remove it") from error
-    missing = [cell for cell in content.get("missing", []) if cell.get("at") != "all"]
-    missing.append({"at": "all", "kind": "failed", "reason": reason})
-    text = json.dumps({**content, "missing": missing}, indent=2, ensure_ascii=False)
-    write_atomically(files[-1], f"{text}\n".encode())

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from argparse import Namespace
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ def test_work_is_divided_by_variant_and_by_length_where_variants_are_few(argumen
     assert [(share.windows, share.variant[0][0]) for share in few] == [
         ([window], name) for window in (64, 16) for name in ("plain", "NTK")
     ]
-    assert {(share.max_length, share.jobs, share.part) for share in few} == {(64, 1, None)}
+    assert {(share.max_length, share.jobs) for share in few} == {(64, 1)}
     many = jobs.shares(parsed(arguments, tmp_path, "--jobs", "1"), 1)
     assert [(share.windows, share.variant[0][0]) for share in many] == [([16, 64], "plain"), ([16, 64], "NTK")]
 
@@ -60,47 +59,20 @@ def test_two_processes(arguments: list[str], whole: dict[str, bytes], tmp_path: 
     assert files(tmp_path) == whole
 
 
-def test_parts_of_hosts(
-    arguments: list[str], whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for part in ("3/4", "1/4", "4/4"):
-        assert cli.main([*arguments, "--output", str(tmp_path), "--part", part]) == 0
-    assert files(tmp_path) != whole, "the second part is not measured yet"
-    assert cli.main([*arguments, "--output", str(tmp_path)]) == 0
-    assert files(tmp_path) == whole
-
-
 def killed_once(args: Namespace) -> int:
-    """A task that kills its process at the first attempt of the longest window, in the middle of its work."""
-    mark = args.output / "killed"
-    if args.windows == [64] and not mark.exists():
-        mark.touch()
+    """A task that kills its process for the longest window alone."""
+    if args.windows == [64]:
         os.kill(os.getpid(), signal.SIGKILL)
     return cli.run_task(args)
 
 
 @pytest.mark.slow
-def test_a_killed_process_gives_its_work_back(
+def test_what_a_killed_process_leaves_is_measured_at_the_end(
     arguments: list[str], whole: dict[str, bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shares = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
-    waiting = deque((share, 2) for share in shares if share.variant[0][0] == "plain")
-    jobs._run_shares(waiting, "cpu", killed_once)
-    assert "plain on cpu: killed by signal 9" in capfd.readouterr().err
-    assert files(tmp_path)["perplexity_plain.json"] == whole["perplexity_plain.json"]
-
-
-def always_killed(args: Namespace) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-
-@pytest.mark.slow
-def test_a_device_that_fails_leaves_the_work_to_others(arguments: list[str], tmp_path: Path) -> None:
-    shares = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
-    waiting = deque((share, 2) for share in shares)
-    jobs._run_shares(waiting, "cpu", always_killed)
-    assert len(waiting) == len(shares), "two of them for the last time"
+    assert jobs.run_jobs(parsed(arguments, tmp_path, "--jobs", "2"), killed_once) == 0
+    assert "on cpu: killed by signal 9" in capfd.readouterr().err
+    assert files(tmp_path) == whole
 
 
 def test_many_writers_of_one_file(tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -119,5 +91,13 @@ def test_many_writers_of_one_file(tmp_path: Path, whole: dict[str, bytes]) -> No
 
 
 def test_without_an_output_it_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(EvaluationError, match="need --output"):
+    with pytest.raises(EvaluationError, match="--jobs needs --output"):
         jobs.shares(cli.parser().parse_args([*arguments, "--jobs", "2"]), 2)
+
+
+def test_a_suite_gives_the_processes_to_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, bool]] = []
+    monkeypatch.setattr(cli, "run_task", lambda args, divided=False: found.append((args.task, divided)) or 0)
+    for task in (["suite", "suite.yml"], ["perplexity", "--checkpoint", "x", "--windows", "16", "--stride", "8"]):
+        assert cli.main([*task, "--output", str(tmp_path), "--jobs", "2"]) == 0
+    assert found == [("suite", False), ("perplexity", True)]

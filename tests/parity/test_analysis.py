@@ -12,21 +12,19 @@ from torch import Tensor
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import length_analysis
 from megatron_coca.evaluation.analysis.attention_maps import observed
-from megatron_coca.evaluation.analysis.length_analysis import analyse, draw_pairs
-from megatron_coca.evaluation.analysis.records import AnalysisProtocol, LengthAnalysis
+from megatron_coca.evaluation.analysis.length_analysis import AnalysisProtocol, LengthAnalysis, analyse, draw_pairs
 from megatron_coca.model import GPT, build_model
 from tests.reference import dense
 from tests.reference.frequencies import frequencies
 
 LAYERS, HEADS, WIDTH, TRAINED, LENGTH = 2, 2, 32, 12, 20
 HEAD = WIDTH // HEADS
-EVERYTHING = AnalysisProtocol(text="", quantiles=[], pairs=10**6, queries=10**6, seed=1)
+EVERYTHING = AnalysisProtocol(text="", pairs=10**6, queries=10**6, seed=1)
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
 REROPE = {"relative_positions": {"type": "rerope", "window": 6}}
 INFINITE = {"relative_positions": {"type": "lm_infinite", "window": 6, "sinks": 3}}
 CHUNKED = {"relative_positions": {"type": "dual_chunk", "chunk_size": 7, "max_position": 10}}
-PROBABILITIES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def build(pos_emb: str, **keys: Any) -> GPT:
@@ -103,21 +101,19 @@ def test_angles_are_those_of_all_pairs(rotary: tuple[GPT, LengthAnalysis]) -> No
     by_hand, found = angles_by_hand("rotary", model), cell.angles
     assert found is not None and found.undefined == 0
     everything = [angle for angles in by_hand.values() for angle in angles]
-    assert sum(found.counts_by_pair[0]) == len(documents()) * LAYERS * HEADS * LENGTH * (LENGTH + 1) // 2
+    assert len(everything) == len(documents()) * LAYERS * HEADS * LENGTH * (LENGTH + 1) // 2 * HEAD // 2
     assert found.anomalous == pytest.approx(sum(angle < 0 for angle in everything) / len(everything), abs=1e-12)
     assert found.largest == pytest.approx(max(map(abs, everything)), rel=1e-6)
     for layer in range(LAYERS):
         for head in range(HEADS):
             own = [angle for j in range(HEAD // 2) for angle in by_hand[layer, head, j]]
-            counts, _ = np.histogram([at + 2 * math.pi if at < found.edges[0] else at for at in own], found.edges)
-            assert found.counts_by_head[layer][head] == counts.tolist()
             share = sum(angle < 0 for angle in own) / len(own)
             assert found.anomalous_by_head[layer][head] == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize("keys", [{}, DYNAMIC], ids=["plain", "dynamic"])
-def test_borders_follow_from_the_angles(keys: dict[str, Any]) -> None:
-    """Found by turning: the first r > 0 at which the angle, unwrapped, has reached each border."""
+def test_the_reach_of_the_anomaly_follows_from_the_angles(keys: dict[str, Any]) -> None:
+    """Found by turning: the first r > 0 at which the angle of an anomalous pair, unwrapped, has reached 0."""
     model = build("rotary", **keys)
     by_hand, borders = angles_by_hand("rotary", model), analyse(model, documents(), LENGTH, EVERYTHING).borders
     assert borders is not None
@@ -125,17 +121,8 @@ def test_borders_follow_from_the_angles(keys: dict[str, Any]) -> None:
     for j, speed in enumerate(theta("rotary", keys)):
         own = [angle for (_, _, plane), angles in by_hand.items() if plane == j for angle in angles]
         tau = [(2 * math.pi - angle % (2 * math.pi)) / speed for angle in own if angle % (2 * math.pi) > math.pi]
-        assert borders.frequencies[j] == pytest.approx(speed, rel=1e-12)
-        assert borders.k.exists[j] == pytest.approx(len(tau) / len(own), abs=1e-12)
-        assert borders.k.mean[j] == pytest.approx(np.mean(tau), rel=1e-5)
-        assert borders.k.quantiles[j] == pytest.approx(np.quantile(tau, PROBABILITIES), rel=1e-5)
-        minus_q = [(math.pi - angle) / speed for angle in own]
-        assert borders.minus_q.quantiles[j] == pytest.approx(np.quantile(minus_q, PROBABILITIES), rel=1e-5)
-        assert borders.minus_q.within_length[j] == pytest.approx(np.mean(np.array(minus_q) <= LENGTH), abs=1e-12)
-        q = np.array([(2 * math.pi - angle) / speed for angle in own])
-        assert borders.q.within_training[j] == pytest.approx(np.mean(q <= TRAINED), abs=1e-12)
         beyond, total = beyond + sum(each > TRAINED for each in tau), total + len(own)
-    assert borders.k.beyond_training == pytest.approx(beyond / total, abs=1e-12)
+    assert 0 < beyond < total and borders.k.beyond_training == pytest.approx(beyond / total, abs=1e-12)
 
 
 @pytest.mark.parametrize("pos_emb", ["coca", "coca_strict"])
@@ -147,10 +134,7 @@ def test_the_angles_of_coca_come_out_as_zero(pos_emb: str) -> None:
     everything = [angle for angles in by_hand.values() for angle in angles]
     assert cell.angles.undefined == pytest.approx(everything.count(None) / len(everything), abs=1e-12)
     assert 0.1 < cell.angles.undefined < 0.9, "both coefficients that are zero and others are in the test"
-    assert cell.borders.k.exists == [0.0] * (HEAD // 2)
-    for j, speed in enumerate(theta(pos_emb, {})):
-        assert cell.borders.minus_q.quantiles[j] == pytest.approx([math.pi / speed] * 5, rel=1e-12)
-        assert cell.borders.q.quantiles[j] == pytest.approx([2 * math.pi / speed] * 5, rel=1e-12)
+    assert cell.borders.k.beyond_training == 0
 
 
 def scores_by_oracle(pos_emb: str, keys: dict[str, Any], model: GPT, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,126 +172,95 @@ CASES = [
 
 
 @pytest.mark.parametrize(("pos_emb", "keys"), CASES, ids=str)
-def test_scores_and_entropy_are_the_oracles(
-    pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every pair and every query; with memory for three queries at a time."""
+def test_entropy_is_the_oracles(pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every query; with memory for three at a time."""
     monkeypatch.setattr(length_analysis, "SCORES_AT_ONCE", 3 * HEADS * LENGTH)
     model = build(pos_emb, **keys)
     cell = analyse(model, documents(), LENGTH, EVERYTHING)
-    by_distance: dict[int, list[float]] = {}
     entropies = np.zeros((len(documents()), LAYERS, HEADS, LENGTH))
     for number, tokens in enumerate(documents()):
         for layer, (q, k) in enumerate(projections(model, tokens)):
             scores, visible = scores_by_oracle(pos_emb, keys, model, q, k)
             for head in range(HEADS):
                 for m in range(LENGTH):
-                    row = {n: float(scores[head, m, n]) for n in range(m + 1) if visible[m, n]}
-                    for n, score in row.items():
-                        by_distance.setdefault(m - n, []).append(score)
-                    weights = [math.exp(score) for score in row.values()]
+                    weights = [math.exp(scores[head, m, n]) for n in range(m + 1) if visible[m, n]]
                     shares = [weight / sum(weights) for weight in weights]
                     entropies[number, layer, head, m] = -sum(each * math.log(each) for each in shares)
-    decay, entropy = cell.decay, cell.entropy
-    assert decay.distances == [*range(17), LENGTH - 1]
-    assert decay.measured.pairs == [len(by_distance.get(r, [])) for r in decay.distances]
-    for at, distance in enumerate(decay.distances):
-        values = by_distance.get(distance, [])
-        if values:
-            assert decay.measured.mean[at] == pytest.approx(np.mean(values), rel=1e-5, abs=1e-6)
-            assert decay.measured.mean_abs[at] == pytest.approx(np.mean(np.abs(values)), rel=1e-5)
-            expected = np.quantile(np.abs(values), PROBABILITIES)
-            assert decay.measured.quantiles_abs[at] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        else:
-            assert decay.measured.mean[at] is None
+    entropy = cell.entropy
+    assert cell.decay.distances == [*range(17), LENGTH - 1]
     assert entropy.positions == list(range(LENGTH))
     np.testing.assert_allclose(entropy.by_position, entropies.mean((0, 1, 2)), atol=1e-9)
-    np.testing.assert_allclose(entropy.by_layer, entropies.mean((0, 2, 3)), atol=1e-9)
     np.testing.assert_allclose(entropy.by_head, entropies.mean((0, 3)), atol=1e-9)
     assert entropy.mean == pytest.approx(entropies.mean(), abs=1e-9)
 
 
-def turned_by_hand(
-    pos_emb: str, q: Tensor, k: Tensor, speeds: list[float], r: float, factor: float
-) -> tuple[float, float, float]:
-    """The score of one pair of tokens at distance r, and both bounds, term by term; the query stands at LENGTH - 1."""
+def score_by_hand(pos_emb: str, q: Tensor, k: Tensor, speeds: list[float], r: float) -> float:
+    """The score of one pair of tokens at distance r, term by term; the query stands at LENGTH - 1."""
     pairs = [vectors(pos_emb, q, k, j) for j in range(HEAD // 2)]
-    h = [one * other.conjugate() for one, other in pairs]
-    score = sum(each * cmath.exp(1j * r * speed) for each, speed in zip(h, speeds, strict=True)).real
-    if pos_emb == "coca":
-        m, n, score = LENGTH - 1, LENGTH - 1 - r, 0.0
-        for (one, other), speed in zip(pairs, speeds, strict=True):
+    score = 0.0
+    for (one, other), speed in zip(pairs, speeds, strict=True):
+        if pos_emb == "coca":
+            m, n = LENGTH - 1, LENGTH - 1 - r
             u, first, second = abs(other) / abs(one), one.real, one.imag
             (cm, sm), (cn, sn) = ((math.cos(at * speed), math.sin(at * speed)) for at in (m, n))
             score += u * (first**2 + second**2) * cm * cn
             score += u * ((second**2 - first**2) * cm * sn + 2 * first * second * sm * sn)
-    bounds = []
-    for amplitudes, waves in (
-        (h, [cmath.exp(1j * r * speed) for speed in speeds]),
-        ([abs(each) for each in h], [math.cos(r * speed) for speed in speeds]),
-    ):
-        following = [*amplitudes[1:], 0]
-        step = max(abs(after - before) for before, after in zip(amplitudes, following, strict=True))
-        bounds.append(step * sum(abs(sum(waves[: j + 1])) for j in range(len(waves))))
-    scale = factor / math.sqrt(HEAD)
-    return score * scale, bounds[0] * scale, bounds[1] * scale
+        else:
+            score += (one * other.conjugate() * cmath.exp(1j * r * speed)).real
+    return score / math.sqrt(HEAD)
 
 
 @pytest.mark.parametrize(
-    ("pos_emb", "keys", "factor", "furthest"),
+    ("pos_emb", "keys", "factor"),
     [
-        ("rotary", {}, 1.0, LENGTH),
-        ("rotary", DYNAMIC, 1.0, LENGTH),
-        ("rotary", YARN, (0.1 * math.log(4) + 1) ** 2, LENGTH),
-        ("rotary", REROPE, 1.0, REROPE["relative_positions"]["window"]),
-        ("coca", {}, 1.0, LENGTH),
-        ("coca_strict", {}, 1.0, LENGTH),
-        ("coca_strict", {"logit_scaling": "log_n"}, math.log(LENGTH) / math.log(TRAINED), LENGTH),
-        ("coca_strict", {"logit_scaling": "ssmax"}, math.log(LENGTH), LENGTH),
-        ("coca_strict", {"logit_scaling": {"type": "ssmax", "bias": True}}, math.log(LENGTH), LENGTH),
+        ("rotary", {}, 1.0),
+        ("rotary", DYNAMIC, 1.0),
+        ("rotary", YARN, (0.1 * math.log(4) + 1) ** 2),
+        ("coca", {}, 1.0),
+        ("coca_strict", {}, 1.0),
+        ("coca_strict", {"logit_scaling": "log_n"}, math.log(LENGTH) / math.log(TRAINED)),
+        ("coca_strict", {"logit_scaling": "ssmax"}, math.log(LENGTH)),
+        ("coca_strict", {"logit_scaling": {"type": "ssmax", "bias": True}}, math.log(LENGTH)),
     ],
     ids=str,
 )
-def test_swept_pairs_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor: float, furthest: int) -> None:
+def test_falling_scores_of_pairs_put_apart(
+    pos_emb: str, keys: dict[str, Any], factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[Tensor] = []
+    summarise = length_analysis.summarise_decay
+
+    def noted(distances: list[int], parts: list[Any]) -> Any:
+        swept.extend(part.scores.flatten(0, 1) for part in parts)
+        return summarise(distances, parts)
+
+    monkeypatch.setattr(length_analysis, "summarise_decay", noted)
     model = build(pos_emb, **keys)
-    protocol = AnalysisProtocol(text="", quantiles=[], pairs=6, queries=3, seed=9)
+    protocol = AnalysisProtocol(text="", pairs=6, queries=3, seed=9)
     decay = analyse(model, documents(), LENGTH, protocol).decay
     speeds, samples = theta(pos_emb, keys), []
     for number, tokens in enumerate(documents()):
         pairs = draw_pairs(LENGTH, 3, 9 + number)
         for block, (q, k) in zip(model.blocks, projections(model, tokens), strict=True):
             learned = block.attention.position_factor
-            for head in range(HEADS):
-                own = factor * (1.0 if learned is None else float(learned.weight[head]))
-                own += 0.0 if learned is None or learned.bias is None else float(learned.bias[head])
-                for m, n in zip(*pairs, strict=True):
+            own = torch.full((HEADS,), factor, dtype=torch.float64)
+            if learned is not None:
+                own = factor * learned.weight.double() + (0.0 if learned.bias is None else learned.bias.double())
+            for m, n in zip(*pairs, strict=True):
+                for head in range(HEADS):
                     one, other = q[head, m], k[head, n]
-                    mapped = [min(r, furthest) for r in decay.distances]
-                    samples.append([turned_by_hand(pos_emb, one, other, speeds, r, own) for r in mapped])
-    scores, rope, coca = np.moveaxis(np.array(samples), -1, 0)  # [samples, distances] each
-    np.testing.assert_allclose(decay.turned.mean, scores.mean(0), atol=1e-9)
-    np.testing.assert_allclose(decay.turned.quantiles_abs, np.quantile(np.abs(scores), PROBABILITIES, axis=0).T)
-    np.testing.assert_allclose(decay.bound_rope, rope.mean(0))
-    np.testing.assert_allclose(decay.bound_coca, coca.mean(0))
-    np.testing.assert_allclose(decay.above_coca, (np.abs(scores) > coca * (1 + 1e-9)).mean(0))
-    if furthest == LENGTH:
-        np.testing.assert_allclose(decay.falling, (np.diff(scores, axis=1) < 0).mean(0))
-    if pos_emb != "coca":
-        assert decay.above_rope == [0.0] * len(decay.distances), "a theorem (RoFormer, section 3.4.3)"
-    if pos_emb == "coca_strict":
-        assert decay.above_coca == [0.0] * len(decay.distances), "a theorem (CoCA, equation 20)"
+                    by_distance = [score_by_hand(pos_emb, one, other, speeds, r) for r in decay.distances]
+                    samples.append([float(own[head]) * score for score in by_distance])
+    scores = np.array(samples)  # [samples, distances]
+    np.testing.assert_allclose(torch.cat(swept), scores, atol=1e-9)
+    np.testing.assert_allclose(decay.falling, (np.diff(scores, axis=1) < 0).mean(0))
 
 
-@pytest.mark.parametrize(
-    ("pos_emb", "keys", "bounded"),
-    [("rotary", {"rotary_pct": 0.5}, True), ("xpos", {}, False), ("alibi", {}, False), ("none", {}, False)],
-)
-def test_there_is_a_bound_where_rotation_alone_moves_scores(pos_emb: str, keys: dict[str, Any], bounded: bool) -> None:
-    cell = analyse(build(pos_emb, **keys), documents(), LENGTH, EVERYTHING)
-    assert (cell.decay.bound_rope is not None) == bounded
-    assert cell.decay.above_rope == ([0.0] * len(cell.decay.distances) if bounded else None)
-    assert (cell.angles is None) == (pos_emb in ("alibi", "none"))
-    assert cell.decay.falling_mean == {"alibi": 1.0, "none": 0.0}.get(pos_emb, cell.decay.falling_mean)
+@pytest.mark.parametrize("pos_emb", ["alibi", "none"])
+def test_without_rotation_there_are_no_angles(pos_emb: str) -> None:
+    cell = analyse(build(pos_emb), documents(), LENGTH, EVERYTHING)
+    assert cell.angles is None and cell.borders is None
+    assert cell.decay.falling_mean == {"alibi": 1.0, "none": 0.0}[pos_emb]
 
 
 def test_watching_changes_nothing() -> None:

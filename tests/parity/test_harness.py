@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
-from megatron_coca.evaluation.harness.loading import Selection, load_tasks
+from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint
 from tests.unit.harness_cases import LENGTH, adapter, documents, requests, write_tasks
@@ -44,8 +44,9 @@ def test_scores_equal_those_of_hflm_on_the_export(
     theirs = HFLM(
         pretrained=str(export(run, tmp_path / "exported").folder), device="cpu", batch_size=4, max_length=LENGTH
     )
-    (task,) = load_tasks(Selection((name,), (tasks,), num_fewshot=shots))
-    expected, found = task.run(theirs), task.run(adapter(load_checkpoint(run)))
+    manager = index_tasks([name], [tasks])
+    models = (theirs, adapter(load_checkpoint(run)))
+    expected, found = (evaluate_task(model, manager, name, shots, None, 1234) for model in models)
     for one, other in zip(expected["samples"][name], found["samples"][name], strict=True):
         assert one["prompt_hash"] == other["prompt_hash"]
         assert flat(other["resps"]) == pytest.approx(flat(one["resps"]), abs=1e-4)

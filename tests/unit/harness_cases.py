@@ -115,34 +115,6 @@ def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
     ]
 
 
-PAIRS = [
-    {"sentence1": "甲乙", "sentence2": "丙", "label": label} for label in ("entailment", "neutral", "contradiction")
-]
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "ax_b": [{"sentence1": "a b", "sentence2": "c", "label": label} for label in ("entailment", "not_entailment")] * 2,
-    "ax_g": [{"premise": "a b", "hypothesis": "c", "label": label} for label in ("entailment", "not_entailment")] * 2,
-    "ocnli": [*PAIRS, {"sentence1": "甲", "sentence2": "乙", "label": "-"}],
-    "cmnli": PAIRS,
-    "afqmc": [{"sentence1": "甲", "sentence2": "乙", "label": label} for label in ("0", "1", 1)],
-    "csl": [{"abst": "甲乙丙", "keyword": ["甲", "乙"], "label": label} for label in ("0", "1", "0")],
-    "eprstmt": [
-        {"id": i, "sentence": "很好", "label": label} for i, label in enumerate(("Positive", "Negative", "Positive"))
-    ],
-    "chid": [{"content": "他#idiom#了", "candidates": ["一心一意", "三心二意"], "answer": i} for i in (0, 1, 0)],
-    "c3": [
-        {"context": ["男：你好", "女：好"], "question": "谁？", "choice": ["男", "女"], "answer": "女"},
-        {"context": "一段话", "question": "什么？", "choice": ["甲", "乙", "丙"], "answer": "丙"},
-        {"context": "一段话", "question": "何时？", "choice": ["早", "晚"], "answer": "早"},
-    ],
-}
-
-
-def write_rows(folder: Path, task: str, rows: Sequence[dict[str, Any]]) -> Path:
-    folder.mkdir(exist_ok=True)
-    write_documents(folder / f"{task}.jsonl", rows)
-    return folder
-
-
 def command(checkpoint: Path, tasks: Path, names: str, *more: object) -> int:
     fixed = ["--checkpoint", checkpoint, "--include-path", tasks, "--tasks", names, "--device", "cpu"]
     parser = ArgumentParser()

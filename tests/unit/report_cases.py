@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation import PerplexityResult
-from megatron_coca.evaluation.analysis.records import AnalysisResult
+from megatron_coca.evaluation.analysis.length_analysis import AnalysisResult
 from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import Section
@@ -129,14 +129,6 @@ def passkey(label: str, accuracies: dict[int, float], **more: Any) -> PasskeyRes
                 "cases": [],
                 "inside": tally(round(near * inside), inside),
                 "beyond": tally(round(accuracy * beyond), beyond) if beyond else None,
-                "ranges": [
-                    {
-                        "above": length * quarter // 4,
-                        "up_to": length * (quarter + 1) // 4,
-                        "tally": tally(round(25 * min(1.0, accuracy * (1.3 - 0.2 * quarter))), 25),
-                    }
-                    for quarter in range(4)
-                ],
             }
         )
     return PasskeyResult.model_validate(
@@ -215,8 +207,8 @@ def harness(label: str, base: float, accuracies: Sequence[str] = ("copa", "boolq
         for at, (task, (metric, high)) in enumerate(tasks.items())
     ]
     protocol = {"text": "loglikelihood of the continuations", "lm_eval": "0.4.13", "max_length": 512, "seed": 1234}
-    protocol |= {"num_fewshot": None, "limit": None, "bootstrap_iterations": 1000, "tokens_per_batch": 4096}
-    missing = [lacking("task afqmc", "failed", "afqmc.jsonl is not in --task-data")]
+    protocol |= {"num_fewshot": None, "limit": None, "tokens_per_batch": 4096}
+    missing = [lacking("task afqmc", "failed", "its documents cannot be read")]
     content = {**header(label, pos_emb, overrides), "missing": missing, "protocol": protocol, "results": cells}
     return HarnessResult.model_validate(content)
 
@@ -259,73 +251,24 @@ def speed() -> SpeedResult:
 
 def analysis(label: str) -> AnalysisResult:
     pos_emb, overrides, _ = USES[label]
-    generator = random.Random(7)
-    pairs, edges = 4, [math.pi * (at / 18 - 1) for at in range(37)]
-    by_pair = [[generator.randint(20, 60) for _ in range(36)] for _ in range(pairs)]
-
-    def border(scale: float) -> dict[str, Any]:
-        quantiles = [[scale * 4**j * (0.5 + 0.3 * at) for at in range(5)] for j in range(pairs)]
-        shares = [0.5, 0.4, 0.3, 0.2]
-        return {
-            "exists": shares,
-            "mean": [row[2] for row in quantiles],
-            "quantiles": quantiles,
-            "within_training": shares,
-            "within_length": shares,
-            "beyond_training": 0.21,
-        }
-
-    distances = [0, 1, 4, 16, 64, 256]
-    curve = {
-        "mean": [3.0 / (1 + at) for at in range(6)],
-        "mean_abs": [3.5 / (1 + at) for at in range(6)],
-        "quantiles_abs": [None] * 6,
-        "pairs": [100] * 6,
-    }
+    angles = {"undefined": 0.0, "collinear": 0.01, "anomalous": 0.48, "anomalous_by_head": [[0.48, 0.48]]}
     cells = [
         {
             "length": length,
             "documents": 4,
-            "angles": {
-                "edges": edges,
-                "counts_by_head": [[[9] * 36] * 2],
-                "counts_by_pair": by_pair,
-                "undefined": 0.0,
-                "collinear": 0.01,
-                "anomalous": 0.48,
-                "anomalous_by_head": [[0.48, 0.48]],
-                "anomalous_by_pair": [0.48] * pairs,
-                "largest": 3.1,
-            },
-            "borders": {"frequencies": [1.0, 0.1, 0.01, 0.001], "k": border(1), "minus_q": border(2), "q": border(4)},
-            "decay": {
-                "distances": distances,
-                "measured": curve,
-                "turned": curve,
-                "falling": [0.6] * 5,
-                "falling_mean": 0.6,
-                "bound_rope": [30.0 / (1 + at) for at in range(6)],
-                "bound_coca": [20.0 / (1 + at) for at in range(6)],
-                "above_rope": [0.0] * 6,
-                "above_coca": [0.0] * 6,
-            },
+            "angles": angles | {"largest": 3.1},
+            "borders": {"k": {"beyond_training": 0.21}},
+            "decay": {"distances": [0, 1, 4, 16, 64, 256], "falling": [0.6] * 5, "falling_mean": 0.6},
             "entropy": {
                 "positions": [0, 3, 15, 63, 255],
                 "by_position": [0.0, 1.2, 2.3, 3.1, 3.8],
-                "by_layer": [2.0],
                 "by_head": [[2.0, 2.1]],
                 "mean": 2.05,
             },
         }
         for length in (512, 2048)
     ]
-    protocol = {
-        "text": "angles before rotation",
-        "pairs": 10000,
-        "queries": 64,
-        "seed": 1,
-        "quantiles": [0.05, 0.25, 0.5, 0.75, 0.95],
-    }
+    protocol = {"text": "angles before rotation", "pairs": 10000, "queries": 64, "seed": 1}
     content = {**header(label, pos_emb, overrides), "protocol": protocol, "documents": DOCUMENTS, "results": cells}
     return AnalysisResult.model_validate(content)
 

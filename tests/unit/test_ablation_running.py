@@ -1,10 +1,7 @@
-"""Cells on disk and their states, dividing a machine, running cells with quick stand-ins for training and evaluation,
-estimates, and the scripts for Slurm.
-"""
+"""States of cells on disk, dividing a machine, and running cells with quick stand-ins for training and evaluation."""
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +13,7 @@ import pytest
 
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation import running
-from megatron_coca.ablation.cells import CellRecord, State, dry_run, read_cell, state_of, write_cell
+from megatron_coca.ablation.cells import CellRecord, State, read_cell, state_of, write_cell
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.ablation.reporting import curves
 from megatron_coca.ablation.running import Machine, divide, run_cells
@@ -166,8 +163,6 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Pat
     other.join()
     assert time.monotonic() - start < 30 and "another runner is working on this cell" in refused[0]
     assert read_cell(one).status == "started"
-    report = files.last_report(one.run)
-    assert report is not None and (report["step"], report["loss"]) == (6, 4.0)
 
 
 def test_cores_and_gpus_are_divided() -> None:
@@ -194,43 +189,9 @@ def test_curves_are_thinned_evenly_and_keep_validations() -> None:
     assert thinned(points[:3], 3) == points[:3]
 
 
-def test_the_dry_run_invents_nothing(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_the_overview_has_states_and_sizes(tmp_path: Path, small: dict[str, Any]) -> None:
     grid = [cell(tmp_path, small, method) for method in ("rotary", "coca")]
-    shown = dry_run(grid)
-    assert shown.count("unknown") == 5 and "; unknown hours are left" in shown
     run_cells(grid[:1], MACHINE, 1)
-    record = read_cell(grid[0])
-    write_cell(grid[0], record.model_copy(update={"training_seconds": 7200.0, "overhead_seconds": 3600.0}))
-    rows = [[text.strip() for text in line.split("|")] for line in dry_run(grid).splitlines()]
-    assert rows[2][2] == "done" and rows[3][2] == "waiting" and rows[3][-3:-1] == ["2.00", "1.00"]
-    assert rows[3][5] == f"{6 * 4 * 32:,}"
-
-
-def test_slurm_has_a_task_for_each_missing_cell(tmp_path: Path, small: dict[str, Any]) -> None:
-    grid = [cell(tmp_path, small, method) for method in ("rotary", "coca", "none")]
-    run_cells(grid[:1], MACHINE, 1)
-    command = ["tools/ablate.py", "a file.yml", "--output", "results"]
-    scripts = running.write_jobs(grid, tmp_path / "jobs", command, gpus=True)
-    for script in scripts:
-        subprocess.run(["bash", "-n", str(script)], check=True)
-    array, collect, submit = (script.read_text() for script in scripts)
-    assert "#SBATCH --array=0-1\n" in array and "#SBATCH --gpus-per-task=1\n" in array
-    stub = "srun() { printf '%s|' \"$@\"; }\n"
-    called = [
-        subprocess.run(
-            ["bash", "-c", stub + array],
-            env={"SLURM_ARRAY_TASK_ID": task, "PATH": os.environ["PATH"]},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for task in "01"
-    ]
-    for each, output in zip(grid[1:], called, strict=True):
-        assert output.endswith(f"|python|-u|tools/ablate.py|a file.yml|--output|results|--only|{each.name}|"), output
-    assert "tools/ablate.py 'a file.yml' --output results --report" in collect
-    assert 'sbatch --dependency="afterany:' in submit and str(scripts[1]) in submit
-    assert "gpus" not in running.write_jobs(grid, tmp_path / "jobs", command, gpus=False)[0].read_text()
-    with pytest.raises(EvaluationError, match="all cells are done"):
-        running.write_jobs(grid[:1], tmp_path / "jobs", command, gpus=True)
+    rows = [[text.strip() for text in line.split("|")] for line in files.overview(grid).splitlines()]
+    assert rows[2][2] == "done" and rows[3][2] == "waiting"
+    assert rows[3][5] == f"{6 * 4 * 32:,}" and rows[2][6] == "12" and rows[3][6] == "0"

@@ -1,4 +1,4 @@
-"""evaluate.py analyse: the same numbers whatever the order, what is sampled, and plots of everything there can be."""
+"""evaluate.py analyse: the same numbers whatever the order, and what is sampled."""
 
 import json
 from itertools import pairwise
@@ -8,26 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
-from megatron_coca import load_model
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import length_analysis
-from megatron_coca.evaluation.analysis.distance_sweep import BINS, SweptScores, summarise_angles
+from megatron_coca.evaluation.analysis.distance_sweep import SweptScores
 from megatron_coca.evaluation.analysis.length_analysis import (
+    AnalysisResult,
     draw_pairs,
     log_distances,
     row_entropies,
     spread,
+    summarise_angles,
     summarise_decay,
 )
-from megatron_coca.evaluation.analysis.records import AnalysisProtocol, AnalysisResult
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.report.analysis_section import FIGURES
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
-from tests.unit.report_cases import analysis
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
 MODEL |= {"no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer"}
@@ -84,8 +81,7 @@ def test_variants_and_methods_without_rotation(
         for name in ("plain", "dynamic")
     ]
     assert [cell.angles.anomalous for cell in results] == [0.0, 0.0], "collinear, under every extension"
-    slow = [cell.borders.frequencies[-1] for cell in results]
-    assert slow[1] < slow[0] and results[0].borders.frequencies[0] == results[1].borders.frequencies[0] == 1.0
+    assert [cell.borders.k.beyond_training for cell in results] == [0.0, 0.0]
     assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16") == 0
     cell = read_record(tmp_path / "alibi.json", AnalysisResult, "an analysis").results[0]
     assert cell.angles is None and cell.borders is None and cell.decay.falling_mean == 1.0
@@ -101,19 +97,6 @@ def test_a_seed_that_is_none_is_one_message(
     with pytest.raises(SystemExit):
         analyse(tmp_path, "one.json", "--lengths", "16", "--seed", seed)
     assert "--seed" in capsys.readouterr().err
-
-
-def test_every_figure_has_what_its_result_has(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
-    model = load_model(checkpoints["coca"])
-    documents = [np.arange(32) * 7 % 512]
-    protocol = AnalysisProtocol(text="", quantiles=[], pairs=40, queries=9, seed=1234)
-    cells = [length_analysis.analyse(model, documents, length, protocol) for length in (16, 32)]
-    result = analysis("CoCA").model_copy(update={"results": cells})
-    for name, expected in {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}.items():
-        axes = Figure().subplots()
-        FIGURES[name](axes, result)
-        assert len(axes.lines) + len(axes.patches) == expected, name
-        FIGURES[name](Figure().subplots(), result.model_copy(update={"results": []}))
 
 
 def test_all_pairs_come_once_each() -> None:
@@ -145,23 +128,20 @@ def test_positions_are_spread() -> None:
     assert spread(7, 7, 4).tolist() == [7]
 
 
-def test_bins_hold_the_angles_around_their_middle() -> None:
-    width = 2 * np.pi / BINS
-    theta = np.array([0.0, 1e-12, -1e-12, 0.49 * width, -0.49 * width, np.pi, -np.pi + 1e-6, 0.51 * width, np.nan])
-    found = summarise_angles(theta[None, None, :, None])
-    (counts,) = found.counts_by_pair
-    middles = (np.array(found.edges[1:]) + np.array(found.edges[:-1])) / 2
-    full = {round(np.degrees(middle)): count for middle, count in zip(middles, counts, strict=True) if count}
-    assert full == {0: 5, 15: 1, 180: 2}
-    assert found.undefined == 1 / 9 and found.anomalous == 2 / 8 and found.collinear == 3 / 8
+def test_shares_of_angles() -> None:
+    theta = np.array([0.0, 1e-12, -1e-12, 0.2, -0.2, np.pi, -np.pi + 1e-6, -0.5, np.nan])[None, None, :, None]
+    angles, borders = summarise_angles(theta, np.array([0.01]), training_length=30)
+    assert angles.undefined == 1 / 9 and angles.collinear == 3 / 8
+    assert angles.anomalous == 3 / 8 and angles.anomalous_by_head == [[3 / 8]] and angles.largest == np.pi
+    assert borders.k.beyond_training == 2 / 8, "tau is 20, 50 and 314 tokens"
 
 
 def test_invisible_distances_have_no_part_in_the_mean() -> None:
     scores = torch.tensor([[[3.0, 2.0, 2.5, 1.0]]], dtype=torch.float64)
     visible = torch.tensor([True, True, True, False])
-    decay = summarise_decay([0, 1, 2, 3], [[np.ones(1)] * 4], [SweptScores(scores, visible)])
+    decay = summarise_decay([0, 1, 2, 3], [SweptScores(scores, visible)])
     assert decay.falling == [1.0, 0.0, None] and decay.falling_mean == 0.5
-    hidden = summarise_decay([0, 1, 2, 3], [[np.ones(1)] * 4], [SweptScores(scores, ~visible)])
+    hidden = summarise_decay([0, 1, 2, 3], [SweptScores(scores, ~visible)])
     assert hidden.falling == [None] * 3 and hidden.falling_mean is None
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron_coca import Attention, attention_maps, build_model, load_config
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.config import ConfigError
-from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
-from megatron_coca.evaluation.analysis.length_analysis import scores_at
+from megatron_coca.evaluation.analysis.attention_maps import observed
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "seq_length": 16}
 CASES: dict[str, dict[str, Any]] = {
@@ -109,16 +108,3 @@ def test_layers_that_differ() -> None:
 def test_positions_of_the_embedding_are_refused() -> None:
     with pytest.raises(ConfigError, match="pos_emb: learned is added to the embedding"):
         Attention(load_config(SHAPE | {"pos_emb": "learned"}))
-
-
-@torch.no_grad()
-def test_sampled_scores_are_those_of_the_rows(keys: dict[str, Any]) -> None:
-    """`evaluate.py analyse` scores single distances; queries whose key is hidden are left out."""
-    layer, kept = shaken(Attention(load_config(keys))), list[AttentionInputs]()
-    with observed(layer, lambda q, k, inputs: kept.append(inputs)):
-        layer(hidden()[:1])
-    rows, queries = row_scores(kept[0], torch.arange(40))[0], torch.arange(40)
-    for distance in (0, 1, 3, 5, 9, 30):
-        wanted = rows.diagonal(-distance, 1, 2)
-        wanted = wanted[:, wanted[0].isfinite()]
-        torch.testing.assert_close(scores_at(kept[0], queries, distance), wanted)

@@ -125,7 +125,7 @@ def test_a_folder_of_shards_is_told_as_that(shard: str) -> None:
     for name in ("b_train", "c_train"):
         for suffix in (".bin", ".idx"):
             Path(f"{folder / name}{suffix}").write_bytes(Path(f"{shard}{suffix}").read_bytes())
-    with pytest.raises(EvaluationError, match=rf"is a folder of shards.*--data: {shard} {folder}/b_train {folder}/c"):
+    with pytest.raises(EvaluationError, match=rf"is a folder of shards.*--data: .*{folder}/b_train {folder}/c"):
         collect(folder)
 
 

@@ -26,10 +26,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command(checkpoint: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two variants; the order of tasks changes nothing; what is there is not measured again; a failed task is told."""
-    (tasks / "both.yaml").write_text(
-        "group: both\ntask: [local_choice, local_rolling]\naggregate_metric_list: [{metric: acc, weight_by_size: "
-        "true}]\n"
-    )
     variants = ["--variant", "plain", "--variant", "dynamic", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     options = [*variants, "--max-length", LENGTH, "--limit", 5]
     assert command(checkpoint, tasks, "local_choice,local_rolling", *options, "--output", tmp_path / "a") == 0
@@ -43,11 +39,19 @@ def test_the_command(checkpoint: Path, tasks: Path, tmp_path: Path, capsys: pyte
     assert result.results[0].version == "2.5" and result.results[0].samples == 5
     assert {score.metric for score in result.results[0].scores} == {"acc", "acc_norm", "acc_bytes"}
     assert str(tasks) not in (tmp_path / "a" / "lm-eval_plain.json").read_text()
-    assert command(checkpoint, tasks, "both", "--limit", 5, "--output", tmp_path / "c.json") == 0
-    group = read(tmp_path / "c.json").results[0]
-    assert (group.task, group.samples) == ("both", 10)
     assert command(checkpoint, tasks, "local_until", "--max-length", 12) == 2
     assert "12 new tokens leave no room" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # the harness's own task files are read
+def test_a_group(checkpoint: Path, tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    mean = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]"
+    (tasks / "both.yaml").write_text(f"group: both\ntask: [local_choice, local_rolling]\n{mean}\n")
+    assert command(checkpoint, tasks, "both", "--limit", 5, "--output", tmp_path / "c.json") == 0
+    group, choice, _ = read(tmp_path / "c.json").results
+    assert (group.task, group.samples, group.prompts_sha256) == ("both", 10, None)
+    assert choice.task == "local_choice" and choice.prompts_sha256 and choice.config_sha256
 
 
 @pytest.mark.slow  # the harness's own task files are read

@@ -1,4 +1,4 @@
-"""A file is continued only with the tasks that it has: the same configuration, documents and prompts."""
+"""A file is continued only with the tasks that it has, of the same configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +7,7 @@ import pytest
 
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
-from tests.unit.harness_cases import command, documents, read, write_documents, write_tasks
-
-GROUP = (
-    "group: both\ntask: [local_choice, local_rolling]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
-)
+from tests.unit.harness_cases import command, read, write_tasks
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +24,9 @@ def edit(name: str, old: str, new: str) -> Callable[[Path], object]:
     return change
 
 
-def other_documents(folder: Path) -> None:
-    write_documents(folder / "documents.jsonl", [*documents()[1:], documents()[0]])
-
-
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "documents": ("local_choice", other_documents, "task local_choice: its documents and prompts are others"),
-    "prompt": ("local_choice", edit("choice.yaml", "Answer:", "A:"), "its configuration and prompts are others"),
-    "metrics": ("local_choice", edit("choice.yaml", ", {metric: acc_bytes}", ""), "its configuration is another"),
-    "group": ("both", edit("both.yaml", "true", "false"), "task both: its configuration is another"),
-    "in a group": ("both", edit("choice.yaml", "Answer:", "A:"), "task local_choice: its configuration and prompts"),
+    "prompt": ("local_choice", edit("choice.yaml", "Answer:", "A:"), "the configuration of task local_choice"),
+    "metrics": ("local_choice", edit("choice.yaml", ", {metric: acc_bytes}", ""), "of task local_choice is another"),
 }
 
 
@@ -45,7 +34,6 @@ CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_a_changed_task(name: str, checkpoint: Path, tmp_path: Path) -> None:
     task, change, message = CHANGES[name]
     folder, output = write_tasks(tmp_path), tmp_path / "a.json"
-    (folder / "both.yaml").write_text(GROUP)
     options = ["--limit", 4, "--output", output]
     assert command(checkpoint, folder, task, *options) == 0
     before = output.read_bytes()
@@ -72,13 +60,3 @@ def test_a_further_task_continues_the_file(checkpoint: Path, tmp_path: Path, mon
     assert cost.read_text() == before
     assert command(checkpoint, two, "local_choice,local_rolling", "--limit", 4, "--output", output) == 0
     assert [cell.task for cell in read(output).results] == ["local_choice", "local_rolling"]
-
-
-def test_what_cannot_be_compared(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file stays as it is, and the status says so."""
-    folder, output = write_tasks(tmp_path), tmp_path / "a.json"
-    assert command(checkpoint, folder, "local_choice", "--limit", 4, "--output", output) == 0
-    before = output.read_bytes()
-    (folder / "documents.jsonl").unlink()
-    assert command(checkpoint, folder, "local_choice", "--limit", 4, "--output", output) == 2
-    assert output.read_bytes() == before and "its documents cannot be read" in capsys.readouterr().err

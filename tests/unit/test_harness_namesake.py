@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.evaluation.harness.loading import import_evaluate_library
+from megatron_coca.evaluation.harness.adapter import import_evaluate_library
 
 
 def test_the_library_is_found_beside_our_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

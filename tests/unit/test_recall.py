@@ -81,7 +81,7 @@ def test_cells_by_length_and_shift_and_the_same_file_again(checkpoint: Path, tmp
     report = tmp_path / "report"
     text = build_report([tmp_path / "one.json"], report, papers=False)
     assert "Recall by length" in text and "all positions shifted" in text
-    assert (report / "recall-1.png").is_file() and (report / "recall-1-heads.png").is_file()
+    assert {file.stem for file in (report / "figures").iterdir()} == {"recall-1", "recall-1-heads"}
 
 
 @pytest.mark.parametrize("changes", [{}, {"relative_positions": {"type": "rerope", "window": 8}}, {"pos_emb": "alibi"}])

@@ -1,6 +1,5 @@
 """A suite's file: the commands that it stands for, and what is refused before the first is run."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -13,13 +12,11 @@ import pytest
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.cli import parser
-from megatron_coca.evaluation.report.published import TASKS_BY_GROUP
 from megatron_coca.evaluation.suite import (
     Command,
     SuiteFile,
     check_variants,
     describe_exit,
-    note_failure,
     plan_commands,
     read_suite,
     run_to_its_end,
@@ -29,7 +26,6 @@ from megatron_coca.evaluation.suite import (
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
-OWN_TASKS = ROOT / "megatron_coca" / "evaluation" / "harness" / "tasks"
 SHIPPED = sorted((ROOT / "configs" / "evaluation").glob("*.yml"))
 
 SUITE = """
@@ -70,9 +66,8 @@ def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> Non
 
 
 def test_the_processes_of_a_suite_are_those_of_each_task_of_a_checkpoint(tmp_path: Path) -> None:
-    text = f"{SUITE}  speed: {{config: [configs/350M/coca.yml], lengths: 64}}\n"
-    planned = plan_commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path / "results", "cpu", "bfloat16", 2)
-    assert [getattr(parser().parse_args(each.arguments), "jobs", None) for each in planned] == [2, None]
+    (planned,) = plan_commands(suite(tmp_path), {"CoCA": 128}, tmp_path / "results", "cpu", "bfloat16", 2)
+    assert parser().parse_args(planned.arguments).jobs == 2
     with pytest.raises(EvaluationError, match=r"tasks\.perplexity\.jobs: is set by the suite"):
         commands(suite(tmp_path, SUITE.replace("stride: 1L", "stride: 1L, jobs: 2")), {"CoCA": 128}, tmp_path)
 
@@ -107,16 +102,6 @@ def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: py
         assert all(Path(overlay).is_file() for overlay in overlays)
 
 
-def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    read = read_suite(ROOT / "configs/evaluation/paper_llama7b.yml")
-    planned = commands(read, {"LLaMA-7B": 2048}, tmp_path)
-    args = parser().parse_args(next(each.arguments for each in planned if each.task == "lm-eval"))
-    tasks = [task for group in TASKS_BY_GROUP.values() for task in group]
-    assert args.tasks == tuple(tasks) and len(set(tasks)) == 17
-    assert {file.stem for file in OWN_TASKS.glob("[a-z]*.yaml")} <= set(tasks) and args.task_data == Path("data/clue")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -125,6 +110,7 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
         (SUITE.replace("title", "titel"), "titel: unknown key; the keys of a suite are title, checkpoints"),
         (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
         (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: unknown task; known: analyse"),
+        (SUITE + "  speed: {lengths: [64]}\n", "tasks.speed: unknown task"),
         (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: unknown key|tasks"),
         (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is set by the suite"),
         (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is set by the suite"),
@@ -179,12 +165,6 @@ def test_multiples_of_the_training_length_in_changes(tmp_path: Path) -> None:
         commands(suite(tmp_path, text), {"CoCA": 2}, tmp_path)
 
 
-def test_multiples_need_a_checkpoint(tmp_path: Path) -> None:
-    text = SUITE + "  speed: {config: [x.yml], lengths: [4L]}\n"
-    with pytest.raises(EvaluationError, match=r"tasks.speed.lengths: 4L is a multiple"):
-        commands(suite(tmp_path, text), {}, tmp_path)
-
-
 def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     text = SUITE + "  perplexity repeated: {windows: [100], stride: 1L, repeat: 1L}\n"
     planned = commands(suite(tmp_path, text), {"RoFormer": 64}, tmp_path)
@@ -199,28 +179,9 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
         commands(suite(tmp_path, again), {"RoFormer": 64}, tmp_path)
 
 
-def test_a_task_of_no_checkpoint_is_run_once(tmp_path: Path) -> None:
-    text = SUITE + "  speed: {config: [x.yml], lengths: [64], variant: [[a, k=1], [b, k=2]]}\n"
-    planned = commands(suite(tmp_path, text), {"RoFormer": 64, "CoCA": 64}, tmp_path)
-    assert [each.checkpoint for each in planned] == ["RoFormer", "CoCA", None]
-    assert parser().parse_args(planned[2].arguments).variant == [["a", "k=1"], ["b", "k=2"]]
-
-
 def test_how_a_command_ended() -> None:
     assert "SIGKILL (possibly because the host's memory" in describe_exit(-signal.SIGKILL)
     assert describe_exit(1) == "ended with status 1"
-
-
-def test_a_failure_is_written_into_the_last_file_that_was_begun(tmp_path: Path) -> None:
-    complete, begun = tmp_path / "complete.json", tmp_path / "begun.json"
-    complete.write_text("{}")
-    earlier = [{"at": "all", "kind": "failed", "reason": "earlier"}, {"at": "x", "kind": "refused", "reason": "y"}]
-    begun.write_text(json.dumps({"label": "RoFö", "results": [1], "missing": earlier}))
-    note_failure([complete, begun], "killed")
-    found = json.loads(begun.read_text())
-    assert found["missing"] == [earlier[1], {"at": "all", "kind": "failed", "reason": "killed"}]
-    assert found["results"] == [1] and "RoFö" in begun.read_text() and complete.read_text() == "{}"
-    note_failure([], "killed")
 
 
 def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:

@@ -1,37 +1,31 @@
-"""The analysis of a model at one length: forward passes over documents, and samples of the attention of every layer."""
+"""`evaluate.py analyse`: initial angles, decay of scores and entropy of a checkpoint's attention, by length."""
 
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
-from megatron_coca.attention.inputs import AttentionInputs, bias_of_pairs
+from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep
-from megatron_coca.evaluation.analysis.attention_maps import in_band, observed, row_scores
+from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
-from megatron_coca.evaluation.analysis.records import (
-    AnalysisProtocol,
-    AnalysisResult,
-    Curve,
-    Decay,
-    Entropy,
-    LengthAnalysis,
-    Share,
-)
-from megatron_coca.evaluation.documents import read_subject_documents
+from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import Cost, EvaluationError, measured
+from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.model import GPT
-from megatron_coca.model.layers import soft_capped
 
+COLLINEAR = 1e-9
+"""Radians below which two directions count as one. In float64 rounding moves a product u q away from q by 1e-16; what
+a float32 projection can express is a thousand times this and more."""
 NEAR = 16
 """Every distance up to this one is sampled."""
 PER_OCTAVE = 4
@@ -40,8 +34,81 @@ SWEPT_AT_ONCE = 1 << 22
 """Operands of a distance sweep that exist at a time."""
 SCORES_AT_ONCE = 1 << 24
 """Scores that exist at a time for entropies, so that memory does not grow with the square of the length."""
-ROUNDING = 1e-9
-"""The relative excess of a score over its bound that is rounding: both are float64 sums of some ten terms."""
+
+Share = float | None
+"""Between 0 and 1; None where there is nothing to take a share of."""
+
+
+class Part(Record):
+    model_config = OPEN
+
+
+class Angles(Part):
+    """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]; shares are over pairs of tokens and j.
+
+    Where q_j or k_j is zero there is no angle, and `undefined` is the share of these; all other shares are of the rest.
+    """
+
+    undefined: Share
+    collinear: Share  # |Theta_j| within rounding of 0
+    anomalous: Share
+    anomalous_by_head: list[list[Share]]  # [layer][head]
+    largest: float | None  # radians, the largest |Theta_j|
+
+
+class Border(Part):
+    beyond_training: Share  # of all pairs of tokens and all j: those whose border lies beyond the training length
+
+
+class Borders(Part):
+    """`k` is the end of the anomalous range of an anomalous pair, tau tokens away."""
+
+    k: Border
+
+
+class Decay(Part):
+    """Scores of the same query and key put apart, by distance in tokens."""
+
+    distances: list[int]
+    falling: list[Share]  # of the pairs: whose score falls from a distance to the next one
+    falling_mean: Share
+
+
+class Entropy(Part):
+    """Entropy in nats of the attention weights of a query; means over documents and all dimensions not named."""
+
+    positions: list[int]  # of the sampled queries
+    by_position: list[float]
+    by_head: list[list[float]]  # [layer][head]
+    mean: float
+
+
+class LengthAnalysis(Cell):
+    length: int
+    documents: int
+    angles: Angles | None  # None where nothing is rotated
+    borders: Borders | None
+    decay: Decay
+    entropy: Entropy
+
+    @property
+    def key(self) -> tuple[int]:
+        return (self.length,)
+
+
+class AnalysisProtocol(Part):
+    text: str
+    pairs: int  # pairs of tokens for angles, over all documents
+    queries: int  # of one document: positions for entropy, and pairs of the sweep
+    seed: int  # of the drawn pairs
+    layers: str | None = None  # the type of layers, where they differ
+
+
+class AnalysisResult(Result):
+    task: Literal["analyse"] = "analyse"
+    protocol: AnalysisProtocol
+    documents: DocumentsRecord
+    results: list[LengthAnalysis]
 
 
 def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -68,29 +135,6 @@ def log_distances(length: int) -> list[int]:
     steps = np.arange(1, int(octaves * PER_OCTAVE) + 1)
     far = np.round(NEAR * 2.0 ** (steps / PER_OCTAVE)).astype(int).tolist()
     return sorted({distance for distance in [*range(NEAR + 1), *far, length - 1] if 0 <= distance < length})
-
-
-def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor:
-    """Scores of the queries at token indices `queries` [n] with the keys `distance` tokens before, [heads, visible],
-    scaled and with bias and gates; queries whose key is hidden or before the first token are left out. Batch size 1.
-    """
-    queries = queries.to(inputs.value.device)
-    keys = queries - distance
-    first = torch.zeros_like(queries) if inputs.documents is None else inputs.documents.starts[0, queries]
-    wide, visible = torch.promote_types(inputs.query.dtype, torch.float32), torch.zeros_like(queries, dtype=torch.bool)
-    scores = torch.zeros(inputs.query.shape[1], len(queries), dtype=wide, device=queries.device)
-    for segment in inputs.segments:
-        kept = in_band(segment.band, queries - keys, keys - first) & (keys >= first)
-        query, key = segment.query[0][:, queries[kept]], segment.key[0][:, keys[kept]]
-        key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-        scores[:, kept] = soft_capped((query.to(wide) * key.to(wide)).sum(-1) * inputs.scale, inputs.softcap)
-        visible |= kept
-    if inputs.bias is not None:
-        scores = scores + bias_of_pairs(inputs.bias, keys.new_full((1,), distance).to(wide), (queries - first).to(wide))
-    if inputs.gates is not None:
-        total = inputs.gates[0].double().cumsum(-1)
-        scores = scores + (total[:, queries] - total[:, keys.clamp(min=0)]).to(wide)
-    return scores[:, visible]
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
@@ -122,17 +166,11 @@ def analyse(
     # Samples of all layers of one document after another.
     angles: list[np.ndarray] = []  # each [heads, pairs, d/2] float32
     entropies: list[np.ndarray] = []  # each [heads, positions] float64
-    scores: list[list[np.ndarray]] = []  # by distance, each [heads * queries] float32
     swept: list[SweptScores] = []
 
     def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
         learned = layers[len(entropies) % len(layers)].position_factor  # of one layer after another, in every document
         entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
-        by_distance = []
-        for distance in distances:
-            sampled = scores_at(inputs, spread(distance, length - 1, protocol.queries), distance)
-            by_distance.append(sampled.float().cpu().numpy().ravel())
-        scores.append(by_distance)
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
         if method.name in distance_sweep.ROTATED_FORMS:
@@ -151,80 +189,64 @@ def analyse(
     if angles:
         theta = np.stack([np.concatenate(angles[layer::count], axis=1) for layer in range(count)])
         frequencies = distance_sweep.rotary_frequencies(encoding, length).numpy()
-        summary = distance_sweep.summarise_angles(theta)
-        borders = distance_sweep.summarise_borders(theta, frequencies, method.training_length, length)
+        summary, borders = summarise_angles(theta, frequencies, method.training_length)
+    by_layer = np.stack(entropies).reshape(-1, count, *entropies[0].shape)  # [documents, layers, heads, positions]
+    entropy = Entropy(
+        positions=positions.tolist(),
+        by_position=by_layer.mean((0, 1, 2)).tolist(),
+        by_head=by_layer.mean((0, 3)).tolist(),
+        mean=float(by_layer.mean()),
+    )
     return LengthAnalysis(
         length=length,
         documents=len(documents),
         angles=summary,
         borders=borders,
-        decay=summarise_decay(distances, scores, swept),
-        entropy=_entropy(np.stack(entropies).reshape(-1, count, *entropies[0].shape), positions),
+        decay=summarise_decay(distances, swept),
+        entropy=entropy,
     )
 
 
-def _entropy(values: np.ndarray, positions: Tensor) -> Entropy:
-    """Return the means of entropies [documents, layers, heads, positions]."""
-    return Entropy(
-        positions=positions.tolist(),
-        by_position=values.mean((0, 1, 2)).tolist(),
-        by_layer=values.mean((0, 2, 3)).tolist(),
-        by_head=values.mean((0, 3)).tolist(),
-        mean=float(values.mean()),
+def _share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
+    taken = holds if among is None else holds[among]
+    return float(taken.mean()) if taken.size else None
+
+
+def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length: int) -> tuple[Angles, Borders]:
+    """Shares of angles [layers, heads, samples, d/2], NaN where there is none, that grow by `frequencies` [d/2] radians
+    per token.
+    """
+    defined, anomalous = ~np.isnan(theta), theta < -COLLINEAR
+    layers, heads, *_ = theta.shape
+    angles = Angles(
+        undefined=_share(~defined),
+        collinear=_share(np.abs(theta) <= COLLINEAR, defined),
+        anomalous=_share(anomalous, defined),
+        anomalous_by_head=[
+            [_share(anomalous[layer, head], defined[layer, head]) for head in range(heads)] for layer in range(layers)
+        ],
+        largest=float(np.nanmax(np.abs(theta))) if defined.any() else None,
     )
+    beyond = anomalous & (-theta.astype(np.float64) / frequencies > training_length)
+    return angles, Borders(k=Border(beyond_training=_share(beyond, defined)))
 
 
-def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept: list[SweptScores]) -> Decay:
-    """Scores by distance: `sampled` between tokens of the text, `swept` of the same pairs at all distances."""
-
-    def joined(parts: list[Tensor]) -> np.ndarray:
-        return torch.cat([part.flatten(0, 1) for part in parts]).numpy()
-
-    def curve(samples: list[np.ndarray]) -> Curve:
-        return Curve(
-            mean=[distance_sweep.mean(values) for values in samples],
-            mean_abs=[distance_sweep.mean(np.abs(values)) for values in samples],
-            quantiles_abs=[distance_sweep.quantiles(np.abs(values)) for values in samples],
-            pairs=[values.size for values in samples],
-        )
-
-    def bound(parts: list[Tensor | None]) -> tuple[list[float] | None, list[Share] | None]:
-        """The mean of a bound, and the share of scores beyond their own, by distance; None where there is no bound."""
-        known = [part for part in parts if part is not None]
-        if not known:
-            return None, None
-        bounds = joined(known)
-        above = np.abs(scores) > bounds * (1 + ROUNDING)
-        return bounds.mean(axis=0).tolist(), [
-            distance_sweep.share(above[:, at]) if visible[at] else None for at in indices
-        ]
-
-    indices = range(len(distances))
-    scores, visible = joined([part.scores for part in swept]), swept[0].visible.numpy()
+def summarise_decay(distances: list[int], swept: list[SweptScores]) -> Decay:
+    """The share of falling scores by distance; None where a distance is hidden."""
+    scores, visible = torch.cat([part.scores.flatten(0, 1) for part in swept]).numpy(), swept[0].visible.numpy()
     falls = scores[:, 1:] < scores[:, :-1]
-    falling = [distance_sweep.share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in indices[:-1]]
+    falling = [_share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in range(len(distances) - 1)]
     known = [value for value in falling if value is not None]
-    bound_rope, above_rope = bound([part.bound_rope for part in swept])
-    bound_coca, above_coca = bound([part.bound_coca for part in swept])
-    return Decay(
-        distances=distances,
-        measured=curve([np.concatenate([layer[at] for layer in sampled]) for at in indices]),
-        turned=curve([scores[:, at] if visible[at] else scores[:0, at] for at in indices]),
-        falling=falling,
-        falling_mean=math.fsum(known) / len(known) if known else None,
-        bound_rope=bound_rope,
-        bound_coca=bound_coca,
-        above_rope=above_rope,
-        above_coca=above_coca,
-    )
+    falling_mean = math.fsum(known) / len(known) if known else None
+    return Decay(distances=distances, falling=falling, falling_mean=falling_mean)
 
 
 PROTOCOL = (
     "the model reads the first l tokens of each document, positions counted from 0, no token added; Theta_j is the "
     "angle from k_j to q_j, counterclockwise, before rotation, in (-pi, pi]; a pair of tokens is a query and a key "
-    "that it sees, drawn uniformly; anomalous: Theta_j below 0; borders: distances at which Theta_j + r theta_j "
-    "reaches 0 (k, anomalous pairs alone), pi (-q) and 2 pi (q); scores are scaled and with their bias, as softmax "
-    "takes them; turned: the same q and k with the query at the last position; entropy in nats"
+    "that it sees, drawn uniformly; anomalous: Theta_j below 0; k: the distance at which Theta_j + r theta_j is 0, "
+    "of anomalous pairs; falling: scores, scaled and with their bias, of the same q and k with the query at the last "
+    "position; entropy in nats"
 )
 REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 
@@ -236,11 +258,9 @@ def run(args: Namespace) -> int:
     documents = read_subject_documents(args, evaluation, max(args.lengths))
     samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}
     names = evaluation.opened.trained.layer_types
-    chosen = args.layers or (GLOBAL if GLOBAL in names else next(iter(names)))
-    if chosen not in names:
-        raise EvaluationError(f"--layers {chosen}: no layers have this type; there are {', '.join(names)}")
+    chosen = GLOBAL if GLOBAL in names else next(iter(names))
     layers = chosen if len(names) > 1 else None
-    protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), layers=layers, **samples)
+    protocol = AnalysisProtocol(text=PROTOCOL, layers=layers, **samples)
     fields = {"protocol": protocol, "documents": documents.record()}
     for subject, store in evaluation.variants(AnalysisResult, **fields):
         for length in sorted(args.lengths):

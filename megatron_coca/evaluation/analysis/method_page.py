@@ -20,7 +20,7 @@ from megatron_coca.config.model import GAU
 from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.options import plot_text
-from megatron_coca.evaluation.report.charts import SHARES, STYLES, Figure, Line, Panel, panels, size_with_legend, svg
+from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend, svg
 from megatron_coca.evaluation.report.document import (
     ReportBlock,
     ReportDocument,
@@ -319,9 +319,9 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
 def write_page(document: ReportDocument, page: Path) -> list[Path]:
     """Write the page, and every figure beside it as SVG; return the files."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    drawings = {figure.name: {style: svg(figure, style) for style in STYLES} for figure in document.figures()}
+    drawings = {figure.name: svg(figure, "print") for figure in document.figures()}
     page.write_text(html_page(document, drawings))
-    files = {page.with_name(f"{page.stem}_{name}.svg"): images["print"] for name, images in drawings.items()}
+    files = {page.with_name(f"{page.stem}_{name}.svg"): image for name, image in drawings.items()}
     for file, image in files.items():
         file.write_bytes(image)
     return [page, *files]

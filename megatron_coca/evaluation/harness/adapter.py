@@ -1,63 +1,51 @@
-"""One of our models as a model of lm-evaluation-harness 0.4.13. Importing this needs lm_eval."""
+"""One of our models as a model of lm-evaluation-harness 0.4.13, and its tasks by name. Importing this needs lm_eval."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import difflib
+import importlib
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM, TemplateLM
+from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.perplexity import score_hidden
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, generate
+from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, equal_length_batches, generate
 
-POSITIONS_PER_CHUNK = 1024
-"""Positions whose logits are in memory at a time."""
-
-GREEDY_SETTINGS = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
+BOOTSTRAP = 1000
+"""Samples for standard errors without a formula."""
+GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
 """Generation settings that are greedy decoding with this value."""
-IGNORED_SETTINGS = frozenset(
-    {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p", "use_cache"}
-)
+IGNORED_SETTINGS = frozenset({"until", "max_gen_toks", "temperature", "top_p", "top_k", "min_p", "use_cache"})
 """Generation settings that are read elsewhere or do not affect greedy decoding."""
 
+Tokens = tuple[int, ...]
 TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 """A request of the harness: its texts, the tokens of the context and of the continuation."""
-
-
-class Scoring(NamedTuple):
-    """The last `scored` tokens are scored, each from all tokens before it."""
-
-    tokens: tuple[int, ...]
-    scored: int
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return self.tokens[:-1]
-
-
-class Generation(NamedTuple):
-    """A prompt to continue by at most `new_tokens`, ending before any of the `stops`."""
-
-    ids: tuple[int, ...]
-    new_tokens: int
-    stops: tuple[str, ...]
 
 
 class HarnessModel(TemplateLM):
     """Answers the harness's requests like its own HFLM for the same weights, so that scores are comparable.
 
     HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
-    the left, which not every position method allows.
+    the left, which not every position method allows. Here a batch has inputs of one length.
 
     A text without context follows the end-of-document token. Inputs longer than `max_length` lose their beginning.
 
     `model` is in evaluation mode; `max_length` may exceed the training length; a forward pass has at most
-    `tokens_per_batch` tokens, at least one input. Ids from `vocab_size` on are padding: they are never generated and
-    never the greedy choice. `tokens` counts those scored or generated so far.
+    `tokens_per_batch` tokens, at least one input. Ids from `vocab_size` on are padding and never generated. `tokens`
+    counts those scored or generated so far.
     """
 
     def __init__(
@@ -89,9 +77,10 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in nats, and whether greedy decoding would give it.
 
-        No number depends on the order of the requests. Inputs are padded on the right, which a causal model ignores.
+        No number depends on the order of the requests; those with the same input are run once.
         """
-        scorings = []
+        scorings: list[tuple[Tokens, Tokens]] = []
+        by_input: dict[Tokens, set[Tokens]] = {}
         for texts, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
                 raise EvaluationError(
@@ -100,53 +89,20 @@ class HarnessModel(TemplateLM):
                     "the task, or raise --max-length"
                 )
             tokens = (context or [self.prefix_token_id]) + continuation
+            scorings.append((tuple(tokens[-(self.max_length + 1) : -1]), tuple(continuation)))
+            by_input.setdefault(scorings[-1][0], set()).add(scorings[-1][1])
             self.tokens += len(continuation)
-            scorings.append(Scoring(tuple(tokens[-(self.max_length + 1) :]), len(continuation)))
-        by_input: dict[tuple[int, ...], list[Scoring]] = {}
-        for scoring in sorted(set(scorings)):
-            by_input.setdefault(scoring.inputs, []).append(scoring)
-        scores: dict[Scoring, tuple[float, bool]] = {}
-        with torch.inference_mode(), Progress("scoring", len(by_input), "inputs") as progress:
-            for batch in self._batches(by_input):
+        inputs, scores = sorted(by_input), {}
+        with torch.inference_mode(), Progress("scoring", len(inputs), "inputs") as progress:
+            for batch in equal_length_batches(list(map(len, inputs)), 0, self.tokens_per_batch):
+                rows = torch.tensor([inputs[index] for index in batch], device=self.model_device)
+                for index, hidden in zip(batch, self.model.hidden_states(rows), strict=True):
+                    for scored in by_input[inputs[index]]:
+                        targets = torch.tensor(scored, device=self.model_device)
+                        nll, correct = score_hidden(self.model, hidden[-len(scored) :], targets).tolist()
+                        scores[inputs[index], scored] = -nll, round(correct) == len(scored)
                 progress.advance(len(batch))
-                padded = [[*row, *[0] * (len(batch[0]) - len(row))] for row in batch]
-                hidden = self.model.hidden_states(torch.tensor(padded, dtype=torch.int64, device=self.model_device))
-                for row, inputs in enumerate(batch):
-                    for scoring in by_input[inputs]:
-                        states = hidden[row, len(inputs) - scoring.scored : len(inputs)]
-                        scores[scoring] = self._score(states, scoring.tokens[-scoring.scored :])
         return [scores[scoring] for scoring in scorings]
-
-    def _batches(self, inputs: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
-        """Yield the inputs longest first, so that exhausted memory shows at once; at most `tokens_per_batch` tokens
-        with padding. Inputs with different frequencies of a length-dependent extension are in different batches.
-        """
-        rotary = [method.rotary for method in self.model.methods.values() if method.rotary is not None]
-        learned = any(method.clex is not None for method in self.model.methods.values())
-        lengths = [each.original_length for each in rotary if learned or each.depends_on_length]
-
-        def frequencies(row: tuple[int, ...]) -> int:
-            return max(len(row), min(lengths)) if lengths else 0
-
-        batch: list[tuple[int, ...]] = []
-        for row in sorted(inputs, key=lambda tokens: (-len(tokens), tokens)):
-            full = batch and len(batch[0]) * (len(batch) + 1) > self.tokens_per_batch
-            if full or (batch and frequencies(row) != frequencies(batch[0])):
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
-
-    def _score(self, hidden: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
-        """Score `tokens` from the hidden states [len(tokens), hidden_size] of the positions before them."""
-        targets = torch.tensor(tokens, device=hidden.device)
-        total, greedy = torch.zeros((), dtype=torch.float64, device=hidden.device), True
-        for states, expected in zip(hidden.split(POSITIONS_PER_CHUNK), targets.split(POSITIONS_PER_CHUNK), strict=True):
-            logs = self.model.logits(states).float().log_softmax(dim=-1)
-            total += logs.gather(-1, expected[:, None]).double().sum()
-            greedy = greedy and bool((logs[:, : self.vocab_size].argmax(dim=-1) == expected).all())
-        return total.item(), greedy
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of whole texts in nats, over disjoint windows of `max_length` as in the harness."""
@@ -165,35 +121,33 @@ class HarnessModel(TemplateLM):
         A batch has prompts of one length and the same settings. Raises EvaluationError for tasks that sample, and if no
         room is left for a prompt.
         """
-        generations = [self._generation(str(request.task_name), *request.args) for request in requests]
-        groups: dict[tuple[int, int, tuple[str, ...]], list[Generation]] = {}
-        for request in sorted(set(generations), key=lambda each: (-len(each.ids), each.ids, each.stops)):
-            groups.setdefault((len(request.ids), request.new_tokens, request.stops), []).append(request)
-        texts: dict[Generation, str] = {}
-        with Progress("generating", len(set(generations)), "texts") as progress:
-            for (length, new_tokens, _), group in groups.items():
-                size = max(1, self.tokens_per_batch // (length + new_tokens))
-                for first in range(0, len(group), size):
-                    batch = group[first : first + size]
-                    texts |= zip(batch, self._continue(batch), strict=True)
+        asked = []
+        texts: dict[tuple[int, tuple[str, ...]], dict[Tokens, str]] = {}
+        for request in requests:
+            (context, settings), task = request.args, str(request.task_name)
+            new_tokens, stops = greedy_limits(task, settings)
+            room = self.max_length - new_tokens
+            if room < 1:
+                raise EvaluationError(
+                    f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.max_length}; raise "
+                    "--max-length"
+                )
+            ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
+            asked.append((texts.setdefault((new_tokens, stops), {}), ids))
+            texts[new_tokens, stops][ids] = ""
+        with Progress("generating", sum(map(len, texts.values())), "texts") as progress:
+            for (new_tokens, stops), answers in texts.items():
+                prompts = sorted(answers)
+                for batch in equal_length_batches(list(map(len, prompts)), new_tokens, self.tokens_per_batch):
+                    rows = [prompts[index] for index in batch]
+                    answers |= zip(rows, self._continue(rows, new_tokens, stops), strict=True)
                     progress.advance(len(batch))
-        answers = [texts[request] for request in generations]
-        self.tokens += sum(len(self.tok_encode(text)) for text in answers)
-        return answers
+        found = [answers[ids] for answers, ids in asked]
+        self.tokens += sum(len(self.tok_encode(text)) for text in found)
+        return found
 
-    def _generation(self, task: str, context: str, settings: Mapping[str, Any]) -> Generation:
-        new_tokens, stops = greedy_limits(task, settings)
-        room = self.max_length - new_tokens
-        if room < 1:
-            raise EvaluationError(
-                f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.max_length}; raise "
-                "--max-length"
-            )
-        ids = self.tok_encode(context) or [self.prefix_token_id]
-        return Generation(tuple(ids[-room:]), new_tokens, stops)
-
-    def _continue(self, batch: Sequence[Generation]) -> list[str]:
-        tokenizer, stops = self.document_tokenizer, batch[0].stops
+    def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[str]:
+        tokenizer = self.document_tokenizer
         window = max((len(stop.encode()) for stop in stops), default=0) + 4
 
         def finished(generated: list[int]) -> bool:
@@ -203,8 +157,8 @@ class HarnessModel(TemplateLM):
 
         answers = generate(
             self.model,
-            torch.tensor([request.ids for request in batch], dtype=torch.int64, device=self.model_device),
-            batch[0].new_tokens,
+            torch.tensor(prompts, dtype=torch.int64, device=self.model_device),
+            new_tokens,
             finished=finished,
             vocab_size=self.vocab_size,
             dynamic_length=self.dynamic_length,
@@ -225,16 +179,64 @@ def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[st
     """
     given = {name: value for name, value in settings.items() if value is not None}
     normalized: dict[str, Any] = {**normalize_gen_kwargs(given)}
-    refused = sorted(
-        name
-        for name, value in normalized.items()
-        if name not in IGNORED_SETTINGS and value != GREEDY_SETTINGS.get(name)
-    )
-    if normalized["do_sample"]:
-        refused += [name for name in ("do_sample", "temperature") if float(given.get(name, 0.0)) > 0.0]
-    if refused:
+    others = normalized.keys() - IGNORED_SETTINGS
+    if refused := sorted(name for name in others if normalized[name] != GREEDY_SETTINGS.get(name)):
         raise EvaluationError(
             f"task {task}: generation_kwargs ask for {', '.join(refused)}, and only greedy decoding is supported; "
-            "remove it from the task's file"
+            "remove it from the task's file, and a temperature above 0"
         )
     return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))
+
+
+def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
+    """Index task files: those of the folders `include`, which take precedence, and the harness's own thousands, which
+    take long, if a name is no task of the others. Raises EvaluationError for an unknown name.
+    """
+    import_evaluate_library()
+    for folder in include:
+        if not folder.is_dir():
+            raise EvaluationError(f"--include-path {folder}: no such folder; name one with task files (*.yaml)")
+    paths: list[str | Path] = [*include]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if set(names) <= set(manager.all_subtasks):
+        return manager
+    manager = TaskManager(include_path=paths)
+    if unknown := [name for name in names if name not in manager.task_index]:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise EvaluationError(
+            f"--tasks {unknown[0]}: no such task, group or tag{hint}; name a folder of your own tasks with "
+            "--include-path"
+        )
+    return manager
+
+
+def import_evaluate_library() -> None:
+    """Import Hugging Face's `evaluate` library, if installed, before the script evaluate.py can shadow it."""
+    path = sys.path
+    sys.path = [entry for entry in path if not (Path(entry or ".") / "evaluate.py").is_file()]
+    try:
+        importlib.import_module("evaluate")
+    except ImportError:
+        pass  # a task that needs it says so
+    finally:
+        sys.path = path
+
+
+def evaluate_task(
+    model: LM, manager: TaskManager, name: str, num_fewshot: int | None, limit: int | None, seed: int
+) -> dict[str, Any]:
+    """Return the harness's results of a task or group with samples, independent of earlier runs."""
+    random.seed(seed)
+    np.random.seed(seed)
+    loaded = manager.load([name])
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif own is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=seed)
+    results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True)
+    assert results is not None, "only processes other than the first get None"
+    return dict(results)

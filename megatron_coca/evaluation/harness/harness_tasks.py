@@ -1,13 +1,17 @@
 """`evaluate.py lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
 
+import json
 import logging
 from argparse import Namespace
+from collections.abc import Sequence
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
+    OPEN,
     Cell,
     Cost,
     EvaluationError,
@@ -21,9 +25,6 @@ from megatron_coca.evaluation.results import (
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.model import DynamicLength
 
-if TYPE_CHECKING:
-    from megatron_coca.evaluation.harness.loading import HarnessTask
-
 logger = logging.getLogger(__name__)
 
 PROTOCOL = (
@@ -33,8 +34,8 @@ PROTOCOL = (
 )
 """Part of the identity of a result file: another text would be another measurement."""
 
-HASHES = {"config_sha256": "configuration", "documents_sha256": "documents", "prompts_sha256": "prompts"}
-"""The fields of a cell that say what was measured: of a task, or for a group of those of its tasks."""
+NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
+"""Names and paths in the configuration of a task that do not change what is measured."""
 
 
 class Score(Record):
@@ -52,9 +53,9 @@ class TaskScores(Cell):
     version: str | None
     num_fewshot: int | None  # None for a group whose tasks differ
     samples: int  # documents that were scored
-    config_sha256: str  # of the task's configuration, paths left out
-    documents_sha256: str  # of the documents in their order
-    prompts_sha256: str  # of the first prompt of each document, examples included
+    config_sha256: str  # of the configuration in its file, paths left out; empty for a task that a group defines
+    documents_sha256: str | None  # of the documents in their order; None for a group
+    prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
     scores: list[Score]
 
     @property
@@ -63,13 +64,14 @@ class TaskScores(Cell):
 
 
 class HarnessProtocol(Record):
+    model_config = OPEN
+
     text: str
     lm_eval: str  # its version
     max_length: int
     num_fewshot: int | None  # None: each task's own number
     limit: int | None
     seed: int
-    bootstrap_iterations: int
     tokens_per_batch: int
     dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
 
@@ -84,102 +86,100 @@ def run(args: Namespace) -> int:
     """Measure every variant; returns the exit status. Raises EvaluationError if the harness is not installed."""
     try:
         installed = version("lm_eval")
-        from megatron_coca.evaluation.harness.loading import Selection, load_tasks
+        from megatron_coca.evaluation.harness.adapter import index_tasks
     except (PackageNotFoundError, ImportError) as error:
         raise EvaluationError(
             f"evaluate.py lm-eval needs lm-evaluation-harness ({error}): pip install 'lm-eval==0.4.13'"
         ) from error
     evaluation = Evaluation(subject_options(args), "lm-eval")
     evaluation.needed_tokenizer()
-    options = {name: getattr(args, name) for name in ("num_fewshot", "limit", "seed", "bootstrap_iterations")}
-    tasks = load_tasks(Selection(args.tasks, tuple(args.include_path), args.task_data, **options))
+    manager = index_tasks(args.tasks, args.include_path)
+    entries = [(name, manager.task_index[name]) for name in args.tasks]
+    names = [one for name, entry in entries for one in (sorted(entry.tags) if entry.kind.name == "TAG" else [name])]
     protocol = HarnessProtocol(
         text=PROTOCOL,
         lm_eval=installed,
         max_length=args.max_length or evaluation.opened.trained.model.seq_length,
         tokens_per_batch=args.tokens_per_batch,
         dynamic_length=args.dynamic_length,
-        **options,
+        **{name: getattr(args, name) for name in ("num_fewshot", "limit", "seed")},
     )
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
     for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
-        for task in [task for task in tasks if _is_needed(task, store, args.overwrite)]:
-            with noting_missing(store, f"task {task.name}", remedy):
-                _measure(task, subject, store)
+        for name in dict.fromkeys(names):
+            earlier = store.get((name,))
+            if earlier is not None and earlier.config_sha256 == config_hash(manager, name):
+                continue
+            if earlier is not None and not args.overwrite:
+                raise EvaluationError(
+                    f"{store.path}: holds another measurement (the configuration of task {name} is another); name "
+                    "another --output, or replace it with --overwrite"
+                )
+            with noting_missing(store, f"task {name}", remedy):
+                _measure(name, manager, subject, store)
     return evaluation.status
 
 
-def _is_needed(task: "HarnessTask", store: Store[HarnessResult], overwrite: bool) -> bool:
-    """Return whether the task is not in the file, or replaced by `overwrite`; a task that cannot be compared is noted.
-
-    Raises EvaluationError if the file has scores of other documents, prompts or configurations.
-    """
-    stored = [cell for cell in store.result.results if cell.task in task.names]
-    changes = []
-    try:
-        for cell in stored:
-            expected = task.expected[cell.task]
-            fields = [word for name, word in HASHES.items() if expected[name] != getattr(cell, name)]
-            if fields:
-                ending = "is another" if fields == ["configuration"] else "are others"
-                changes.append(f"task {cell.task}: its {' and '.join(fields)} {ending}")
-    except Exception as error:  # building prompts runs a task's own code
-        _note_fault(store, task.name, error)
-        return False
-    if changes and not overwrite:
-        raise EvaluationError(
-            f"{store.path}: holds another measurement ({'; '.join(changes)}); name another --output, or replace it "
-            "with --overwrite"
-        )
-    return bool(changes) or store.get((task.name,)) is None
+def config_hash(manager: Any, name: str) -> str:
+    """Return the hash of the configuration in the file of a task or group; empty if it has no file."""
+    entry = manager.task_index.get(name)
+    if entry is None or entry.yaml_path is None:
+        return ""
+    config = {key: value for key, value in entry.cfg.items() if key not in NOT_HASHED}
+    return _hash(json.dumps(config, sort_keys=True, default=str).replace(str(entry.yaml_path.parent), ""))
 
 
-def _measure(task: "HarnessTask", subject: Subject, store: Store[HarnessResult]) -> None:
-    from megatron_coca.evaluation.harness.adapter import HarnessModel
-    from megatron_coca.evaluation.harness.loading import fingerprints
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _measure(name: str, manager: Any, subject: Subject, store: Store[HarnessResult]) -> None:
+    from megatron_coca.evaluation.harness.adapter import HarnessModel, evaluate_task
 
     assert subject.tokenizer is not None, "checked before anything is loaded"
-    protocol = store.result.protocol
+    given = store.result.protocol
     model = HarnessModel(
         subject.model,
         subject.tokenizer,
-        protocol.max_length,
-        protocol.tokens_per_batch,
+        given.max_length,
+        given.tokens_per_batch,
         subject.vocab_size,
-        protocol.dynamic_length,
+        given.dynamic_length,
     )
+    settings = (given.num_fewshot, given.limit, given.seed)
     try:
         with measured(subject.device) as meter:
-            results = task.run(model)
-        measurements = fingerprints(task.loaded)
+            results = evaluate_task(model, manager, name, *settings)
         # The cell of the given name comes last: it says that those of all of its tasks are there.
-        names = [*sorted({*results["results"], *results["group_subtasks"]} - {task.name}), task.name]
-        cells = [task_scores(name, results, measurements[name]) for name in names]
+        names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
+        cells = [task_scores(each, results, config_hash(manager, each)) for each in names]
     except PositionRangeError:
         raise
     # A task file can run any code; the fault of one task must not stop the others.
     except Exception as error:
         if out_of_memory(error):
             raise
-        _note_fault(store, task.name, error)
+        logger.debug("task %s", name, exc_info=error)
+        store.miss(Missing(at=f"task {name}", kind="failed", reason=reason(error)))
         return
     for cell in cells[:-1]:
         store.put(cell)
-    store.put(cells[-1], Cost.of(f"task {task.name}", meter, model.tokens))
+    store.put(cells[-1], Cost.of(f"task {name}", meter, model.tokens))
 
 
-def _note_fault(store: Store[HarnessResult], name: str, error: Exception) -> None:
-    from megatron_coca.evaluation.harness.loading import reason
+def reason(error: BaseException) -> str:
+    """Return the type and text of an error and of its causes in one line; of an EvaluationError its text alone."""
+    if isinstance(error, EvaluationError):
+        return str(error)
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        texts.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
+        cause = cause.__cause__
+    return "; caused by ".join(texts)
 
-    logger.debug("task %s", name, exc_info=error)
-    missing = Missing(at=f"task {name}", kind="failed", reason=reason(error))
-    if store.get((name,)) is not None:
-        store.noted.append(missing)  # the file keeps its scores, but the exit status tells
-    else:
-        store.miss(missing)
 
-
-def task_scores(name: str, results: dict[str, Any], hashes: dict[str, str]) -> TaskScores:
+def task_scores(name: str, results: dict[str, Any], config_sha256: str) -> TaskScores:
     metrics = results["results"].get(name, {})
     higher_is_better = results["higher_is_better"].get(name, {})
     scores = []
@@ -197,6 +197,7 @@ def task_scores(name: str, results: dict[str, Any], hashes: dict[str, str]) -> T
                 higher_is_better=higher_is_better.get(metric),
             )
         )
+    samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
     version = results["versions"].get(name)
     shots = results["n-shot"].get(name)
     return TaskScores(
@@ -204,9 +205,15 @@ def task_scores(name: str, results: dict[str, Any], hashes: dict[str, str]) -> T
         version=None if version in (None, "Yaml") else str(version),  # "Yaml" if a task's file has none
         num_fewshot=shots if isinstance(shots, int) else None,
         samples=_count(name, results),
+        config_sha256=config_sha256,
+        documents_sha256=_hash_of(samples, "doc_hash"),
+        prompts_sha256=_hash_of(samples, "prompt_hash"),
         scores=scores,
-        **hashes,
     )
+
+
+def _hash_of(samples: Sequence[dict[str, Any]], field: str) -> str | None:
+    return _hash("".join(sample[field] for sample in samples)) if samples else None
 
 
 def _count(name: str, results: dict[str, Any]) -> int:

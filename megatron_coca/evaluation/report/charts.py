@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any, cast
 
@@ -11,17 +11,14 @@ import matplotlib
 from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from megatron_coca.evaluation.options import plot_text
 
-LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
-DARK = ("#56B4E9", "#F0803C", "#2BC295", "#E39CC4", "#F0B429", "#7C9CF0", "#DDDDDD")
-"""The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow; brighter for a dark background."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+"""The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow."""
 MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 """Line styles: the first seven lines are solid, the next seven have the same colours and dashes, and so on."""
@@ -57,20 +54,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _style(foreground: str, background: str, palette: tuple[str, ...]) -> dict[str, Any]:
+def _style(background: str, foreground: str = "#1b1f24") -> dict[str, Any]:
     lines = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
     faces = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     grid = {"grid.color": foreground, "grid.alpha": 0.14, "grid.linewidth": 0.7}
     colours = dict.fromkeys(lines, foreground) | dict.fromkeys(faces, background)
-    return SIZES | colours | grid | {"axes.prop_cycle": cycler(color=palette)}
+    return SIZES | colours | grid | {"axes.prop_cycle": cycler(color=COLOURS)}
 
 
-STYLES = {
-    "print": _style("#1b1f24", "white", LIGHT),
-    "light": _style("#1b1f24", "none", LIGHT),
-    "dark": _style("#e4e7ec", "none", DARK),
-}
-"""On a white background, and transparent for a light and a dark screen."""
+STYLES = {"print": _style("white"), "light": _style("none")}
+"""On a white background, and on a transparent one."""
 
 
 @dataclass(frozen=True)
@@ -84,36 +77,13 @@ class Figure:
     size: tuple[float, float] = (6.0, 4.2)
 
 
-def _drawn(figure: Figure) -> Canvas:
-    canvas = Canvas(figsize=figure.size, layout="constrained")
-    figure.draw(canvas)
-    return canvas
-
-
-def png(figure: Figure) -> bytes:
-    image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, STYLES["print"])):
-        FigureCanvasAgg(_drawn(figure)).print_png(image, metadata={"Software": None})
-    return image.getvalue()
-
-
 def svg(figure: Figure, style: str) -> bytes:
     """The plot in one of `STYLES`, text as paths. The same figure gives the same bytes."""
     image = io.BytesIO()
     with matplotlib.rc_context(cast(Any, {**STYLES[style], "svg.hashsalt": figure.name})):
-        FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
-    return image.getvalue()
-
-
-def pdf(figure: Figure, width: float | None, font_size: float | None) -> bytes:
-    """The plot for a document, `width` inches wide and in `font_size` points if given; text stays text."""
-    scale = 1.0 if font_size is None else font_size / SIZES["font.size"]
-    sizes = {name: size * scale for name, size in SIZES.items() if name.endswith("size")}
-    height = figure.size[1] * (width or figure.size[0]) / figure.size[0]
-    image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**STYLES["print"], **sizes, "pdf.fonttype": 42})):
-        canvas = _drawn(replace(figure, size=(width or figure.size[0], height)))
-        FigureCanvasPdf(canvas).print_pdf(image, metadata={"CreationDate": None, "Creator": None, "Producer": None})
+        canvas = Canvas(figsize=figure.size, layout="constrained")
+        figure.draw(canvas)
+        FigureCanvasSVG(canvas).print_svg(image, metadata={"Date": None, "Creator": None})
     return image.getvalue()
 
 
@@ -121,8 +91,7 @@ def pdf(figure: Figure, width: float | None, font_size: float | None) -> bytes:
 class Line:
     """One line with optional ends of intervals; a value that is not finite leaves a gap.
 
-    `like` is the index of our line whose colour a published one takes, `style` the number of the colour, dashes and
-    marker, by default the index in its panel.
+    `style` is the number of the colour, dashes and marker, by default the index in its panel.
     """
 
     label: str
@@ -130,7 +99,6 @@ class Line:
     y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    like: int | None = None
     style: int | None = None
 
 
@@ -197,7 +165,7 @@ def size_with_legend(
     labels: Sequence[str], plot: float | None = None, width: float | None = None
 ) -> tuple[float, float]:
     """Inches for a plot with a legend of `labels` below it; larger for more than seven."""
-    many = len(labels) > len(LIGHT)
+    many = len(labels) > len(COLOURS)
     width = width or (9.0 if many else 6.0)
     lines = sum(math.ceil(len(label) / LABEL) for label in labels)
     rows = math.ceil(lines / legend_columns(labels, width))
@@ -230,12 +198,8 @@ def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], 
     """Draw one of `count` lines; its intervals are cut off at `bounds`."""
     finite, places = [y if math.isfinite(y) else math.nan for y in line.y], line.x
     label = _in_legend(line.label)
-    colour = f"C{(style if line.like is None else line.like) % len(LIGHT)}"
-    if line.like is not None:
-        hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
-        axes.plot(line.x, finite, color=colour, label=label, zorder=2, **hollow)  # type: ignore[arg-type]
-        return
-    look: dict[str, Any] = {"linestyle": DASHES[style // len(LIGHT) % len(DASHES)]}
+    colour = f"C{style % len(COLOURS)}"
+    look: dict[str, Any] = {"linestyle": DASHES[style // len(COLOURS) % len(DASHES)]}
     look |= {"marker": MARKERS[style % len(MARKERS)]} if len(line.x) <= FEW_POINTS else {"linewidth": 1.3}
     barred = bool(line.low) and len(line.x) <= FEW_POINTS and (count > MOST_BANDS or len(line.x) == 1)
     if barred:
@@ -284,8 +248,7 @@ def heat_maps(
             )
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
             axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            heading = plot_text(fill(": ".join(filter(None, (title, _emptiness(values)))), 75 // columns))
-            axes.set_title(heading, fontsize=12 if columns == 1 else 10)
+            axes.set_title(plot_text(fill(title, 75 // columns)), fontsize=12 if columns == 1 else 10)
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
@@ -296,12 +259,6 @@ def heat_maps(
         canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
 
     return draw
-
-
-def _emptiness(values: Sequence[Sequence[float | None]]) -> str:
-    """What a map without any number above 0 shows; empty for others."""
-    known = [value for line in values for value in line if value is not None]
-    return "" if any(known) else "all zero" if known else "nothing measured"
 
 
 # Logarithmic axes

@@ -1,13 +1,12 @@
-"""Learning curves: their records, and where those of a run or of a result come from."""
+"""Learning curves: their records, and how they are read from a run or beside a result."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.reading import LoadedResult
-from megatron_coca.evaluation.results import CheckpointRecord, Record, read_record
+from megatron_coca.evaluation.results import Record, read_record
 
 CURVE, METRICS = "curve.json", "metrics.jsonl"
 MAX_POINTS = 200
@@ -34,8 +33,7 @@ class Curve(Record):
 def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
     """Return the curves of results without config overrides by label, one for each seed.
 
-    They are of the file curve.json beside a result, or of the run of its checkpoint if this still has the weights that
-    were measured. Raises EvaluationError for a damaged curve.json.
+    They are of the file curve.json beside a result, which an ablation writes. Raises EvaluationError for a damaged one.
     """
     found: dict[str, dict[str, Curve]] = {}
     for item in loaded:
@@ -43,23 +41,11 @@ def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
         by_weights = found.setdefault(item.result.label, {})
         if item.result.overrides or checkpoint.identity in by_weights:
             continue
-        curve = read_record(beside, Curve, "a learning curve") if beside.is_file() else _of_run(checkpoint)
-        if curve is not None and curve.seed == (checkpoint.seed or 0):
+        if beside.is_file() and (curve := read_record(beside, Curve, "a learning curve")).seed == (
+            checkpoint.seed or 0
+        ):
             by_weights[checkpoint.identity] = curve
     return {label: sorted(curves.values(), key=lambda curve: curve.seed) for label, curves in found.items() if curves}
-
-
-def _of_run(checkpoint: CheckpointRecord) -> Curve | None:
-    try:
-        folder = native.locate(checkpoint.path, checkpoint.step)
-        weights = native.read_json(folder / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
-        stages = trained_stages(native.read_meta(folder), checkpoint.seq_length)
-    except (CheckpointError, KeyError, TypeError):  # no checkpoint of a run
-        return None
-    if weights != checkpoint.identity:
-        return None
-    curve = run_curve(folder.parent, checkpoint.seed or 0, stages, checkpoint.step)
-    return curve if curve.points else None
 
 
 class TrainedStage(NamedTuple):
@@ -78,8 +64,8 @@ def trained_stages(meta: Mapping[str, Any], seq_length: int) -> list[TrainedStag
     return [TrainedStage(first, record["tokens_per_step"]) for first, record in zip(firsts, records, strict=False)]
 
 
-def run_curve(run: Path, seed: int, stages: Sequence[TrainedStage], last: int | None = None) -> Curve:
-    """Return the curve of a run from its metrics, up to step `last`."""
+def run_curve(run: Path, seed: int, stages: Sequence[TrainedStage]) -> Curve:
+    """Return the curve of a run from its metrics."""
 
     def tokens(step: int) -> int:
         ends = [*(stage.first for stage in stages[1:]), step]
@@ -88,29 +74,23 @@ def run_curve(run: Path, seed: int, stages: Sequence[TrainedStage], last: int | 
     points: dict[int, dict[str, Any]] = {}
     for report in metrics(run):
         for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
-            if key in report and (last is None or report["step"] <= last):
-                points.setdefault(int(report["step"]), {"train_loss": None, "validation_loss": None})[name] = report[
-                    key
-                ]
+            if key in report:
+                losses = points.setdefault(int(report["step"]), {"train_loss": None, "validation_loss": None})
+                losses[name] = report[key]
     found = [CurvePoint(step=step, tokens=tokens(step), **losses) for step, losses in sorted(points.items())]
     return Curve(seed=seed, points=thinned(found), borders=[tokens(stage.first) for stage in stages[1:]])
 
 
-def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the reports of a training run in order; only those in the last `last` bytes, if given."""
+def metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the reports of a training run in order."""
     path = run / METRICS
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if last is not None:
-            file.seek(max(0, path.stat().st_size - last))
-        for line in file.read().split(b"\n"):
-            try:
-                report = json.loads(line)
-            except ValueError:  # the first or the last line may be incomplete
-                continue
-            if isinstance(report, dict) and "event" not in report:
-                yield report
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        try:
+            report = json.loads(line)
+        except ValueError:  # the last line may be incomplete
+            continue
+        if isinstance(report, dict) and "event" not in report:
+            yield report
 
 
 def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:

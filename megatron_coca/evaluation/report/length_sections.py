@@ -1,8 +1,7 @@
-"""The first sections: one row of results for each label, learning curves, perplexity, and loss with distance maps."""
+"""The first sections: one row of results for each label, learning curves, and perplexity."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -19,9 +18,8 @@ from megatron_coca.evaluation.report.charts import (
 )
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import FEWEST_DOCUMENTS, RESAMPLES, estimate
-from megatron_coca.evaluation.report.metrics import MARK, Metric, interrupted, mean_cell, missing_cell, value_cell
-from megatron_coca.evaluation.report.published import method_key, tables_of
+from megatron_coca.evaluation.report.intervals import estimate
+from megatron_coca.evaluation.report.metrics import Metric, mean_cell, missing_cell, value_cell
 from megatron_coca.evaluation.report.reading import (
     Comparable,
     LoadedResult,
@@ -30,8 +28,9 @@ from megatron_coca.evaluation.report.reading import (
     Series,
     group_results,
 )
-from megatron_coca.evaluation.report.result_tables import ReportOptions
+from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
 from megatron_coca.evaluation.report.retrieval_sections import PASSKEY, RETRIEVAL_COMPARABLE
+from megatron_coca.evaluation.results import Result
 
 PERPLEXITY_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",
@@ -43,26 +42,12 @@ WINDOW, NLL, LOSSES = "window {}", attrgetter("nll"), attrgetter("nll_by_documen
 PERPLEXITY = Metric(WINDOW, NLL, sums=LOSSES, log=True, lowest=True)
 LOSS = Metric(WINDOW, NLL, "{:.4f}".format, sums=LOSSES, lowest=True)
 ACCURACY = Metric(WINDOW, lambda cell: 100 * cell.accuracy, sums=attrgetter("correct_by_document"))
-
-
-def baseline_of(group: ResultGroup, options: ReportOptions) -> Series | None:
-    """The series that the others are compared with."""
-    return next((series for series in group.series if series.label == options.baseline), None)
-
-
-def with_baseline_note(table: Table, baseline: str | None) -> Table:
-    """A table with numbers that could be marked: with a note on MARK."""
-    reference = next((row for row in table.rows if row.name == baseline and not row.published), None)
-    others = [row for row in table.rows if reference is not None and row is not reference]
-    pairs = [pair for row in others for pair in zip(row.cells, reference.cells, strict=True)] if reference else []
-    if not any(min(len(cell.sample), len(base.sample)) >= FEWEST_DOCUMENTS for cell, base in pairs):
-        return table
-    note = (
-        f"{MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss "
-        f"excludes 0 ({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, "
-        "so it speaks for other documents, not for other seeds; it is not corrected for the number of comparisons."
-    )
-    return replace(table, notes=(*table.notes, note))
+LOSS_CAPTION, ACCURACY_CAPTION = "Loss in nats per token by window", "Next-token accuracy in percent by window"
+MAP_TABLES = (
+    LengthTable(LOSS_CAPTION, "loss at window", {"{}": LOSS}, "-loss", "loss"),
+    LengthTable(ACCURACY_CAPTION, "accuracy at window", {"{}": ACCURACY}, "-accuracy", "next-token accuracy"),
+)
+"""The tables of Su's pages on ReRoPE, for models with a relative-position map."""
 
 
 @shared.grouped("perplexity", PERPLEXITY_COMPARABLE)
@@ -71,61 +56,23 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     protocol, documents = group.first.protocol, group.first.documents
     alone = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} alone"
     measured = f"stride {protocol.stride}{alone}"
+    scored = [cell.tokens_scored for series in group.series for cell in series.cells()]
+    most = f", {max(scored)} tokens scored" if scored else ""
     begun = "" if documents.start is None else f", each after the token {documents.start}"
-    metric = "perplexity" if options.papers else ""
-    reference = baseline_of(group, options)
-    main, *others = shared.length_table(
-        name, "Perplexity by window", "perplexity at window", group, PERPLEXITY, metric, reference
-    )
-    cells = [(series, cell) for series in group.series for cell in series.cells()]
-    complete = [cell for series, cell in cells if not interrupted(cell, series)]
-    scored = f", {max(cell.tokens_scored for cell in complete)} tokens scored" if complete else ""
-    main = replace(main, notes=(*main.notes, f"{measured}, {documents.count} documents{begun}{scored}"))
-    main = with_baseline_note(main, options.baseline)
-    figures: list[Figure] = []
-    drawn, lines = shared.length_lines(group, PERPLEXITY.cell)
-    if drawn:
-        theirs = shared.published_lines(group, drawn, metric)
-        caption = (
-            f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
-            f"{'' if len(complete) == len(cells) else ' Interrupted windows are left out.'}"
-            f"{shared.bands_text(drawn, cut_off=True)}{shared.DASHED if theirs else ''}"
-        )
-        panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
-        # The first plot of a report has been report.png since reports had one plot.
-        file = "report" if name.endswith("-1") else name.replace("perplexity-", "report_")
-        figures = shared.length_figure(file, "Perplexity by window", drawn, [*lines, *theirs], panel, caption)
-    text = (f"Protocol: {protocol.text}; {measured}.",)
-    caption = "Perplexity of variants as a multiple of that of the plain model"
-    paired = shared.paired_tables(name, caption, group, PERPLEXITY, "{:.3f}".format)
-    return ReportBlock(text, tuple(figures), (main, *paired, *others))
+    notes = (f"{measured}, {documents.count} documents{begun}{most}",)
+    rows, what = {"{}": PERPLEXITY}, "Perplexity by window"
+    main = LengthTable(what, "perplexity at window", rows, published="perplexity", notes=notes)
+    mapped = any(_has_map(series.header) for series in group.series)
+    tables = shared.length_tables(name, (main, *(MAP_TABLES if mapped else ())), group, options)
+    caption = f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
+    panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
+    figures = shared.length_figure(name, what, group, PERPLEXITY, panel, caption)
+    return ReportBlock((f"Protocol: {protocol.text}; {measured}.",), tuple(figures), tuple(tables))
 
 
-REPEATED = (
-    "Su counts the tokens that are predicted right, on texts of the training length, on longer ones, and on longer "
-    "ones that repeat their beginning (`--repeat`, a table of its own here)."
-)
-
-
-def has_map(group: ResultGroup) -> bool:
-    methods = [method_key(series.header) for series in group.series]
-    return any(method is not None and method.positions != "none" for method in methods)
-
-
-@shared.grouped("rerope", PERPLEXITY_COMPARABLE, has_map)
-def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """The tables of Su's pages on ReRoPE: loss and next-token accuracy by window."""
-    published, reference = "loss" if options.papers else "", baseline_of(group, options)
-    main, *others = shared.length_table(
-        name, "Loss in nats per token by window", "loss at window", group, LOSS, published, reference
-    )
-    tables = [with_baseline_note(main, options.baseline), *others]
-    caption, head = "Next-token accuracy in percent by window", "accuracy at window"
-    tables += shared.length_table(f"{name}-accuracy", caption, head, group, ACCURACY)
-    theirs = tables_of("next-token accuracy") if options.papers else []
-    tables += [shared.published_table(table, group, name) for table in theirs]
-    text = (REPEATED,) if theirs else ()
-    return ReportBlock(text, (), tuple(tables))
+def _has_map(header: Result) -> bool:
+    settings = {**header.checkpoint.trained_with, **header.overrides}
+    return bool(settings.get("relative_positions"))
 
 
 # Summary
@@ -163,18 +110,18 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
         "several seeds their mean accuracy counts, and the spans of the seeds follow where they differ."
     )
     table = Table("summary", "Results by label", ("label", *heads), tuple(table_rows), (note,))
-    return [ReportBlock(tables=(with_baseline_note(table, options.baseline),))]
+    return [ReportBlock(tables=(shared.with_baseline_note(table, options.baseline),))]
 
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
     """Perplexity at the training length and the measured ratios to it; none where it was not measured."""
-    reference = baseline_of(group, options)
+    reference = shared.baseline_of(group, options)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
         return []
 
     def at_length(series: Series) -> TableCell:
-        return PERPLEXITY.cell(series, series.header.checkpoint.seq_length, reference=reference)
+        return PERPLEXITY.cell(series, series.header.checkpoint.seq_length, reference)
 
     columns: list[Column] = [("perplexity at L", at_length, True)]
     columns += [

@@ -59,10 +59,9 @@ def value_cell(
     return replace(mean_cell(known, show, log), note=note)
 
 
-def interrupted(cell: Any, measured: Series | Replicate) -> str:
-    """The note on a window of which only some documents are scored; empty for a complete one."""
-    count = measured.header.documents.count
-    return f"interrupted: the first {cell.documents} of {count} documents" if cell.documents < count else ""
+def whole(cell: Any) -> Any:
+    """A cell that is a tally itself."""
+    return cell
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,9 @@ class Metric:
     Attributes:
         at: name of a cell among those that are missing, with its key filled in.
         number: of a cell; of a tally its accuracy.
+        key: of the cell in a column of a table, which is a length where nothing else is said.
         tally: the cases behind the number, whose Wilson interval is shown where seeds give none.
-        sums: of each document, for paired comparisons; such a cell may be interrupted.
+        sums: of each document, for paired comparisons.
         log: `number` is the logarithm of what is shown.
         lowest: the smallest is the best.
     """
@@ -81,45 +81,41 @@ class Metric:
     at: str
     number: Callable[[Any], float | None] = lambda cell: cell.accuracy
     show: Show = TWO_DIGITS
+    key: Callable[[int], tuple[Any, ...]] = lambda length: (length,)
     tally: Callable[[Any], Tally | None] | None = None
     sums: Callable[[Any], Sequence[float]] | None = None
     log: bool = False
     lowest: bool = False
 
-    def of(self, replicate: Replicate, *key: Any) -> float | None:
-        """The number of one seed; None without one, and of an interrupted cell."""
-        if key not in replicate.cells or (self.sums and interrupted(replicate.cells[key], replicate)):
-            return None
-        cell = replicate.cells[key] if self.tally is None else self.tally(replicate.cells[key])
+    def of(self, replicate: Replicate, column: int) -> float | None:
+        """The number of one seed; None without one."""
+        cell = replicate.cells.get(self.key(column))
+        cell = cell if cell is None or self.tally is None else self.tally(cell)
         return None if cell is None else self.number(cell)
 
-    def cell(self, series: Series, *key: Any, reference: Series | None = None) -> TableCell:
+    def cell(self, series: Series, column: int, reference: Series | None = None) -> TableCell:
         """The number of a series: of one seed, or the mean over seeds with its t interval.
 
-        An interrupted cell is left out of a mean; if all are, the number is marked and not compared. MARK is added
-        where the losses of documents differ from those of `reference`.
+        MARK is added where the losses of documents differ from those of `reference`.
         """
-        cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
+        key = self.key(column)
+        value = value_cell(series, self.at.format(*key), lambda each: self.of(each, column), self.show, self.log)
         if self.tally is not None:
-            return self._tally_cell(series, key, [tally for tally in map(self.tally, cells) if tally is not None])
+            return self._tally_cell(series, key, value)
         if self.sums is None:
-            return value_cell(series, self.at.format(*key), lambda each: self.of(each, *key), self.show, self.log)
-        notes = [interrupted(cell, series) for cell in cells]
-        partial = bool(notes) and all(notes)
+            return value
+        sample = self._sample(series, key)
+        if self.lowest and reference is not None and reference is not series:
+            marked = differ(sample, self._sample(reference, key))
+            value = replace(value, text=value.text + MARK * marked)
+        return replace(value, sample=sample)
 
-        def number(replicate: Replicate) -> float | None:
-            return self.number(replicate.cells[key]) if partial and key in replicate.cells else self.of(replicate, *key)
-
-        value = value_cell(series, self.at.format(*key), number, self.show, self.log)
-        interruptions, sample = "; ".join(dict.fromkeys(filter(None, notes))), self._sample(series, key)
-        marked = reference is not None and reference is not series and differ(sample, self._sample(reference, key))
-        text = value.text + MARK * marked
-        return replace(value, text=text, note=interruptions or value.note, partial=partial, sample=sample)
-
-    def _tally_cell(self, series: Series, key: tuple[Any, ...], tallies: Sequence[Tally]) -> TableCell:
-        if key in series.keys and not tallies:
+    def _tally_cell(self, series: Series, key: tuple[Any, ...], cell: TableCell) -> TableCell:
+        assert self.tally is not None
+        found = [self.tally(replicate.cells[key]) for replicate in series.replicates if key in replicate.cells]
+        tallies = [tally for tally in found if tally is not None]
+        if found and not tallies:
             return TableCell("–", detail="no case")
-        cell = value_cell(series, self.at.format(*key), lambda each: self.of(each, *key), self.show)
         if cell.value is None or cell.low is not None:
             return cell
         # Of one seed, and of seeds that agree exactly, which have no t interval.
@@ -127,8 +123,7 @@ class Metric:
         return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
-        """The sums of every document, means over the seeds with all documents; empty without one."""
+        """The sums of every document, means over the seeds; empty without one."""
         assert self.sums is not None
-        cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
-        complete = [self.sums(cell) for cell in cells if not interrupted(cell, series)]
-        return tuple(fmean(values) for values in zip(*complete, strict=True))
+        sums = [self.sums(replicate.cells[key]) for replicate in series.replicates if key in replicate.cells]
+        return tuple(fmean(values) for values in zip(*sums, strict=True))

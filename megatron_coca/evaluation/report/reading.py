@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.analysis.records import AnalysisResult
+from megatron_coca.evaluation.analysis.length_analysis import AnalysisResult
 from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 from megatron_coca.evaluation.perplexity import PerplexityResult
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Result
+from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Result
 from megatron_coca.evaluation.retrieval.recall import RecallResult
 from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed import SpeedResult
@@ -32,28 +32,24 @@ RESULT_TYPES: dict[str, type[Result]] = {
 }
 """The type of a result file by its field `task`."""
 
-REPORT_FILE = "report.json"
-KNOWN_FILES = frozenset({REPORT_FILE, "cell.json", "curve.json"})
-"""Files beside results that are left out without a warning: an earlier report, and records of an ablation's runs."""
+KNOWN_FILES = frozenset({"report.json", "cell.json", "curve.json"})
+"""Files beside results that are left out without a warning: a report of earlier versions, records of an ablation."""
 REMEDY = "measure it again, or remove the file"
-MAX_NAMED = 5
-"""Ignored files that a warning names."""
 
 
 @dataclass(frozen=True)
 class LoadedResult:
-    """A result file and the costs of its cells."""
+    """The path and the content of a result file."""
 
     file: str
     result: Result
-    costs: tuple[Cost, ...] = ()
 
 
 def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
     """Reads files and folders with everything below them; each file once, in folders sorted by name.
 
-    A result without a label gets the name of its checkpoint's folder. Other JSON files in a folder are named in a
-    warning. Raises EvaluationError for a named file that is not a result, for a damaged one, and if there is none.
+    Other JSON files in a folder cause a warning. Raises EvaluationError for a named file that is not a result, for a
+    damaged one, and if there is none.
     """
     loaded: dict[Path, LoadedResult] = {}
     for path in map(Path, paths):
@@ -71,8 +67,7 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
                 tasks = ", ".join(RESULT_TYPES)
                 raise EvaluationError(f"{file}: is not a result of `evaluate.py` (its task is none of {tasks})")
         if ignored:
-            more = f" and {len(ignored) - MAX_NAMED} more" if len(ignored) > MAX_NAMED else ""
-            logger.warning("ignored files that are not results: %s%s", ", ".join(ignored[:MAX_NAMED]), more)
+            logger.warning("ignored %d files that are not results, such as %s", len(ignored), ignored[0])
     if not loaded:
         raise EvaluationError("no results to report: name files of `evaluate.py TASK --output`, or folders of them")
     return list(loaded.values())
@@ -97,11 +92,7 @@ def _load(file: Path, task: str) -> LoadedResult:
         result = results.read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
-    if not result.label.strip():
-        checkpoint = result.checkpoint.path
-        result = result.model_copy(update={"label": Path(checkpoint).name or checkpoint})
-    costs = results.read_costs(file)
-    return LoadedResult(str(file), result, tuple(costs.costs) if costs is not None else ())
+    return LoadedResult(str(file), result)
 
 
 Comparable = Mapping[str, str]
@@ -121,10 +112,6 @@ class Replicate:
     header: Any
     cells: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
-
-    def number(self, key: tuple[Any, ...], of: Callable[[Any], float | None]) -> float | None:
-        """`of` the cell with that key, None without one."""
-        return of(self.cells[key]) if key in self.cells else None
 
     def why(self, at: str) -> Missing:
         unknown = Missing(at=at, kind="not run", reason="")
@@ -242,8 +229,13 @@ def _merge(label: str, files: Sequence[LoadedResult]) -> Replicate:
     origins: dict[tuple[Any, ...], str] = {}
     missing: dict[str, Missing] = {}
     for item in files:
-        result = item.result
+        result: Any = item.result
         for cell in result.results:
+            if (scored := getattr(cell, "documents", None)) is not None and scored < result.documents.count:
+                reason = f"interrupted: the first {scored} of {result.documents.count} documents"
+                at = f"window {cell.window}"
+                missing[at] = Missing(at=at, kind="not run", reason=reason)
+                continue
             if origins.setdefault(cell.key, item.file) != item.file:
                 raise EvaluationError(
                     f"label `{label}` has the cell {' '.join(map(str, cell.key))} of {result.task} both in "

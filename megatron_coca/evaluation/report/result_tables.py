@@ -1,4 +1,4 @@
-"""Tables and captions that the sections of a report share: labels down, lengths across, published rows below ours."""
+"""Tables and plots that the sections of a report share: labels down, lengths across, published rows below ours."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,17 +8,20 @@ from typing import Any
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import Estimate, differ, difference_interval
-from megatron_coca.evaluation.report.metrics import Metric, Show, mean_cell
-from megatron_coca.evaluation.report.published import PublishedTable, method_key, tables_of
+from megatron_coca.evaluation.report.intervals import (
+    FEWEST_DOCUMENTS,
+    RESAMPLES,
+    Estimate,
+    differ,
+    difference_interval,
+)
+from megatron_coca.evaluation.report.metrics import MARK, Metric
+from megatron_coca.evaluation.report.published import PublishedTable, tables_of
 from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Result
 
 HASH_DIGITS = 12
-"""Digits of a hash that are shown; report.json has them all."""
-DASHED = " Dashed with hollow marks: the CoCA paper's numbers."
-MOST_LINES = 7
-"""Labels above which a plot by length has one panel for each set of weights."""
+"""Digits of a hash that are shown; the result files have them all."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
 
 
@@ -36,17 +39,14 @@ Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
 BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
-def grouped(
-    name: str, comparable: Comparable, applies: Callable[[ResultGroup], bool] = lambda group: True
-) -> Callable[[BlockFunction], Builder]:
+def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], Builder]:
     """Decorate a function that makes the block of one group of comparable results, named `name`-1 and so on."""
 
     def decorate(block: BlockFunction) -> Builder:
         def build(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-            groups = filter(applies, group_results(loaded, comparable))
             return [
                 replace(block(group, f"{name}-{index}", options), heading=group.heading, provenance=provenance(group))
-                for index, group in enumerate(groups, 1)
+                for index, group in enumerate(group_results(loaded, comparable), 1)
             ]
 
         return build
@@ -54,72 +54,148 @@ def grouped(
     return decorate
 
 
-def checkpoint_text(result: Result) -> str:
-    checkpoint = result.checkpoint
-    numbers = {"step": checkpoint.step, "seed": checkpoint.seed}
-    known = "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
-    return f"{checkpoint.path}{known} (weights {checkpoint.identity[:HASH_DIGITS]})"
+@dataclass(frozen=True)
+class LengthTable:
+    """A table of labels by length.
 
-
-def environment_text(result: Result) -> str:
-    environment = result.environment
-    return f"{environment.dtype}, {environment.backend or 'no backend'}, {environment.device}"
-
-
-def data_text(result: Any) -> str:
-    """The data with the first digits of its hash; empty for a task without documents or haystack."""
-    if (documents := getattr(result, "documents", None)) is not None:
-        size = f"{documents.count} documents, {documents.tokens:,} tokens"
-        return f"data: {', '.join(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size})"
-    if (haystack := getattr(result.protocol, "haystack", None)) is not None:
-        return f"data: {haystack.name} (sha256 {haystack.sha256[:HASH_DIGITS]})"
-    return ""
-
-
-def provenance(group: ResultGroup) -> tuple[str, ...]:
-    """Checkpoints with the labels that they are measured as, the data, and where it was computed."""
-    labels: dict[str, list[str]] = {}
-    headers = [replicate.header for series in group.series for replicate in series.replicates]
-    for header in headers:
-        labels.setdefault(checkpoint_text(header), []).append(header.label)
-    checkpoints = [f"{checkpoint}: {', '.join(measured)}" for checkpoint, measured in labels.items()]
-    computed = dict.fromkeys(
-        f"{environment_text(header)}, torch {header.environment.torch}, tokenizer "
-        f"{(header.tokenizer or 'none')[:HASH_DIGITS]}"
-        for header in headers
-        if header.environment.backend
-    )
-    return *checkpoints, *filter(None, [data_text(group.first)]), *(f"computed with {device}" for device in computed)
-
-
-PAIRED_NOTE = (
-    "A variant and the plain model of the same weights, seed by seed: the mean of these {} and its 95% t interval over "
-    "seeds. What the seeds have in common cancels."
-)
-
-
-def paired_tables(name: str, caption: str, group: ResultGroup, metric: Metric, show: Show) -> list[Table]:
-    """What every variant changes by length, paired by the weights that it shares with a plain model; none without two
-    seeds. Of logarithms ratios are shown.
+    Attributes:
+        head: of the column of names.
+        rows: the number in a row by its name, where {} is the label.
+        suffix: of the table's name.
+        published: metric of the papers' tables that belong to it.
+        notes: below the table.
     """
-    by_weights = [{each.header.checkpoint.identity: each for each in series.replicates} for series in group.series]
-    lengths, rows = group.lengths(), []
-    for series, own in zip(group.series, by_weights, strict=True):
-        for plain, others in zip(group.series, by_weights, strict=True):
-            common = [identity for identity in own if identity in others]
-            if plain.header.overrides or not series.header.overrides or len(common) < 2:
-                continue
-            cells = []
-            for length in lengths:
-                pairs = [(metric.of(own[each], length), metric.of(others[each], length)) for each in common]
-                changes = [one - other for one, other in pairs if one is not None and other is not None]
-                finite = [change for change in changes if math.isfinite(change)]
-                cells.append(mean_cell(finite, show, metric.log) if len(finite) > 1 else EMPTY)
-            rows.append(TableRow(f"{series.label} against {plain.label}", tuple(cells)))
-    header = ("at length", *length_header(lengths, group.training_lengths()))
-    notes = (PAIRED_NOTE.format("ratios" if metric.log else "differences"),)
-    return [Table(f"{name}-paired", caption, header, tuple(rows), notes)] if rows else []
 
+    caption: str
+    head: str
+    rows: Mapping[str, Metric]
+    suffix: str = ""
+    published: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, options: ReportOptions) -> list[Table]:
+    """Each table with ours by length and published rows of the same training length, then published tables of other
+    settings.
+    """
+    trained, reference = group.training_lengths(), baseline_of(group, options)
+    tables = []
+    for spec in specs:
+        theirs = tables_of(spec.published, trained) if options.papers else []
+        joined = [table for table in theirs if table.training_length in trained and not table.apart]
+        lengths = sorted({*group.lengths(), *(at for table in joined for at in table.columns if isinstance(at, int))})
+        rows: list[TableRow] = []
+        for pattern, metric in spec.rows.items():
+            ours = []
+            for series in group.series:
+                cells = tuple(metric.cell(series, length, reference) for length in lengths)
+                ours.append(TableRow(pattern.format(series.label), cells))
+            rows += mark_best(ours, metric.lowest)
+        for table in joined:
+            rows += published_rows(table, lengths)
+        notes = (f"* training length ({', '.join(map(str, sorted(trained)))})",) if trained & set(lengths) else ()
+        header, sources = (spec.head, *length_header(lengths, trained)), tuple(map(source_text, joined))
+        main = Table(f"{name}{spec.suffix}", spec.caption, header, tuple(rows), (*notes, *spec.notes), sources)
+        compared = any(metric.lowest for metric in spec.rows.values())
+        tables.append(with_baseline_note(main, options.baseline) if compared else main)
+        tables += [published_table(table, name) for table in theirs if table not in joined]
+    return tables
+
+
+def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
+    return tuple(f"{length}*" if length in trained else str(length) for length in lengths)
+
+
+def baseline_of(group: ResultGroup, options: ReportOptions) -> Series | None:
+    """The series that the others are compared with."""
+    return next((series for series in group.series if series.label == options.baseline), None)
+
+
+def with_baseline_note(table: Table, baseline: str | None) -> Table:
+    """A table with numbers that could be marked: with a note on MARK."""
+    reference = next((row for row in table.rows if row.name == baseline and not row.published), None)
+    others = [row for row in table.rows if reference is not None and row is not reference]
+    pairs = [pair for row in others for pair in zip(row.cells, reference.cells, strict=True)] if reference else []
+    if not any(min(len(cell.sample), len(base.sample)) >= FEWEST_DOCUMENTS for cell, base in pairs):
+        return table
+    note = (
+        f"{MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss "
+        f"excludes 0 ({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, "
+        "so it speaks for other documents, not for other seeds; it is not corrected for the number of comparisons."
+    )
+    return replace(table, notes=(*table.notes, note))
+
+
+def source_text(table: PublishedTable) -> str:
+    return f"{table.name}: {table.setting}; {THEIRS}."
+
+
+def published_rows(table: PublishedTable, columns: Sequence[int | str]) -> list[TableRow]:
+    """Published rows in our columns."""
+    rows = []
+    for row in table.rows:
+        values = dict(zip(table.columns, row["values"].split(), strict=True))
+        cells = tuple(TableCell(values.get(column, "")) for column in columns)
+        rows.append(TableRow(row["name"], cells, f"{table.source}, {table.name}"))
+    return rows
+
+
+def published_table(table: PublishedTable, prefix: str) -> Table:
+    """A published table on its own; `prefix` begins its name."""
+    words = "".join(character if character.isalnum() else " " for character in table.name.lower()).split()
+    caption = f"Published, {table.source}: {table.name}"
+    header = ("method", *map(str, table.columns))
+    remark = f"; {THEIRS}" if table.measured else ""
+    notes = (f"{table.setting[0].upper()}{table.setting[1:]}{remark}.",)
+    return Table("-".join([prefix, *words]), caption, header, tuple(published_rows(table, table.columns)), notes)
+
+
+# Plots by length
+
+
+def length_figure(
+    name: str, what: str, group: ResultGroup, metric: Metric, panel: Mapping[str, Any], caption: str
+) -> list[Figure]:
+    """The numbers of a table against length, with the training lengths marked; `what` they show, and other fields of
+    the panel. None with a single length, where there is nothing to draw a line through.
+    """
+    drawn, lines = length_lines(group, metric)
+    if len({x for line in lines for x in line.x}) < 2:
+        return []
+    lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
+    trained = {float(length): f"training length {length}" for length in lengths}
+    alt = f"{what} for {', '.join(series.label for series in drawn)}; the table has the numbers"
+    caption += _bands_text(drawn, bool(panel.get("log_y")))
+    shown = panels([Panel(tuple(lines), marks=trained, **panel)])
+    size = size_with_legend([*(line.label for line in lines), *trained.values()])
+    return [Figure(name, caption, alt, shown, size)]
+
+
+def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list[Line]]:
+    """Return the series that have complete numbers, and for each a line with the numbers and intervals of the table."""
+    drawn, lines = [], []
+    for series in group.series:
+        cells = {length: metric.cell(series, length) for length in group.lengths()}
+        known = {length: found for length, found in cells.items() if found.value is not None}
+        if known:
+            drawn.append(series)
+            y, low, high = (
+                tuple(math.nan if (value := getattr(found, end)) is None else value for found in known.values())
+                for end in ("value", "low", "high")
+            )
+            banded = any(map(math.isfinite, low))
+            lines.append(Line(series.label, tuple(known), y, low if banded else (), high if banded else ()))
+    return drawn, lines
+
+
+def _bands_text(drawn: Sequence[Series], cut_off: bool) -> str:
+    if all(len(series.replicates) == 1 for series in drawn):
+        return ""
+    beyond = f", cut off {MOST_BEYOND:g} times beyond the lines" if cut_off else ""
+    return f" Bands and bars: 95% t intervals over seeds{beyond}."
+
+
+# Marks and notes
 
 SEEDS_NOTE = (
     "Of several seeds: the mean, and half of its 95% t interval over seeds (±); of perplexities and their ratios the "
@@ -159,7 +235,7 @@ def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[T
     """
     columns = []
     for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
-        found = [(cell.value, cell) for cell in cells if cell.value is not None and not cell.partial]
+        found = [(cell.value, cell) for cell in cells if cell.value is not None]
         known = [(value, cell) for value, cell in found if math.isfinite(value)]
         smallest = lowest if isinstance(lowest, bool) else lowest[index]
         _, best = (min if smallest else max)(known, key=lambda pair: pair[0], default=(0.0, EMPTY))
@@ -170,148 +246,52 @@ def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[T
     return [replace(row, cells=tuple(cells)) for row, cells in zip(rows, by_row, strict=True)]
 
 
-def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
-    return tuple(f"{length}*" if length in trained else str(length) for length in lengths)
+# Where results are from
 
 
-def length_table(
-    name: str,
-    caption: str,
-    head: str,
-    group: ResultGroup,
-    metric: Metric,
-    published: str = "",
-    reference: Series | None = None,
-) -> list[Table]:
-    """Ours by length with the published rows of the same training length; then published tables of other settings.
+def checkpoint_text(result: Result) -> str:
+    checkpoint = result.checkpoint
+    numbers = {"step": checkpoint.step, "seed": checkpoint.seed}
+    known = "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+    return f"{checkpoint.path}{known} (weights {checkpoint.identity[:HASH_DIGITS]})"
 
-    `published` is the metric of published tables, none if empty; numbers are compared with those of `reference`.
-    """
-    trained = group.training_lengths()
-    joined, apart = matching_tables(group, published)
-    lengths = sorted({*group.lengths(), *published_lengths(joined)})
-    rows = mark_best(
-        [
-            TableRow(series.label, tuple(metric.cell(series, length, reference=reference) for length in lengths))
-            for series in group.series
-        ],
-        metric.lowest,
+
+def environment_text(result: Result) -> str:
+    environment = result.environment
+    return f"{environment.dtype}, {environment.backend or 'no backend'}, {environment.device}"
+
+
+def overrides_text(result: Result) -> str:
+    """What evaluation changes, in parentheses; empty if nothing."""
+    shown = []
+    for key, value in result.overrides.items():
+        options = value.items() if isinstance(value, Mapping) else ()
+        given = ", ".join(f"{name} {option}" for name, option in options if option is not None)
+        shown.append(f"{key}: {given if isinstance(value, Mapping) else value}")
+    return f" ({'; '.join(shown)})" if shown else ""
+
+
+def data_text(result: Any) -> str:
+    """The data with the first digits of its hash; empty for a task without documents or haystack."""
+    if (documents := getattr(result, "documents", None)) is not None:
+        size = f"{documents.count} documents, {documents.tokens:,} tokens"
+        return f"data: {', '.join(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size})"
+    if (haystack := getattr(result.protocol, "haystack", None)) is not None:
+        return f"data: {haystack.name} (sha256 {haystack.sha256[:HASH_DIGITS]})"
+    return ""
+
+
+def provenance(group: ResultGroup) -> tuple[str, ...]:
+    """Checkpoints with the labels that they are measured as, the data, and where it was computed."""
+    labels: dict[str, list[str]] = {}
+    headers = [replicate.header for series in group.series for replicate in series.replicates]
+    for header in headers:
+        labels.setdefault(checkpoint_text(header), []).append(header.label + overrides_text(header))
+    checkpoints = [f"{checkpoint}: {', '.join(measured)}" for checkpoint, measured in labels.items()]
+    computed = dict.fromkeys(
+        f"{environment_text(header)}, torch {header.environment.torch}, tokenizer "
+        f"{(header.tokenizer or 'none')[:HASH_DIGITS]}"
+        for header in headers
+        if header.environment.backend
     )
-    for table in joined:
-        rows += published_rows(table, lengths, group)
-    notes = (f"* training length ({', '.join(map(str, sorted(trained)))})",) if trained & set(lengths) else ()
-    header = (head, *length_header(lengths, trained))
-    main = Table(name, caption, header, tuple(rows), notes, tuple(map(source_text, joined)))
-    return [main, *(published_table(table, group, name) for table in apart)]
-
-
-def length_lines(group: ResultGroup, cell: Callable[[Series, int], TableCell]) -> tuple[list[Series], list[Line]]:
-    """Return the series that have complete numbers, and for each a line with the numbers and intervals of the table."""
-    drawn, lines = [], []
-    for series in group.series:
-        cells = {length: cell(series, length) for length in group.lengths()}
-        known = {length: found for length, found in cells.items() if found.value is not None and not found.partial}
-        if known:
-            drawn.append(series)
-            y, low, high = (
-                tuple(math.nan if (value := getattr(found, end)) is None else value for found in known.values())
-                for end in ("value", "low", "high")
-            )
-            banded = any(map(math.isfinite, low))
-            lines.append(Line(series.label, tuple(known), y, low if banded else (), high if banded else ()))
-    return drawn, lines
-
-
-def bands_text(drawn: Sequence[Series], cut_off: bool = False) -> str:
-    if all(len(series.replicates) == 1 for series in drawn):
-        return ""
-    beyond = f", cut off {MOST_BEYOND:g} times beyond the lines" if cut_off else ""
-    return f" Bands and bars: 95% t intervals over seeds{beyond}."
-
-
-def length_figure(
-    name: str, what: str, drawn: Sequence[Series], lines: Sequence[Line], panel: Mapping[str, Any], caption: str
-) -> list[Figure]:
-    """Lines against length with the training lengths marked; `what` they show, and other fields of the panel.
-
-    The first lines are those of `drawn`. More than MOST_LINES of them are drawn in a panel for each set of weights, if
-    these are fewer than the lines. None with a single length, where there is nothing to draw a line through.
-    """
-    if len({x for line in lines for x in line.x}) < 2:
-        return []
-    lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
-    trained = {float(length): f"training length {length}" for length in lengths}
-    alt = f"{what} for {', '.join(series.label for series in drawn)}; the table has the numbers"
-    weights = [tuple(replicate.header.checkpoint.identity for replicate in series.replicates) for series in drawn]
-    if len(drawn) <= MOST_LINES or len(set(weights)) in (1, len(drawn)):
-        shown = panels([Panel(tuple(lines), marks=trained, **panel)])
-        size = size_with_legend([*(line.label for line in lines), *trained.values()])
-        return [Figure(name, caption, alt, shown, size)]
-    by_weights: dict[Any, list[Line]] = {}
-    for identities, line in zip(weights, lines, strict=False):
-        by_weights.setdefault(identities, []).append(line)
-    titles = [min((line.label for line in own), key=len) for own in by_weights.values()]
-    short = [
-        [replace(line, label=line.label.removeprefix(title).strip() or "plain") for line in own]
-        for title, own in zip(titles, by_weights.values(), strict=True)
-    ]
-    styles = {label: index for index, label in enumerate(dict.fromkeys(line.label for own in short for line in own))}
-    grid = [
-        Panel(tuple(replace(line, style=styles[line.label]) for line in own), title=title, marks=trained, **panel)
-        for title, own in zip(titles, short, strict=True)
-    ]
-    columns = min(3, len(grid))
-    size = size_with_legend([*styles, *trained.values()], 2.8 * math.ceil(len(grid) / columns), 9.0)
-    return [Figure(name, caption, alt, panels(grid, columns), size)]
-
-
-def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
-    trained = group.training_lengths()
-    methods = [key for series in group.series if (key := method_key(series.header)) is not None]
-    shown = [table for table in tables_of(metric) if table.is_shown_with(trained, methods)]
-    joined = [table for table in shown if table.training_length in trained and not table.apart]
-    return joined, [table for table in shown if table not in joined]
-
-
-def published_lengths(tables: Iterable[PublishedTable]) -> list[int]:
-    return [column for table in tables for column in table.columns if isinstance(column, int)]
-
-
-def source_text(table: PublishedTable) -> str:
-    return f"{table.name}: {table.setting}; {THEIRS}."
-
-
-def published_rows(
-    table: PublishedTable, columns: Sequence[int | str], group: ResultGroup | None = None
-) -> list[TableRow]:
-    """Published rows in our columns; the small print names our labels in `group` with the same method."""
-    rows = []
-    for row in table.rows:
-        values = dict(zip(table.columns, row.values, strict=True))
-        same = [series.label for series in (group.series if group else ()) if row.is_method_of(series.header)]
-        cells = tuple(TableCell(values[column]) if column in values else EMPTY for column in columns)
-        detail = f"the method of: {', '.join(same)}" if same else ""
-        rows.append(TableRow(row.name, cells, f"{table.source}, {table.name}", detail))
-    return rows
-
-
-def published_table(table: PublishedTable, group: ResultGroup | None, prefix: str) -> Table:
-    """A published table on its own; `prefix` begins its name."""
-    words = "".join(character if character.isalnum() else " " for character in table.name.lower()).split()
-    caption = f"Published, {table.source}: {table.name}"
-    header = ("method", *map(str, table.columns))
-    remark = f"; {THEIRS}" if table.measured else ""
-    notes = (f"{table.setting[0].upper()}{table.setting[1:]}{remark}.",)
-    return Table("-".join([prefix, *words]), caption, header, tuple(published_rows(table, table.columns, group)), notes)
-
-
-def published_lines(group: ResultGroup, drawn: Sequence[Series], metric: str) -> list[Line]:
-    """A line for each published row with the method and training length of one of the `drawn` series."""
-    lines: list[Line] = []
-    for table in matching_tables(group, metric)[0]:
-        for row in table.rows:
-            like = next((at for at, series in enumerate(drawn) if row.is_method_of(series.header)), None)
-            if like is not None:
-                lengths = tuple(map(float, published_lengths([table])))
-                lines.append(Line(f"paper: {row.name}", lengths, row.numbers, like=like))
-    return lines if len(drawn) <= MOST_LINES and len(group.lengths()) > 1 else []
+    return *checkpoints, *filter(None, [data_text(group.first)]), *(f"computed with {device}" for device in computed)

@@ -4,7 +4,6 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
+from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
 from megatron_coca.evaluation.retrieval import tasks
 from megatron_coca.evaluation.retrieval.prompts import (
     FILLER_BLOCKS,
@@ -52,14 +51,6 @@ class CaseRecord(Record):
     score: float  # 0 .. 1
 
 
-class RangeTally(Record):
-    """Cases whose farthest fact is more than `above` and at most `up_to` tokens from the end of the prompt."""
-
-    above: int
-    up_to: int
-    tally: Tally | None  # None if no case is in the range
-
-
 class ScoredCell(Tally, Cell):
     """Cases of one cell and their tally."""
 
@@ -70,9 +61,9 @@ class ScoredCell(Tally, Cell):
 class PasskeyCell(ScoredCell):
     """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
 
+    model_config = OPEN
     inside: Tally | None
     beyond: Tally | None
-    ranges: list[RangeTally]  # quarters of the length, the nearest first
 
     @property
     def key(self) -> tuple[int]:
@@ -159,31 +150,23 @@ def tally(scores: Sequence[float]) -> Tally | None:
     return Tally(**tally_fields(scores)) if scores else None
 
 
+CELLS: dict[str, tuple[type[ScoredCell], tuple[str, ...]]] = {
+    "passkey": (PasskeyCell, ("length",)),
+    "needle": (NeedleCell, ("length", "depth")),
+    "ruler": (RulerCell, ("task", "length")),
+}
+"""The cells of `evaluate.py TASK`, and the names of the values in their keys."""
+
+
 def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
     """Build the result cell of `evaluate.py TASK` with this key."""
-    fields = tally_fields([case.score for case in cases]) | {"cases": list(cases)}
-    if task == "needle":
-        return NeedleCell(**fields, length=key[0], depth=key[1])
-    if task == "ruler":
-        return RulerCell(**fields, length=key[1], task=key[0])
-    return passkey_cell(key[0], cases, training_length)
-
-
-def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
-    scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
-
-    def between(above: float, up_to: float) -> Tally | None:
-        return tally([score for distance, score in scored if above < distance <= up_to])
-
-    bounds = [length * quarter // 4 for quarter in range(5)]
-    return PasskeyCell(
-        **tally_fields([case.score for case in cases]),
-        length=length,
-        cases=list(cases),
-        inside=between(0, training_length),
-        beyond=between(training_length, math.inf),
-        ranges=[RangeTally(above=low, up_to=high, tally=between(low, high)) for low, high in pairwise(bounds)],
-    )
+    kind, names = CELLS[task]
+    fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
+    if kind is PasskeyCell:
+        scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
+        fields["inside"] = tally([score for distance, score in scored if distance <= training_length])
+        fields["beyond"] = tally([score for distance, score in scored if distance > training_length])
+    return kind(**fields, cases=list(cases))
 
 
 class Unit(NamedTuple):
