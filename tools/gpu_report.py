@@ -4,7 +4,7 @@
     python tools/gpu_report.py --dry-run                       # parts and commands; needs no GPU
 
 Checks driver, compiler and one kernel first, then runs the gpu tests, the training step as train.py takes it by
-default and with CUDA graphs, beside transformers and GPT-NeoX's published speed, attention by method and length,
+default, beside transformers and GPT-NeoX's published speed, attention by method and length,
 decoding, the tuner of the Triton kernels, and a pass over 32,768 tokens. Every part has a time limit. The same command
 continues after an interruption: parts that were finished on this GPU with this code are not repeated, failed ones are,
 and none stops the others. Exit status 1 if a part failed, 2 if the machine lacks something.
@@ -109,13 +109,6 @@ PARTS: dict[str, Part] = {
         read_step,
         15,
         70,
-    ),
-    "graphs": Part(
-        "The same with CUDA graphs",
-        f"{STEP} cuda_graphs=true --compile --methods rotary coca alibi none --rounds 30 --output FILE",
-        read_step,
-        15,
-        50,
     ),
     "neox": Part(
         "A training step of the shape of Pythia 410M, beside GPT-NeoX's published speed",

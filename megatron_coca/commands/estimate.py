@@ -3,21 +3,18 @@
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
 Starts nothing and needs no GPU. Times follow from FLOPs and an assumed utilisation (--mfu), not from measurements. Exit
-status 1 if the run, or one of its stages, does not fit, with config changes that make it fit; 2 if the configuration
-is invalid.
+status 1 if the run, or one of its stages, does not fit; 2 if the configuration is invalid.
 """
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 
 if TYPE_CHECKING:
-    from megatron_coca.training.estimate import Change, Estimate
+    from megatron_coca.training.estimate import Estimate
 
 # PyTorch takes seconds to import: that is done after the configuration is accepted.
 
@@ -37,13 +34,10 @@ GPUS: dict[str, Gpu] = {
     "A100-80": Gpu("NVIDIA A100-SXM4-80GB", 79.2),
     "A100-40": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
     "H100": Gpu("NVIDIA H100 80GB HBM3", 79.2),
-    "H100-PCIe": Gpu("NVIDIA H100 PCIe", 79.2),
     "H200": Gpu("NVIDIA H200", 139.8),
     "B200": Gpu("NVIDIA B200", 178.4),
     "V100-32": Gpu("Tesla V100-SXM2-32GB", 31.7),
-    "V100-16": Gpu("Tesla V100-SXM2-16GB", 15.8),
     "L40S": Gpu("NVIDIA L40S", 44.4),
-    "A6000": Gpu("NVIDIA RTX A6000", 47.5),
     "4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
 }
 
@@ -57,38 +51,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
     config = load_config(*split_inputs(options.inputs))
     gpus = options.gpus or _configured_gpus(config)
-    records = []
+    from megatron_coca.model.cost import peak_flops
+    from megatron_coca.training.estimate import estimate, fits
+
+    gpu, tokens, seconds, fitting = GPUS[options.gpu], 0, 0.0, True
     for stage in config.run_stages():
-        if config.schedule.stages and not options.json:
+        if config.schedule.stages:
             print(f"steps {stage.first:,} to {stage.last:,}: {stage.text}\n")
         steps = stage.config.schedule.train_iters and stage.last - stage.first
         schedule = stage.config.schedule.model_copy(update={"train_iters": steps})
-        records.append(_estimate(stage.config.model_copy(update={"schedule": schedule}), gpus, options))
-        if config.schedule.stages and not options.json:
+        own = stage.config.model_copy(update={"schedule": schedule})
+        result = estimate(own, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
+        fit = fits(result.memory, gpu.memory)
+        print("\n".join((*_lines(own, result, options), *_verdict(result, gpu.memory, fit))))
+        if config.schedule.stages:
             print()
-    fitting = all(record["fits"] for record in records)
-    tokens, seconds = (sum(record[key] or 0 for record in records) for key in ("tokens", "seconds"))
-    if options.json:
-        staged = {"stages": records, "tokens": tokens, "seconds": seconds, "fits": fitting}
-        print(json.dumps(staged if config.schedule.stages else records[0]))
-    elif config.schedule.stages:
+        tokens, seconds = tokens + (result.total_tokens or 0), seconds + (result.seconds or 0.0)
+        fitting = fitting and fit
+    if config.schedule.stages:
         print(f"all stages: {tokens:,} tokens, {seconds / 86400:.2f} days")
     return 0 if fitting else 1
-
-
-def _estimate(config: Config, gpus: int, options: Namespace) -> dict[str, Any]:
-    """Estimate a run with one configuration; printed, unless JSON is wanted."""
-    from megatron_coca.model.cost import peak_flops
-    from megatron_coca.training.estimate import changes_that_fit, estimate, fits
-
-    gpu = GPUS[options.gpu]
-    result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
-    fitting = fits(result.memory, gpu.memory)
-    changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
-    if not options.json:
-        print("\n".join(_lines(config, result, options)))
-        print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
-    return _record(result, options, fitting, changes)
 
 
 def parser() -> ArgumentParser:
@@ -107,7 +89,6 @@ def parser() -> ArgumentParser:
         metavar="SHARE",
         help="assumed fraction of the GPU's peak FLOP/s that is reached (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 
 
@@ -156,37 +137,12 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _verdict(result: "Estimate", gib: float, fitting: bool, changes: list["Change"]) -> Iterator[str]:
+def _verdict(result: "Estimate", gib: float, fitting: bool) -> Iterator[str]:
     from megatron_coca.training.estimate import RESERVE
 
     capacity = f"{gib * (1 - RESERVE):.1f} of {gib:.1f} GiB, with {RESERVE:.0%} in reserve"
     yield f"\n{'fits' if fitting else 'DOES NOT FIT'}: {_gib(result.memory.total)} into {capacity}"
-    for change in changes:
-        yield f"  fits with {change.keys}: {_gib(change.memory.total)}"
-    if not fitting and not changes:
-        yield "  no single change of ZeRO stage, micro batch, loss or checkpointing suffices: try several,"
-        yield "  more GPUs with zero_optimization.stage=3, pipe_parallel_size, model_parallel_size,"
-        yield "  sequence_parallel_size, or a larger GPU (--gpu)"
-
-
-def _record(result: "Estimate", options: Namespace, fitting: bool, changes: list["Change"]) -> dict[str, Any]:
-    parameters = asdict(result.parameters) | {
-        "total": result.parameters.total,
-        "non_embedding": result.parameters.non_embedding,
-    }
-    return {
-        "parameters": parameters,
-        "flops_per_token": asdict(result.flops),
-        "gpu": options.gpu,
-        "gpus": result.topology.world_size,
-        "layout": result.topology.layout(),
-        "batch": result.sizes._asdict(),
-        "memory": asdict(result.memory) | {"total": result.memory.total},
-        "fits": fitting,
-        "changes": [change.keys for change in changes],
-        "tokens_per_step": result.tokens_per_step,
-        "tokens": result.total_tokens,
-        "mfu": options.mfu,
-        "tokens_per_second": result.tokens_per_second,
-        "seconds": result.seconds,
-    }
+    if not fitting:
+        yield "  try a higher zero_optimization.stage, a smaller train_micro_batch_size_per_gpu,"
+        yield "  checkpoint_activations=true, zero_optimization.offload_optimizer.device=cpu, more GPUs,"
+        yield "  or pipe_parallel_size, model_parallel_size or sequence_parallel_size"

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
@@ -15,7 +14,7 @@ from megatron_coca.training import watchdog
 if TYPE_CHECKING:
     from megatron_coca.config import Config
 
-# PyTorch and DeepSpeed take seconds to import: only `latest_step` and `train` do, after the configuration is accepted.
+# PyTorch and DeepSpeed take seconds to import: only `run` does, after the configuration is accepted.
 
 EPILOG = """for example:
     megatron-coca train configs/350M/roformer_coca.yml
@@ -39,12 +38,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="restarts after a crash or a hang, each from the latest checkpoint",
-    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from launchers, besides LOCAL_RANK
     return parser
 
@@ -52,13 +45,12 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, else one of those in docs/faults.md."""
     watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
-    from megatron_coca.config import option_hint
     from megatron_coca.training.exit_status import INTERRUPTED, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
     options, unknown = parser().parse_known_intermixed_args(given)
     if unknown:
-        parser().error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, given)}")
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}; keys have no dashes: `train_iters=1000`")
     try:
         return run(*read_config(options), given)
     except (InputError, Stopped) as error:
@@ -72,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     """Load the configuration of the command line, and list the given keys without effect; launch options win."""
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
+    from megatron_coca.config.source import given_values
 
     model, *rest = options.inputs
     from_folder = os.path.isdir(model) or model.startswith(HUB)
@@ -83,7 +76,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         raise ConfigError(f"{first}: no such file or folder{hint}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
-    names = ("num_gpus", "hostfile", "max_restarts")
+    names = ("num_gpus", "hostfile")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     given = [*keys, "auto_resume=true"] if options.auto_resume else keys
     if model is None:
@@ -92,6 +85,12 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         from megatron_coca.checkpoints.importing import starting_config
 
         config = starting_config(model).override(given, files)
+    chosen = given_values(keys, files)
+    if selecting := [name for name in ("include", "exclude") if chosen.get(name)]:
+        raise ConfigError(
+            f"{selecting[0]}: not supported; list the hosts to use in the hostfile, or set CUDA_VISIBLE_DEVICES and "
+            "num_gpus to use some devices of this host"
+        )
     if config.schedule.train_iters is None and config.schedule.train_epochs is None:
         raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
     if config.optimizer.lr is None:
@@ -105,8 +104,7 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
     """Start the processes that the configuration asks for, or train in this one."""
     from megatron_coca.training import launch
 
-    latest = partial(latest_step, config) if config.checkpoint.save is not None else None
-    status = launch.start(config.launch, os.environ, [MAIN, "train", *arguments], latest, config.gpu_keys)
+    status = launch.start(config.launch, os.environ, [MAIN, "train", *arguments])
     if status is not None:
         return status
     if config.parallel.distributed_backend == "gloo":
@@ -115,12 +113,3 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
 
     fit(config, without_effect)
     return 0
-
-
-def latest_step(config: "Config") -> int:
-    """Return the step of the latest checkpoint in `save`, 0 if there is none."""
-    from megatron_coca.checkpoints import native
-    from megatron_coca.checkpoints.object_store import save_folder
-
-    folder = save_folder(config.checkpoint)
-    return max(native.steps(folder), default=0) if folder is not None else 0

@@ -1,7 +1,7 @@
 """Configuration: GPT-NeoX's YAML keys, typed, validated and frozen. Imports no torch."""
 
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.load import Config, keys_without_effect, load_config, option_hint, split_inputs
+from megatron_coca.config.load import Config, keys_without_effect, load_config, split_inputs
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.run_stages import RunStage, stage_at
@@ -34,7 +34,6 @@ __all__ = [
     "ScheduleConfig",
     "keys_without_effect",
     "load_config",
-    "option_hint",
     "split_inputs",
     "split_shares",
     "stage_at",

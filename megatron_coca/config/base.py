@@ -1,15 +1,12 @@
 """Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
 
 import difflib
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_coca.program import InputError
-from megatron_coca.safe_yaml import NOT_IN_TEXT
 
 
 class ConfigError(InputError, ValueError):
@@ -45,51 +42,8 @@ class ConfigGroup(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _usable(cls, value: Any) -> Any:
-        for path, reason in unusable(value, ""):
-            raise PydanticCustomError("unusable", "{reason}", {"path": path, "reason": reason})
-        return value
 
-
-def unusable(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a value, by their paths in it, that libraries or the operating system cannot hold, and why."""
-    reason, parts = None, []
-    match value:
-        case None | bool():
-            pass
-        case int():
-            reason = "expected an integer below 2^63" if abs(value) >= 2**63 else None
-        case float():
-            reason = None if math.isfinite(value) else f"expected a finite number, got {value}"
-        case str():
-            refused = NOT_IN_TEXT.search(value)
-            reason = None if refused is None else f"the character U+{ord(refused[0]):04X} is not allowed"
-        case list() | tuple():
-            parts = [(f"[{index}]", part) for index, part in enumerate(value)]
-        case Mapping():
-            parts = [*(("", name) for name in value), *((f".{name}", part) for name, part in value.items())]
-        case BaseModel():  # validated already
-            pass
-        case _:
-            reason = f"expected a value of YAML, got a {type(value).__name__}"
-    if reason is not None:
-        yield path, reason
-    for name, part in parts:
-        yield from unusable(part, path + name)
-
-
-def _path(name: str) -> str:
-    """Refuse a path that no file system takes, so that using it fails for reasons of the disk only."""
-    if not name:
-        raise PydanticCustomError("unusable", "empty path; leave the key out")
-    if len(name.encode()) > 4095 or any(len(part.encode()) > 255 for part in name.split("/")):
-        raise PydanticCustomError("unusable", "a path of more than 4095 bytes, or with a name of more than 255")
-    return name
-
-
-PathName = Annotated[str, AfterValidator(_path)]
+PathName = Annotated[str, Field(min_length=1)]
 """File, folder, prefix of files, or URL."""
 
 MAX_COUNT = 2**31 - 1

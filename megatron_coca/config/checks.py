@@ -10,7 +10,7 @@ from megatron_coca.config.base import shown
 from megatron_coca.config.model import GAU, GLOBAL
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.schema import SELECTORS, Settings
-from megatron_coca.config.training import POLICIES, QUERY_KEY_VALUE, split_shares, window_tokens
+from megatron_coca.config.training import QUERY_KEY_VALUE, split_shares, window_tokens
 
 
 class Check(NamedTuple):
@@ -19,9 +19,6 @@ class Check(NamedTuple):
     keys: tuple[str, ...]
     find: Callable[[Settings], str | None]
 
-
-Refusals = dict[str, Callable[[Settings], str | None]]
-"""By key, a function that returns why something is not available with its value, or None."""
 
 # Shape
 
@@ -254,12 +251,6 @@ def _train_epochs(settings: Settings) -> str | None:
     return None
 
 
-def _trainable_once(settings: Settings) -> str | None:
-    parts = settings.optimizer.trainable or []
-    repeated = sorted({part for part in parts if parts.count(part) > 1})
-    return f"{' and '.join(repeated)} listed more than once; list each part once" if repeated else None
-
-
 def _trainable_weights(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
     learned = any(
@@ -364,96 +355,22 @@ def _tensor_and_sequence(settings: Settings) -> str | None:
     )
 
 
-def _unavailable(wanted: str, refusals: Refusals, key: str, settings: Settings) -> str | None:
-    reason = refusals[key](settings) if getattr(settings.model, wanted) is True else None
-    return None if reason is None else f"not available with {wanted}: {reason}; set {wanted}=false"
-
-
-_COLLECTIVES = "DeepSpeed's collectives within the blocks cannot be compiled"
-
-
-def _gathered(settings: Settings) -> str | None:
-    return "ZeRO 3 gathers weights within the blocks" if settings.parallel.stage == 3 else None
-
-
-def _selected(settings: Settings) -> str | None:
-    model = settings.model
-    selective = model.checkpoint_activations and model.checkpoint_policy == "selective"
-    return "selective chooses among operations, which compiled blocks do not show" if selective else None
-
-
-COMPILE_REFUSALS: Refusals = {
-    "model_parallel_size": lambda settings: _COLLECTIVES if settings.parallel.model_parallel_size > 1 else None,
-    "sequence_parallel_size": lambda settings: _COLLECTIVES if settings.parallel.sequence_parallel_size > 1 else None,
-    "zero_optimization": _gathered,
-    "checkpoint_policy": _selected,
-}
-"""By key, the reason why the blocks of a run cannot be compiled, or None."""
-
-
-def _gradients_between(settings: Settings) -> str | None:
-    """Gradients of captured micro-batches are summed in the graph, and reduced once after the last one."""
-    zero, stage = settings.parallel.zero_optimization or {}, settings.parallel.stage
-    if stage >= 2:
-        work = "gathers weights within the blocks" if stage == 3 else "reduces gradients after every micro-batch"
-        return f"ZeRO {stage} {work}, outside of the graph"
-    if "offload_optimizer" in zero:
-        return "offload_optimizer copies gradients to the host after every micro-batch"
-    return "overlap_comm reduces gradients during the backward pass" if zero.get("overlap_comm") else None
-
-
-_GRAPH_COLLECTIVES = "DeepSpeed's collectives within the blocks cannot be captured"
-_BOUNDARIES = "the host reads the boundaries of documents in every batch, and they decide what is launched"
-
-
-def _recomputed_dropout(settings: Settings) -> str | None:
-    model = settings.model
-    drops = model.checkpoint_activations and (model.hidden_dropout or model.attention_dropout)
-    return "with dropout, recomputation reads the random state on the host" if drops else None
-
-
-def _drawn_positions(settings: Settings) -> str | None:
-    drawn = next((kind.extension for kind in _types(settings).values() if kind.extension.learned), None)
-    return f"{drawn.name} is trained with stretched positions, and {_HOST_POSITIONS}" if drawn else None
-
-
-_HOST_POSITIONS = "the host reads the positions of every batch"
-
-
-def _dense_blocks(settings: Settings) -> str | None:
-    pairwise = any(kind.embedding.by_query for kind in _types(settings).values())
-    return "its blocks of dense scores copy constants from the host" if pairwise else None
-
-
-def _outside_of_graph(settings: Settings) -> str | None:
-    """What DeepSpeed does in its own passes, which a replay does not run."""
-    given = settings.parallel.deepspeed_extra_args or {}
-    types, profiler = given.get("data_types"), given.get("flops_profiler")
-    if isinstance(types, dict) and types.get("grad_accum_dtype") is not None:
-        return "grad_accum_dtype sums gradients outside of the graph"
-    if given.get("wall_clock_breakdown") or (isinstance(profiler, dict) and profiler.get("enabled")):
-        return "timers of DeepSpeed's own passes measure nothing, because a replay does not run these"
+def compile_refusal(settings: Settings) -> str | None:
+    """Return the key for which the blocks of a run cannot be compiled, and why, or None."""
+    model, parallel = settings.model, settings.parallel
+    for key in ("model_parallel_size", "sequence_parallel_size"):
+        if getattr(parallel, key) > 1:
+            return f"{key}: DeepSpeed's collectives within the blocks cannot be compiled"
+    if parallel.stage == 3:
+        return "zero_optimization: ZeRO 3 gathers weights within the blocks"
+    if model.checkpoint_activations and model.checkpoint_policy == "selective":
+        return "checkpoint_policy: selective chooses among operations, which compiled blocks do not show"
     return None
 
 
-GRAPH_REFUSALS: Refusals = {
-    "zero_optimization": _gradients_between,
-    "deepspeed_extra_args": _outside_of_graph,
-    "pipe_parallel_size": lambda settings: (
-        "stages send hidden states between micro-batches" if settings.parallel.pipe_parallel_size > 1 else None
-    ),
-    "model_parallel_size": lambda settings: _GRAPH_COLLECTIVES if settings.parallel.model_parallel_size > 1 else None,
-    "sequence_parallel_size": lambda settings: (
-        _GRAPH_COLLECTIVES if settings.parallel.sequence_parallel_size > 1 else None
-    ),
-    "reset_attention_mask": lambda settings: _BOUNDARIES if settings.data.reset_attention_mask else None,
-    "reset_position_ids": lambda settings: _BOUNDARIES if settings.data.reset_position_ids else None,
-    "checkpoint_activations": _recomputed_dropout,
-    "rope_scaling": _drawn_positions,
-    "pos_emb": _dense_blocks,
-    "training_positions": lambda settings: _HOST_POSITIONS if settings.general.training_positions is not None else None,
-}
-"""By key, the reason why a micro-batch cannot be captured as a CUDA graph, or None."""
+def _torch_compile(settings: Settings) -> str | None:
+    reason = compile_refusal(settings) if settings.model.torch_compile is True else None
+    return None if reason is None else f"not available with {reason}; set torch_compile=false"
 
 
 def _selective(settings: Settings) -> str | None:
@@ -502,16 +419,9 @@ def _no_load_optim(settings: Settings) -> str | None:
     return problem if same else None
 
 
-def _rollback(key: str, settings: Settings) -> str | None:
-    keys = settings.checkpoint
-    none = keys.save is None or (keys.checkpoint_factor is None and not keys.extra_save_iters)
-    lacking = none and getattr(settings.faults, key) == "rollback"
-    return "rollback needs checkpoints; set save and checkpoint_factor" if lacking else None
-
-
 def _profiled_steps(settings: Settings) -> str | None:
     keys = settings.logging
-    empty = keys.profile_step_stop <= keys.profile_step_start and (keys.profile or keys.memory_profiling)
+    empty = keys.profile_step_stop <= keys.profile_step_start and keys.profile
     return f"{keys.profile_step_stop} is not after profile_step_start {keys.profile_step_start}" if empty else None
 
 
@@ -528,22 +438,6 @@ def _eval_windows(settings: Settings) -> str | None:
             return f"{window}: {tokens} tokens are not a multiple of sequence_parallel_size {ranks}"
     unused = keys.eval_windows and not keys.eval_iters
     return "has no effect with eval_iters 0; raise eval_iters or leave it out" if unused else None
-
-
-def _sample_prompts(settings: Settings) -> str | None:
-    keys = settings.parallel
-    if settings.logging.sample_prompts is None or (keys.pipe_parallel_size <= 1 and keys.sequence_parallel_size == 1):
-        return None
-    return (
-        "not available with pipeline stages or sequence parallelism, where no rank computes a next token alone;"
-        " continue prompts with saved checkpoints instead (tools/generate.py)"
-    )
-
-
-def _tuned(settings: Settings) -> str | None:
-    tuned = settings.model.torch_compile == "tune" and settings.general.deterministic
-    message = "times choose the kernels of torch_compile tune, in every run anew; set torch_compile=true"
-    return message if tuned else None
 
 
 # Data
@@ -646,7 +540,6 @@ _HEADS = ("num_attention_heads", "num_kv_heads", "hidden_size", "kv_channels")
 _LAYERS = ("attention_config", "layer_types", "num_layers")
 _ROTATED = ("rotary_pct", "hidden_size", "num_attention_heads", "kv_channels")
 _CHOICE_KEYS = (*_LAYERS, "pos_emb", *SELECTORS, "seq_length", *_ROTATED)
-_RECOMPUTED = ("checkpoint_activations", "hidden_dropout", "attention_dropout")
 _DATA_PATHS = tuple(f"{name}_data_paths" for name in SETS)
 
 CHECKS: tuple[Check, ...] = (
@@ -681,7 +574,6 @@ CHECKS: tuple[Check, ...] = (
         _wsd_decay,
     ),
     *(Check((key, "optimizer.params.lr"), partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
-    Check(("trainable",), _trainable_once),
     Check(
         ("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", "forgetting_gate", *_LAYERS),
         _trainable_weights,
@@ -701,24 +593,23 @@ CHECKS: tuple[Check, ...] = (
     Check(("sequence_parallel_size", *_HEADS, "seq_length"), partial(_divides, "sequence_parallel_size")),
     Check(("model_parallel_size", "sequence_parallel_size"), _tensor_and_sequence),
     Check(("zero_optimization", "sequence_parallel_size"), _zero_reduce_scatter),
-    *(
-        Check((key, wanted, *_RECOMPUTED), partial(_unavailable, wanted, refusals, key))
-        for wanted, refusals in (("torch_compile", COMPILE_REFUSALS), ("cuda_graphs", GRAPH_REFUSALS))
-        for key in refusals
+    Check(
+        (
+            *("torch_compile", "model_parallel_size", "sequence_parallel_size", "zero_optimization"),
+            *("checkpoint_activations", "checkpoint_policy"),
+        ),
+        _torch_compile,
     ),
-    Check(("deterministic", "torch_compile"), _tuned),
     Check(("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"), _selective),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_factor),
     *(Check((key, "load"), partial(_needs_load, key)) for key in ("finetune", "iteration", "no_load_optim")),
     Check(("no_load_optim", "load", "save"), _no_load_optim),
     Check(("iteration", "load", "save", "auto_resume"), _iteration),
-    *(Check((key, "save", "checkpoint_factor", "extra_save_iters"), partial(_rollback, key)) for key in POLICIES),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(
         ("eval_windows", "seq_length", "max_position_embeddings", "pos_emb", "sequence_parallel_size", "eval_iters"),
         _eval_windows,
     ),
-    Check(("sample_prompts", "pipe_parallel_size", "sequence_parallel_size"), _sample_prompts),
     Check(
         (
             *("train_epochs", "train_iters", "stages", "synthetic", "data_path", "train_data_paths"),

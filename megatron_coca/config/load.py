@@ -33,7 +33,6 @@ from megatron_coca.config.source import (
     given_layer,
     mapping_layer,
     merge,
-    normalise,
     read_file,
     read_overrides,
     yaml_value,
@@ -45,6 +44,7 @@ EXPECTED: dict[str, str] = {
     "float_type": "expected a number",
     "bool_type": "expected true or false",
     "string_type": "expected a string",
+    "string_too_short": "expected a path",
     "list_type": "expected a list",
     "tuple_type": "expected a list",
     "dict_type": "expected a mapping",
@@ -97,9 +97,6 @@ class Problems:
             message = unknown_key(key)
         elif kind == "option":
             message = "; ".join(each["msg"] for each in errors)
-        elif kind == "unusable":
-            message = error["msg"]
-            key += error.get("ctx", {}).get("path", "")
         elif kind == "literal_error":
             names = [str(choice) for choice in _choices_of(key)]
             text = value if isinstance(value, str) else shown(value)
@@ -448,17 +445,3 @@ def split_inputs(inputs: Sequence[str], folder: str | None = None) -> tuple[list
 def _with_suffix(name: str) -> str:
     named = f"{name}.yml"
     return name if name.endswith(SUFFIXES) or (os.path.exists(name) and not os.path.exists(named)) else named
-
-
-def option_hint(unknown: Sequence[str], arguments: Sequence[str]) -> str:
-    """Return how to write those unknown options that are keys (`--train_iters 10`), or an empty string."""
-    hints, misplaced = list[str](), list[str]()
-    for option in unknown:
-        name, _, value = option.lstrip("-").partition("=")
-        key = normalise(name) if normalise(name) in known_keys() else HUGGING_FACE.get(normalise(name))
-        following = arguments[arguments.index(option) + 1 :][:1]
-        if not value and following and not following[0].startswith("-") and not following[0].endswith(SUFFIXES):
-            value = following[0].partition("=")[0]
-        hints += [f"`{key}={value or 'VALUE'}`"] if key is not None else []
-        misplaced += [f"; {option} {MISPLACED[normalise(name)]}"] if normalise(name) in MISPLACED else []
-    return "".join([f"; keys have no dashes: write {' '.join(hints)}"] * bool(hints) + misplaced)

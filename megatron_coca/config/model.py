@@ -164,16 +164,10 @@ class ModelConfig(ConfigGroup):
         "Losses and gradients of a chunk's logits by PyTorch operations or one Triton kernel in place; auto: triton on"
         " a GPU, torch on a CPU.",
     )
-    torch_compile: bool | Literal["auto", "tune"] = key(
+    torch_compile: bool | Literal["auto"] = key(
         "auto",
         "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a"
-        " GPU, unless the log gives a reason against it. tune: take the faster of cuBLAS and Triton, which fuses what"
-        " follows, for every matrix product, by their times on this GPU.",
-    )
-    cuda_graphs: bool = key(
-        False,
-        "Capture forward and backward of a micro-batch as one CUDA graph and replay it (Megatron's cuda_graph_impl"
-        " full_iteration, without the optimizer); refused with the reason where this cannot work.",
+        " GPU, unless the log gives a reason against it.",
     )
 
     @property

@@ -30,7 +30,12 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = _TABLES["unsupported_choices"]
 """Unsupported values of supported keys, in lower case, with the feature."""
 
-RENAMED_CHOICES: dict[str, dict[str, str]] = {"launcher": {"ssh": "pdsh"}}
+RENAMED_CHOICES: dict[str, dict[str, Any]] = {
+    "launcher": {"ssh": "pdsh"},
+    "torch_compile": {"tune": True},
+    "nonfinite_policy": {"rollback": "stop"},
+    "loss_spike_policy": {"rollback": "skip"},
+}
 """Values of earlier versions, in lower case, with what they mean now; checkpoints hold them in their config.yml."""
 
 

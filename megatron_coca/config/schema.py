@@ -85,7 +85,6 @@ COMPUTE_KEYS = frozenset(
         "loss_chunk_size",
         "loss_kernel",
         "torch_compile",
-        "cuda_graphs",
     }
 )
 """Keys that say how a model is computed, not which model it is or what it is trained with."""

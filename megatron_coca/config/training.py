@@ -38,9 +38,13 @@ def _normalise_optimizer(name: Any) -> Any:
 
 
 def _sort_parts(parts: Any) -> Any:
-    """Sort valid lists, so that equal selections compare equal."""
+    """Sort valid lists, and drop repetitions, so that equal selections compare equal."""
     known = get_args(TrainablePart)
-    return sorted(parts, key=known.index) if isinstance(parts, list) and all(part in known for part in parts) else parts
+    return (
+        sorted(set(parts), key=known.index)
+        if isinstance(parts, list) and all(part in known for part in parts)
+        else parts
+    )
 
 
 class OptimizerConfig(ConfigGroup):
@@ -406,20 +410,16 @@ class CheckpointConfig(ConfigGroup):
     iteration: WholeNumber | None = key(None, "Step to load; null means the latest.")
 
 
-POLICIES = ("nonfinite_policy", "loss_spike_policy", "skip_limit_policy")
-"""Keys that can be set to `rollback`."""
-
-
 class FaultConfig(ConfigGroup):
     """Hanging processes and bad steps. A skipped step leaves the weights unchanged."""
 
     watchdog_timeout: Seconds | None = key(
         1200.0, "Seconds without progress before the run logs its stacks and exits; null disables the watchdog."
     )
-    nonfinite_policy: Literal["stop", "skip", "rollback"] = key(
+    nonfinite_policy: Literal["stop", "skip"] = key(
         "skip", "Reaction to a NaN or infinite loss or gradient norm; the step itself is always skipped."
     )
-    loss_spike_policy: Literal["off", "warn", "skip", "rollback"] = key(
+    loss_spike_policy: Literal["off", "warn", "skip"] = key(
         "off", "Reaction to a spike of the loss or the gradient norm."
     )
     loss_spike_factor: Positive = key(
@@ -428,12 +428,7 @@ class FaultConfig(ConfigGroup):
     loss_spike_window: Annotated[int, Field(ge=4, le=2**20)] = key(
         128, "Number of recent steps in the window; no spikes are detected before it is half full."
     )
-    max_consecutive_skips: WholeNumber = key(10, "Maximum consecutive skipped steps.")
-    skip_limit_policy: Literal["stop", "rollback"] = key("stop", "Reaction when max_consecutive_skips is exceeded.")
-    rollback_margin: WholeNumber = key(
-        100, "After a rollback, skip the data of the bad steps and of this many steps before the first of them."
-    )
-    max_rollbacks: WholeNumber = key(10, "Maximum rollbacks in the whole run; one more stops it.")
+    max_consecutive_skips: WholeNumber = key(10, "Maximum consecutive skipped steps; one more stops the run.")
 
     @property
     def collective_timeout(self) -> float | None:
@@ -456,9 +451,6 @@ class LoggingConfig(ConfigGroup):
         "Windows for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as 4L. All"
         " score the same tokens; the longest takes about as long as the validation loss.",
     )
-    sample_prompts: Annotated[list[str], Field(min_length=1)] | None = key(
-        None, "Prompts to continue greedily, by up to 64 tokens, at every validation."
-    )
     exit_interval: Count | None = key(None, "Save and exit at this step.")
     log_dir: PathName | None = key(
         None, "Folder for log files; null means `save`, or runs/unsaved if `save` is not set."
@@ -477,10 +469,6 @@ class LoggingConfig(ConfigGroup):
     profile_step_start: WholeNumber = key(10, "Optimizer steps after launch at which the trace starts.")
     profile_step_stop: Count = key(12, "Optimizer steps after launch at which the trace ends.")
     profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
-    memory_profiling: bool = key(False, "Record GPU memory allocations over the same steps.")
-    memory_profiling_path: PathName | None = key(
-        None, "Folder for the recorded allocations; null means that of the trace."
-    )
 
 
 def window_tokens(window: int | str, seq_length: int) -> int | None:
@@ -500,8 +488,6 @@ class LaunchConfig(ConfigGroup):
     hostfile: PathName | None = key(
         None, "File of host names and slots; if it does not exist, the run warns and uses this host, as in GPT-NeoX."
     )
-    include: str | None = key(None, "Hosts and devices to use, in DeepSpeed's notation.")
-    exclude: str | None = key(None, "Hosts and devices to exclude, in DeepSpeed's notation.")
     num_nodes: int = Field(
         default=-1, ge=-1, le=2**20, description="Number of hosts to use; -1 means all of the hostfile."
     )
@@ -513,18 +499,8 @@ class LaunchConfig(ConfigGroup):
     master_addr: str | None = key(None, "Address of rank 0.")
     master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
     join_timeout: Seconds = key(600.0, "Seconds to wait at start for all processes.")
-    max_restarts: WholeNumber = key(
-        0,
-        "Maximum restarts after a crash or hang without a new checkpoint in between; each resumes as with auto_resume.",
-    )
-    restart_delay: Annotated[float, Field(ge=0.0, le=1.0e9)] = key(
-        5.0, "Seconds before the first restart; doubled for each further one, up to 300 seconds."
-    )
-    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
-        "pdsh", "Multi-host launcher; docs/launch.md compares them."
-    )
-    force_multi: bool = key(False, "Use the multi-host launcher for a single host too.")
-    no_ssh_check: bool = key(False, "pdsh, openmpi, mvapich: skip the check that the hosts are reachable.")
+    launcher: Literal["pdsh", "slurm"] = key("pdsh", "Multi-host launcher; docs/launch.md compares them.")
+    no_ssh_check: bool = key(False, "pdsh: skip the check that the hosts are reachable.")
     comment: str | None = key(None, "Comment of the Slurm job.")
     account: str | None = key(None, "Account of the Slurm job.")
     deepspeed_slurm: bool = key(False, "Same as `launcher: slurm`.")

@@ -3,10 +3,8 @@
 import ctypes
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import torch.nn as nn
@@ -17,7 +15,7 @@ from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_b
 from megatron_coca.attention.inputs import BackendError, Needs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
 from megatron_coca.config import Config, ConfigError, ModelConfig
-from megatron_coca.config.checks import COMPILE_REFUSALS
+from megatron_coca.config.checks import compile_refusal
 from megatron_coca.model.gpt import GPT, resolve_positions
 from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
 
@@ -58,35 +56,12 @@ def missing_compiler(device_type: str) -> str | None:
 
 COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
 """PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
-TUNE_OPTIONS = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON", "epilogue_fusion": True}
-"""Time Triton's matrix products, with the bias, GELU and gradients that follow in the same kernel, against cuBLAS."""
 
 UNCOMPILED = {
     "reference": "it is the measure of the others, one operation after the other",
     "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
 }
 """Attention backends whose blocks are not compiled, with the reason."""
-
-
-UNCAPTURED = {
-    "reference": "it copies constants from the host in every layer",
-}
-"""Attention backends with which a micro-batch is not captured as a CUDA graph, with the reason."""
-
-
-def check_graphs(backend: str, device_type: str) -> None:
-    """Check that a micro-batch can be captured as a CUDA graph with this attention backend.
-
-    Raises:
-        BackendError: it cannot.
-    """
-    if device_type != "cuda":
-        raise BackendError("cuda_graphs: needs a GPU; set cuda_graphs=false")
-    if backend in UNCAPTURED:
-        raise BackendError(
-            f"cuda_graphs: attention_backend {backend}: {UNCAPTURED[backend]}; set cuda_graphs=false or another "
-            "attention_backend"
-        )
 
 
 def refuses_compilation(config: Config, backend: str, device_type: str) -> str | None:
@@ -109,36 +84,14 @@ def refuses_compilation(config: Config, backend: str, device_type: str) -> str |
         return (
             "forgetting_gate: PyTorch's mask of the later blocks of queries is not traced; set attention_backend=triton"
         )
-    reasons = (refuse(config) for refuse in COMPILE_REFUSALS.values())
-    return next((reason for reason in reasons if reason is not None), None) or missing_compiler(device_type)
+    return compile_refusal(config) or missing_compiler(device_type)
 
 
-def compile_blocks(blocks: nn.ModuleList, tune: bool = False) -> None:
-    """Compile every block in place for training, keeping parameter names; all share the code compiled for the first.
-
-    `tune` chooses between matrix products by their times on this device.
-    """
-    _report_compilation()
+def compile_blocks(blocks: nn.ModuleList) -> None:
+    """Compile every block in place for training, keeping parameter names; all share the code compiled for the first."""
+    logger.info("torch_compile: the first step compiles the blocks and takes longer")
     for block in blocks:
-        block.compile(options=COMPILE_OPTIONS | (TUNE_OPTIONS if tune else {}))
-
-
-@lru_cache(maxsize=1)
-def _report_compilation() -> None:
-    """Log the seconds of every compilation from now on, and the folder in which PyTorch keeps its results."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    begun = [0.0]
-    logger.info("torch_compile: results are kept in %s (TORCHINDUCTOR_CACHE_DIR) for the next run", cache_dir())
-
-    @on_compile_start
-    def start(_: object) -> None:
-        begun[0] = time.perf_counter()
-
-    @on_compile_end
-    def end(_: object) -> None:
-        logger.info("torch_compile: compiled for %.1f s", time.perf_counter() - begun[0])
+        block.compile(options=COMPILE_OPTIONS)
 
 
 Initializer = Callable[[Tensor], Tensor]
@@ -218,16 +171,13 @@ def choose_backends(config: Config, device: str) -> dict[str, str]:
     """Return the name of the attention backend of every type of layers of a model in training on `device`.
 
     Raises:
-        BackendError: none serves a type, or micro-batches cannot be captured and `cuda_graphs` asks for that.
+        BackendError: none serves a type.
     """
     device_type, types = device.partition(":")[0], config.layer_types
-    names = {
+    return {
         name: find_backend(types[name].attention_backend, backend_needs(config, method, device_type))[0]
         for name, method in build_methods(config).items()
     }
-    for name in names.values() if config.model.cuda_graphs else ():
-        check_graphs(name, device_type)
-    return names
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
@@ -313,9 +263,7 @@ def _compose(config: Config, device: str, training: bool) -> GPT:
     backends = {}
     for name, position in config.layer_types.items():
         needs = backend_needs(config, methods[name], device_type, training)
-        chosen, backends[name] = select_backend(position.attention_backend, needs)
-        if training and config.model.cuda_graphs:
-            check_graphs(chosen, device_type)
+        _, backends[name] = select_backend(position.attention_backend, needs)
     return GPT(config.model, methods, backends)
 
 
@@ -327,7 +275,7 @@ def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     reasons = (refuses_compilation(config, backend, device_type) for backend in backends)
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is None:
-        compile_blocks(model.blocks, tune=wanted == "tune")
+        compile_blocks(model.blocks)
     elif wanted == "auto":
         logger.info("torch_compile: off: %s", reason)
     else:

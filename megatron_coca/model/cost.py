@@ -225,36 +225,22 @@ def _position(config: Config) -> int:
 
 
 PEAKS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12),
     ("B200", 2250e12),
-    ("B100", 1750e12),
     ("H200 NVL", 835e12),
-    ("GH200", 989e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
-    ("H800", 989e12),
     ("A100", 312e12),
-    ("A800", 312e12),
     ("RTX 6000 Ada", 364e12),
     ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
     ("A6000", 155e12),
-    ("A40", 150e12),
-    ("A30", 165e12),
     ("A10", 125e12),
     ("V100", 125e12),
-    ("T4", 65e12),
-    ("RTX 5090", 209e12),
     ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 383e12),
 )
 """(part of the device name, FLOP/s), more specific names first. Dense bfloat16 with float32 accumulation, from the
-vendors' data sheets; float16 for V100 and T4, which have no bfloat16.
+vendors' data sheets; float16 for V100, which has no bfloat16. `peak_theoretical_tflops` is for others.
 """
 
 

@@ -268,8 +268,6 @@ class LanguageModelLoss(ShardedModule):
 
     `documents` and `positions`, integer [batch, length], go to the model; `loss_mask`, bool [batch, length], selects
     inputs whose next token counts.
-    With `next_logits`, samples [batch, length] -> the logits of the token after each, [batch, padded vocabulary], in
-    evaluation mode.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -282,10 +280,7 @@ class LanguageModelLoss(ShardedModule):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        next_logits: bool = False,
     ) -> Tensor:
-        if next_logits:
-            return self.model.logits(self.model.hidden_states(samples, last=1)[:, -1])
         length = None if positions is None else samples.shape[1] - 1  # drawn positions do not count tokens
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])

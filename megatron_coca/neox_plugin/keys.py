@@ -41,9 +41,7 @@ POSITION = (
 """Keys of the position method; with the plugin all of them are fields of NeoXArgs."""
 
 GROUPS_WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
-KEYS_WITHOUT_EFFECT = frozenset(
-    {"loss_chunk_size", "loss_kernel", "torch_compile", "cuda_graphs", "num_workers", "data_root"}
-)
+KEYS_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "loss_kernel", "torch_compile", "num_workers", "data_root"})
 """Keys of this package that change no result: GPT-NeoX runs without them."""
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
-from megatron_coca.config import BatchSizes, Config, ConfigError
+from megatron_coca.config import BatchSizes, Config
 from megatron_coca.config.model import GAU
 from megatron_coca.model.cost import (
     BYTES,
@@ -17,7 +16,7 @@ from megatron_coca.model.cost import (
     parameter_count,
     trained_count,
 )
-from megatron_coca.training.topology import Topology, effective_stage, zero_section
+from megatron_coca.training.topology import Topology, zero_section
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1}
 """Float32 moments that an optimizer keeps per parameter."""
@@ -207,51 +206,3 @@ def _stages(config: Config, topology: Topology, sizes: BatchSizes) -> Iterator[M
             activations=waiting * (saved * blocks + ends) + working,
             loss=loss if stage == topology.pipe - 1 else 0.0,
         )
-
-
-class Change(NamedTuple):
-    """Keys to set, and the memory that the run then needs."""
-
-    keys: str
-    memory: Memory
-
-
-def changes_that_fit(config: Config, gpus: int, gib: float) -> list[Change]:
-    """Return the config changes that make a run fit on GPUs of `gib` GiB, from those that cost nothing to those that
-    cost time; none if no single one suffices.
-    """
-    fitting = []
-    for keys, changed in _single_changes(config, gpus):
-        try:
-            memory = estimate(config.override(changed), gpus, 1.0, 1.0).memory
-        except ConfigError:  # not for this number of GPUs or this shape
-            continue
-        if fits(memory, gib):
-            fitting.append(Change(keys, memory))
-    return fitting
-
-
-def _single_changes(config: Config, gpus: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return changes as text for a command line, and as overrides."""
-    section, topology = config.parallel.zero_optimization or {}, Topology.of(config.parallel, gpus)
-    current = effective_stage(config, topology.data * topology.sequence)
-    stages = range(current + 1, 4) if config.parallel.model_copies == 1 else ()
-    changes: list[tuple[str, dict[str, Any]]] = [
-        (f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}) for stage in stages
-    ]
-    chunk = config.model.loss_chunk_size
-    if chunk != "auto" and (chunk or 10**9) > 1024:
-        changes.append(("loss_chunk_size=1024", {"loss_chunk_size": 1024}))
-    sizes = config.batch.resolve(topology.data)
-    for divisor in (2, 4, 8, 16, 32):
-        if sizes.micro % divisor == 0:
-            micro, accumulation = sizes.micro // divisor, sizes.accumulation * divisor
-            batch = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-            changes.append((" ".join(f"{key}={value}" for key, value in batch.items()), batch))
-    if not config.model.checkpoint_activations:
-        selective = {"checkpoint_activations": True, "checkpoint_policy": "selective"}
-        changes.append(("checkpoint_activations=true checkpoint_policy=selective", selective))
-        changes.append(("checkpoint_activations=true", selective | {"checkpoint_policy": "full"}))
-    offload = {**section, "stage": max(1, current), "offload_optimizer": {"device": "cpu"}}
-    changes.append(("zero_optimization.offload_optimizer.device=cpu", {"zero_optimization": offload}))
-    return changes

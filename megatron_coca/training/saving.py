@@ -34,23 +34,17 @@ from megatron_coca.checkpoints.state import (
     write_pieces,
 )
 from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
-from megatron_coca.config import CheckpointConfig, Config
-from megatron_coca.model.cost import BYTES
+from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.estimate import STATES
-from megatron_coca.training.loss_guard import DataSkips
-from megatron_coca.training.optimizer import trainable_share
 from megatron_coca.training.remote_checkpoints import LAST_SECONDS, RemoteCheckpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-MOST_COUNTED = 100_000
-"""Regular saves that are counted, to warn of a disk that they fill."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -99,71 +93,14 @@ def load_rng_states(path: Path) -> None:
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
     """True if the checkpoint keys ask for a checkpoint after `step` completed iterations."""
-    return step in _scheduled(config, step - 1, step)
-
-
-def due_steps(config: CheckpointConfig, start: int, last: int) -> set[int]:
-    """The steps after `start` at which a run that ends with step `last` saves: those of `is_due`, and `last`."""
-    return _scheduled(config, start, last) | ({last} if last > start else set())
-
-
-def _scheduled(config: CheckpointConfig, start: int, last: int) -> set[int]:
-    steps, factor = set(config.extra_save_iters or ()), config.checkpoint_factor
-    if factor is not None and config.checkpoint_scale == "linear":
-        steps.update(range(start - start % factor + factor, last + 1, factor))
-    elif factor is not None:
-        power = 1
-        steps.add(power)
-        while factor > 1 and (power := power * factor) <= last:
-            steps.add(power)
-    return {step for step in steps if start < step <= last}
-
-
-def warn_of_full_disk(config: Config, step: int) -> None:
-    """On rank 0, log a warning if the checkpoints that this launch adds, from `step` on, do not fit on the disk."""
-    save = config.checkpoint.save
-    if save is None or not dist.is_main():
-        return
-    free, size, added = shutil.disk_usage(save).free, checkpoint_bytes(config), added_checkpoints(config, save, step)
-    if free < added * size:
-        logger.warning(
-            "%s: %.3g GiB free, but this run will write %d checkpoints of about %.3g GiB, of which %d fit; "
-            "free some space, set keep_last_n_checkpoints, or save less often",
-            save,
-            free / 2**30,
-            added,
-            size / 2**30,
-            free // size,
-        )
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Estimate the size of a checkpoint: weights in the training dtype, and the state to resume from. The tokenizer and
-    random states come on top.
-    """
-    share, size = trainable_share(config), BYTES[config.precision.dtype]
-    state = share.trained * 4 * (1 + STATES[config.optimizer.type]) + (share.total - share.trained) * size
-    return int(share.total * size + state)
-
-
-def added_checkpoints(config: Config, folder: str, step: int) -> int:
-    """Return the largest number of checkpoints that this launch, which starts from `step`, adds to `folder`.
-
-    Of regular saves at most `MOST_COUNTED` are counted.
-    """
-    keys, schedule = config.checkpoint, config.schedule
-    assert schedule.train_iters is not None
-    last = min(schedule.train_iters, config.logging.exit_interval or schedule.train_iters)
-    if keys.checkpoint_factor is not None and keys.checkpoint_scale == "linear":
-        last = min(last, step + MOST_COUNTED * keys.checkpoint_factor)
-    saved, due = set(native.steps(Path(folder))), due_steps(keys, step, last)
-    if keys.keep_last_n_checkpoints is None or not due:
-        return len(due - saved)
-    every = keys.keep_every_n_steps
-    permanent = {number for number in saved | due if every is not None and number % every == 0}
-    newest = sorted((saved | due) - permanent)[-keys.keep_last_n_checkpoints :]
-    # One more while the next is written, before the oldest is removed.
-    return max(0, len(permanent) + len(newest) - len(saved)) + 1
+    factor, power = config.checkpoint_factor, 1
+    if step in (config.extra_save_iters or ()):
+        return True
+    if factor is None or config.checkpoint_scale == "linear":
+        return factor is not None and step % factor == 0
+    while power < step:  # a factor of 1 is refused
+        power *= factor
+    return power == step
 
 
 class Snapshot(NamedTuple):
@@ -303,8 +240,7 @@ class Checkpoints:
             pieces = [piece._replace(tensor=self._copy(piece)) for piece in pieces]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        position = DataSkips.restore(progress.get("skips", ())).position(step)
-        mixture = self._corpus.mixture(position, self._layout["batch"])
+        mixture = self._corpus.mixture(step, self._layout["batch"])
         meta = {
             "step": step,
             "run": self._run,

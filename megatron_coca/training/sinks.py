@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float | None]
 """Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
-
-Samples = Sequence[tuple[str, str]]
-"""Prompts with their continuations."""
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
@@ -47,9 +44,6 @@ class Sink:
 
     def note(self, step: int, message: str) -> None:
         """Do nothing: the console and Weights & Biases show the log anyway."""
-
-    def samples(self, step: int, pairs: Samples) -> None:
-        """Do nothing: the console shows the log anyway."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -151,8 +145,8 @@ class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
     A resumed run drops the lines of steps that it will repeat, and does not repeat notes of the step that it resumes
-    from, such as that of a rollback to it. A fresh one moves those of older runs to
-    `OLDER`. NaN and infinity, which JSON lacks, become null.
+    from, such as that of a stage that begins. A fresh one moves those of older runs to `OLDER`. NaN and infinity, which
+    JSON lacks, become null.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
@@ -172,9 +166,6 @@ class JsonLines(Sink):
     def note(self, step: int, message: str) -> None:
         if (step, message) not in self._noted:
             self._write({"step": step, "event": message})
-
-    def samples(self, step: int, pairs: Samples) -> None:
-        self._write({"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `report` has raised for a full disk already
@@ -244,10 +235,6 @@ class TensorBoard(Sink):
     def note(self, step: int, message: str) -> None:
         self._writer.add_text("event", message, step)
 
-    def samples(self, step: int, pairs: Samples) -> None:
-        for number, (prompt, text) in enumerate(pairs, start=1):
-            self._writer.add_text(f"sample/{number}", f"**{prompt}**{text}", step)
-
     def close(self) -> None:
         self._writer.close()
 
@@ -292,13 +279,6 @@ class WandB(Sink):
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
             ) from error
-
-    def samples(self, step: int, pairs: Samples) -> None:
-        import wandb
-
-        if step > self._sent:
-            rows = [list(pair) for pair in pairs]
-            self._run.log({"samples": wandb.Table(columns=["prompt", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -101,12 +101,11 @@ def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
 
     On CUDA, ZeRO 1 and 2 reduce gradients on a stream of their own during the backward pass, in two alternating
     buffers. Not on the CPU, which has no streams, and not where DeepSpeed does not support it (pipeline stages) or
-    copies gradients to the host between the reductions (offload), or has them after the backward pass only (CUDA
-    graphs). ZeRO 3 always gathers and reduces in streams.
+    copies gradients to the host between the reductions (offload). ZeRO 3 always gathers and reduces in streams.
     """
     given, stage = config.parallel.zero_optimization or {}, effective_stage(config, ranks)
-    at_once = config.parallel.pipe_parallel_size > 1 or config.model.cuda_graphs
-    overlaps = cuda and ranks > 1 and not at_once and "offload_optimizer" not in given
+    pipelined = config.parallel.pipe_parallel_size > 1
+    overlaps = cuda and ranks > 1 and not pipelined and "offload_optimizer" not in given
     bucket = max(REDUCE_BUCKET, REDUCE_BUCKET_PER_RANK * ranks)
     defaults = {
         "overlap_comm": stage == 3 or overlaps,

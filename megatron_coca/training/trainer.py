@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -32,7 +32,7 @@ from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
 from megatron_coca.training.initial_model import initial_model
-from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
+from megatron_coca.training.loss_guard import LossGuard
 from megatron_coca.training.monitor import Monitor
 from megatron_coca.training.neox_resume import starts_from_neox, take_over
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
@@ -50,7 +50,7 @@ from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.sinks import is_validated, run_folder
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.validation import check_validation, samples, validate
+from megatron_coca.training.validation import check_validation, validate
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,6 @@ def _train_stage(
         trainer.restore(folder)
         checkpoints.catch_up(trainer.step)
     _log_summary(opened, trainer.step)
-    saving.warn_of_full_disk(corpus.config, trainer.step)
     preemption.save_on_interrupt()  # before, there is nothing to save
     try:
         trainer.run()
@@ -265,29 +264,31 @@ class Trainer:
         # Ranks that share a model read the same samples.
         self._layout = (sizes.total, sizes.micro, topology.coordinates(dist.rank()).data, topology.data)
         self._preemption, self._watchdog = preemption, watchdog
-        self._guard, self._skips = LossGuard(self._config.faults), DataSkips()
-        self._skipped = 0
-        self._rollback_note: str | None = None
-        self._unvalidated = False
+        self._guard, self._skipped, self._unvalidated = LossGuard(self._config.faults), 0, False
         self.step = self._saved = 0
 
     def restore(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`."""
-        progress = self._restore_engine(folder)
-        self._guard.restore(progress["guard"])
-        self._skips, self._skipped = DataSkips.restore(progress["skips"]), int(progress["skipped"])
+        """Continue from the checkpoint in `folder`.
 
-    def _restore_engine(self, folder: Path) -> dict[str, Any]:
+        Raises:
+            CheckpointError: its run left out data after a rollback of an earlier version, or as `Checkpoints.restore`.
+        """
         begins = native.read_meta(folder)["step"] == self._stage.first
         anew = begins_optimizer(self._config.checkpoint, folder)
         meta = self._checkpoints.restore(folder, anew or (begins and self._stage.reset_optimizer))
-        self.step = self._saved = int(meta["step"])
-        if begins:  # losses at another length or on other data are no measure of a spike
-            meta["progress"]["guard"] |= {"losses": [], "norms": []}
+        progress = meta["progress"]
+        if progress.get("skips"):
+            raise CheckpointError(
+                f"{folder}: an earlier version rolled this run back and left out data, which this one cannot; resume "
+                "it with the version that wrote the checkpoint, or start from its weights with finetune=true"
+            )
+        self.step, self._skipped = int(meta["step"]), int(progress["skipped"])
+        self._saved = self.step
+        # Losses at another length or on other data are no measure of a spike.
+        self._guard.restore(progress["guard"] | ({"losses": [], "norms": []} if begins else {}))
         # The checkpoint was written before its validation, which a later launch may have made up for.
-        postponed = bool(meta["progress"].get("unvalidated", False))
+        postponed = bool(progress.get("unvalidated", False))
         self._unvalidated = postponed and not from_main(lambda: is_validated(run_folder(self._config), self.step))
-        return meta["progress"]
 
     def run(self) -> None:
         """Train to the last step of the stage or of this launch, and save.
@@ -298,25 +299,21 @@ class Trainer:
         """
         exit_interval = self._config.logging.exit_interval
         last = min(self._stage.last, exit_interval or self._stage.last)
-        tokens, hosts = self._sizes.total * self._config.model.seq_length, dist.gather_texts(dist.host_name())
+        tokens = self._sizes.total * self._config.model.seq_length
         if self.step >= last and not self._unvalidated:
             logger.info(
                 "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
             )
-        while self.step < last or self._unvalidated:  # again after each rollback
-            monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, hosts, dist.rank(), self._skipped)
-            monitor.watch(self._engine.module)
+        if self.step < last or self._unvalidated:
+            monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
             if self.step == self._stage.first > 0:
                 monitor.note(self.step, f"stage begins: {self._stage.text}")
-            if self._rollback_note is not None:
-                monitor.note(self.step, self._rollback_note)
-                self._rollback_note = None
             try:
                 with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
                     if self._unvalidated:  # due when the run was stopped
                         self._validate_and_save(monitor)
-                    while self.step < last and self._train_step(loader, monitor):
-                        pass
+                    while self.step < last:
+                        self._train_step(loader, monitor)
             finally:
                 monitor.close()
         self._save()
@@ -327,14 +324,13 @@ class Trainer:
                 raise
             self._leave()
 
-    def _train_step(self, loader: Loader, monitor: Monitor) -> bool:
-        """One optimizer step: read, train, judge, report, and validate and save if due. False after a rollback."""
-        config = self._config
+    def _train_step(self, loader: Loader, monitor: Monitor) -> None:
+        """One optimizer step: read, train, judge, report, and validate and save if due."""
         with monitor.during("waiting"):
-            micro_batches = loader.micro_batches(self._skips.position(self.step))
+            micro_batches = loader.micro_batches(self.step)
         rate = self._stage.learning_rate(self.step)
         result = self._engine.train_step(micro_batches, rate, self._guard.limits())
-        verdict = self._guard.observe(self.step, result.loss, result.grad_norm)
+        verdict = self._guard.observe(result.loss, result.grad_norm)
 
         self.step, self._skipped = self.step + 1, self._skipped + result.skipped
         self._watchdog.beat(f"step {self.step}")
@@ -347,13 +343,9 @@ class Trainer:
 
         if verdict.kind == "stop":
             self._checkpoints.wait()
-            raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}")
-        if verdict.kind == "rollback":
-            self._roll_back(verdict)
-            return False
-        self._unvalidated = self._finished() or self.step % config.logging.eval_interval == 0
+            raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}{self._earlier()}")
+        self._unvalidated = self._finished() or self.step % self._config.logging.eval_interval == 0
         self._validate_and_save(monitor)
-        return True
 
     def _validate_and_save(self, monitor: Monitor) -> None:
         """Validate and save if due; after a signal, save and leave."""
@@ -364,17 +356,13 @@ class Trainer:
         if self._unvalidated and not preempted:
             try:
                 with monitor.during("validating"):
-                    losses = validate(self._corpus, self._mean_loss, self._layout)
-                    continued = samples(self._corpus, self._engine, self._watchdog.beat)
+                    figures = validate(self._corpus, self._mean_loss, self._layout)
             except _PreemptedDuringValidationError:
                 preempted = True  # the resumed run validates first
             else:
                 self._unvalidated = False
-                figures = dict(losses)
                 if self._finished():
-                    position = self._skips.position(self.step)
-                    figures |= mixture_figures(self._corpus.mixture(position, self._sizes.total))
-                monitor.samples(self.step, continued)
+                    figures |= mixture_figures(self._corpus.mixture(self.step, self._sizes.total))
                 if figures:  # together, so that a kill leaves all of them or none
                     monitor.report(self.step, figures)
 
@@ -420,7 +408,6 @@ class Trainer:
         self._watchdog.beat(f"saving step {self.step}")
         progress = {
             "guard": self._guard.state(),
-            "skips": self._skips.state(),
             "skipped": self._skipped,
             "unvalidated": self._unvalidated,
         }
@@ -428,54 +415,17 @@ class Trainer:
         self._saved = self.step
         self._watchdog.beat(f"step {self.step} is copied for saving")
 
-    def _roll_back(self, verdict: Verdict) -> None:
-        """Restore the newest valid checkpoint from before the bad steps, and skip their data from then on."""
-        self._checkpoints.wait()
-        config, last_bad = self._config, self.step - 1
-        first_bad = last_bad if verdict.first_bad is None else verdict.first_bad
-        assert config.checkpoint.save is not None
-        save = Path(config.checkpoint.save)
-        self._watchdog.beat("rolling back")
-        # Rank 0 lists the steps for all: a shared file system may show others an older list.
-        steps = from_main(lambda: rollback_order(self._own_steps(save), first_bad, last_bad))
-        try:
-            chosen = first_valid([native.step_folder(save, step) for step in steps], self._watchdog.beat)
-        except UnreadableError:
-            raise
-        except CheckpointError as error:
-            if dist.is_main():
-                logger.warning("%s", error)
-            chosen = Choice(None)
-        if chosen.folder is None:
-            raise Diverged(
-                f"step {self.step}: {verdict.reason}; there is no valid checkpoint before it to roll back to"
-            )
-        from_step = self.step
-        self._guard.rolled_back(self._restore_engine(chosen.folder)["guard"])
-        # The same steps on the same data would lead to the same weights before a spike again, so PaLM leaves out data
-        # from before it too (Chowdhery et al. 2022, section 5.1).
-        self._skips = self._skips.skip(max(self.step, first_bad - config.faults.rollback_margin), last_bad)
-        number = self._guard.state()["rollbacks"]  # no two rollbacks have the same note, see JsonLines
-        steps = f"from step {from_step} to step {self.step}"
-        self._rollback_note = f"rolled back {steps} (rollback {number} of the run): {verdict.reason}"
-        quarantine_newer(config.checkpoint, chosen)
-        self._checkpoints.catch_up(self.step)  # which moves newer ones in an object store to quarantine
-        self._checkpoints.wait()
-
-    def _own_steps(self, save: Path) -> list[int]:
-        """Steps of the checkpoints of this stage: those before it belong to another model and order of data."""
-        return [step for step in native.begun_steps(save) if step >= self._stage.first]
+    def _earlier(self) -> str:
+        """How to go on from a checkpoint before the bad steps, as the end of a message; empty without checkpoints."""
+        save = self._config.checkpoint.save
+        if save is None or not native.steps(Path(save)):
+            return ""
+        return (
+            f". To go on from an earlier step, set load={save} iteration=STEP without auto_resume, and for example a "
+            "lower optimizer.params.lr; later checkpoints are then moved to quarantine/"
+        )
 
     def _newest(self) -> str:
         save = self._config.checkpoint.save
         steps = native.steps(Path(save)) if save is not None else []
         return f"step {steps[-1]} is saved" if steps else "nothing is saved"
-
-
-def rollback_order(steps: Sequence[int], first_bad: int, last: int) -> list[int]:
-    """Order the checkpoints of `steps` for a rollback: those up to the first bad step, newest first, then those up to
-    step `last`, because skipped steps have changed no weight.
-    """
-    before = [step for step in steps if step <= first_bad]
-    between = [step for step in steps if first_bad < step <= last]
-    return [*reversed(before), *reversed(between)]

@@ -1,31 +1,27 @@
-"""Validation during training: losses on held-out data, perplexities at longer windows, samples."""
+"""Validation during training: losses on held-out data, and perplexities at longer windows."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.attention.positions.forms import check_range
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.config.training import window_tokens
 from megatron_coca.data import Batch, Blend, DataError, Samples
-from megatron_coca.text_generation import Continuation, texts
 from megatron_coca.training.corpus import Corpus, Layout, open_loader, source_names
-from megatron_coca.training.engine import Engine
 from megatron_coca.training.saving import DTYPES
 
 VALIDATION_LOSS = "validation_loss"
 VALIDATION_PERPLEXITY = "validation_perplexity"
-SAMPLE_TOKENS = 64
 MeanLoss = Callable[[Sequence[Batch]], float]
 """Returns the loss of a batch's micro-batches over all ranks, in nats per token."""
 
 
 def check_validation(corpus: Corpus) -> None:
-    """Check what `eval_windows` and `sample_prompts` need of data and tokenizer.
+    """Check what `eval_windows` needs of the data.
 
     Raises:
         ConfigError, DataError: naming what is missing.
@@ -43,17 +39,6 @@ def check_validation(corpus: Corpus) -> None:
             check_range(longest / 2, DTYPES[config.precision.dtype])
         except PositionRangeError as error:
             raise ConfigError(f"eval_windows: {error}") from error
-    for prompt in config.logging.sample_prompts or ():
-        if corpus.tokenizer is None:
-            raise ConfigError(
-                "sample_prompts: no tokenizer is saved with the shards; name theirs with tokenizer_type and vocab_file"
-            )
-        size, rows = len(corpus.tokenizer.encode(prompt)) + SAMPLE_TOKENS, config.model.max_position_embeddings
-        if config.position.pos_emb == "learned" and size > rows:
-            raise ConfigError(
-                f"sample_prompts: {prompt[:40]!r} and {SAMPLE_TOKENS} new tokens are {size} tokens, and pos_emb "
-                f"learned has vectors for {rows}; shorten it, or raise max_position_embeddings"
-            )
 
 
 def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
@@ -117,25 +102,3 @@ def _last_scored(batch: Batch, count: int) -> Batch:
     mask = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), dtype=bool)
     mask[:, -count:] = True
     return replace(batch, loss_mask=mask if batch.loss_mask is None else mask & batch.loss_mask)
-
-
-def samples(corpus: Corpus, engine: Engine, beat: Callable[[str], None]) -> list[tuple[str, str]]:
-    """Return each of `sample_prompts` with its greedy continuation: SAMPLE_TOKENS tokens, or to the end of a document.
-
-    Every rank must call it: all compute the same tokens, and always as many, because under ZeRO 3 and tensor
-    parallelism every forward pass has collectives. `beat` is called before each prompt.
-    """
-    pairs = []
-    for prompt in corpus.config.logging.sample_prompts or ():
-        beat("sampling")
-        assert corpus.tokenizer is not None, "check_validation has checked it"
-        ids = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.eod]
-        tokens = torch.tensor([ids])
-        for _ in range(SAMPLE_TOKENS):
-            best = engine.next_logits(tokens)[:, : corpus.tokenizer.vocab_size].argmax(dim=-1, keepdim=True)
-            tokens = torch.cat((tokens, best.cpu()), dim=1)
-        row = Continuation(corpus.tokenizer, ids)
-        for _ in texts([row], iter(tokens[:, len(ids) :].T)):
-            pass
-        pairs.append((prompt, row.text))
-    return pairs

@@ -44,7 +44,6 @@ POINTS: dict[str, Point] = {
     "stage done": Point("megatron_coca.model.stages", "Stage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),
     "restore": Point(SAVING, "Checkpoints.restore"),
-    "rolled back": Point("megatron_coca.training.trainer", "Trainer._roll_back", after=True),
     "snapshot": Point(SAVING, "Checkpoints._snapshot", after=True),
     "save begun": Point(NATIVE, "begin", after=True),
     "own files": Point(SAVING, "_write_own"),
@@ -58,7 +57,6 @@ POINTS: dict[str, Point] = {
     "removal": Point("shutil", "rmtree"),
     "uploaded file": Point("megatron_coca.remote_files", "RemoteFiles.put", after=True),
     "transfer": Point("megatron_coca.remote_files", "RemoteFiles._attempt"),
-    "set aside": Point("megatron_coca.training.trainer", "quarantine_newer"),
     "clock": Point("time", "time", after=True),
     "host": Point("socket", "gethostname", after=True),
 }

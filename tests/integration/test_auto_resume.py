@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
 from megatron_coca.training.resume import Choice, first_valid
-from megatron_coca.training.trainer import rollback_order
 from tests.checkpoint_files import run_alone
 from tests.integration.hooks import Hook
 
@@ -104,25 +103,6 @@ def test_a_damaged_checkpoint_and_files_of_another_run(
     for name in ("state/rank_0000.safetensors", "more"):
         assert f"global_step4/{name}: is not listed in manifest.json and is ignored" in output
     assert_same_end(open_run(stopped), whole, assert_same_state)
-
-
-def test_a_rollback_takes_the_newest_from_before_the_bad_steps_first() -> None:
-    assert rollback_order([2, 4, 6, 8], 5, 7) == [4, 2, 6]
-    assert rollback_order([6, 8], 5, 7) == [6] and rollback_order([8], 5, 7) == []
-
-
-def test_a_rollback_goes_past_a_damaged_checkpoint(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_alone(monkeypatch)
-
-    def newest() -> Choice:
-        return first_valid(
-            [native.step_folder(stopped, step) for step in rollback_order(native.begun_steps(stopped), 9, 9)]
-        )
-
-    assert newest() == Choice(native.step_folder(stopped, STOPPED))
-    flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
-    (native.step_folder(stopped, 4) / native.MANIFEST).unlink()
-    assert newest() == Choice(native.step_folder(stopped, 2))
 
 
 def test_only_damaged_checkpoints_are_no_fresh_start(live: Any, stopped: Path) -> None:

@@ -104,33 +104,3 @@ def test_an_interrupted_run_ends_as_one_never_stopped(
     # A launch that is killed in the removal after its last save leaves an old checkpoint, and nothing to train.
     assert native.steps(run)[-2:] == [STEPS - 2, STEPS] and not list(run.glob("*.partial"))
     assert_same_end(open_run(run), open_run(whole), assert_same_state)
-
-
-BAD_STEP = 7
-ROLLING = KEYS | {"nonfinite_policy": "rollback", "rollback_margin": 0, "keep_last_n_checkpoints": None}
-
-
-def bad(step: int) -> Hook:
-    """No loss of step number `step` of a launch is finite."""
-    return Hook("backward", "nan", [4 * step + micro for micro in range(1, 5)])
-
-
-@pytest.fixture(scope="module")
-def rolled_back(live: Any, open_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run with a rollback that was never killed. Not to be changed."""
-    folder = tmp_path_factory.mktemp("rolled_back") / "whole"
-    live(ROLLING | {"save": str(folder)}, [bad(BAD_STEP)])
-    return open_run(folder)
-
-
-@pytest.mark.parametrize(("point", "visit"), [("set aside", 2), ("rolled back", 1)])  # the first visit is at the start
-def test_a_kill_at_a_rollback(
-    point: str, visit: int, live: Any, rolled_back: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    killed = live(ROLLING | {"save": str(run)}, [bad(BAD_STEP), Hook(point, "kill", [visit])], expected=-signal.SIGKILL)
-    assert native.steps(run)[-1] == 6, killed.output
-    live(ROLLING | {"save": str(run)}, [bad(BAD_STEP - 6)])
-    meta = native.read_json(native.step_folder(run, STEPS) / native.META)
-    assert meta["progress"]["skips"] == [[BAD_STEP, 1]] and meta["progress"]["guard"]["rollbacks"] == 1
-    assert_same_end(open_run(run), rolled_back, assert_same_state)

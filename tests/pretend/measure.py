@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def step(inputs: Sequence[str]) -> Counters:
     """One step of the engine: counts per micro-batch, and of the rest of the step, which is the optimizer phase.
 
     A micro-batch is the difference between steps of two and of one. The first one launches less, because it adds to no
-    gradients: it is counted as the model alone, unless it is a replay like the others.
+    gradients: it is counted as the model alone.
     """
     prepare()
     group.init_distributed()
@@ -119,14 +118,11 @@ def step(inputs: Sequence[str]) -> Counters:
     counts: Counters = {}
     step, both = ({"launches": record.total("launch"), **waits(record)} for record in (one, two))
     each = {name: both[name] - step[name] for name in step}
-    first = each
-    if not config.model.cuda_graphs:
-        alone, _ = recorded(model_pass(config))
-        first = {"launches": alone.total("launch"), **waits(alone)}
+    alone, _ = recorded(model_pass(config))
+    first = {"launches": alone.total("launch"), **waits(alone)}
     for name in step:
         counts |= {f"{name} per micro-batch": each[name], f"{name} per step": step[name] - first[name]}
     return counts | {
-        "launches into CUDA graphs": two.total("captured"),
         "allocations": two.total("allocation"),
         "refused": two.total("refused"),
         "host ms of two micro-batches and a step": round(milliseconds, 1),
@@ -322,13 +318,6 @@ def train(inputs: Sequence[str]) -> Counters:
         saved = len(list(Path(folder, "run").glob("global_step*")))
     print(record.text())
     return {"missing checkpoints": 1 - saved, "refused": record.total("refused")}
-
-
-def kept(inputs: Sequence[str]) -> Counters:
-    """As `train`, which ends with an error if memory that a CUDA graph reads was freed before a replay."""
-    checked: Any = partialmethod(torch.cuda.graph.__init__, check_input_liveness=True)
-    torch.cuda.graph.__init__ = checked  # type: ignore[method-assign]
-    return train(inputs)
 
 
 def compiled(inputs: Sequence[str]) -> Counters:

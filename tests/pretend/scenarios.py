@@ -47,15 +47,6 @@ TRAINED = {
     "deterministic, dropout": ("deterministic=true", "attention_dropout=0.1", "hidden_dropout=0.1", "pos_emb=rotary"),
     "grouped queries": ("num_kv_heads=2",),
     "clex": ("pos_emb=rotary", "rope_scaling={rope_type: clex, max_factor: 4}"),
-    "graphs": ("cuda_graphs=true",),
-    "graphs, uncompiled": ("cuda_graphs=true", "torch_compile=false", "pos_emb=xpos"),
-    "graphs, triton": ("cuda_graphs=true", "attention_backend=triton", "pos_emb=kerple_log"),
-    "graphs, rerope": ("cuda_graphs=true", "relative_positions={type: rerope, window: 128}"),
-    "graphs, merge": ("cuda_graphs=true", "attention_backend=merge", "relative_positions={type: rerope, window: 128}"),
-    "graphs, dropout": ("cuda_graphs=true", "attention_dropout=0.1", "hidden_dropout=0.1", "pos_emb=rotary"),
-    "graphs, full": ("cuda_graphs=true", "checkpoint_activations=true"),
-    "graphs, fp16": ("cuda_graphs=true", "precision=fp16", "pos_emb=rpe"),
-    "graphs, fp32": ("cuda_graphs=true", "precision=fp32", "pos_emb=alibi"),
 }
 """Training configurations that must run to the end and save."""
 
@@ -87,7 +78,6 @@ class Scenario(NamedTuple):
 
 SCENARIOS: dict[str, Scenario] = {
     **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
-    "step: coca, graphs": Scenario("step", (*MODEL, "cuda_graphs=true")),
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
     "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true")),
     "loss head": Scenario("loss_head", MODEL),
@@ -98,21 +88,7 @@ SCENARIOS: dict[str, Scenario] = {
     },
     "training loop": Scenario("loop", SMALL),
     "overlap: 8 ranks": Scenario("overlap", MODEL),
-    "overlap: 8 ranks, graphs": Scenario("overlap", (*MODEL, "cuda_graphs=true")),
     **{f"train: {name}": Scenario("train", (*SHORT, *keys)) for name, keys in TRAINED.items()},
-    "graphs beside evaluation": Scenario(
-        "kept",
-        (
-            *SHORT,
-            *(
-                "cuda_graphs=true",
-                "torch_compile=false",
-                "pos_emb=rotary",
-                "rope_scaling={rope_type: dynamic, factor: 2}",
-            ),
-            *("eval_interval=1", "eval_windows=[64, 128]", "sample_prompts=[a]"),
-        ),
-    ),
     **{
         f"compile: {name}": Scenario("compiled", (*SMALL, "vocab_size=512", "torch_compile=true", *keys))
         for name, keys in POSITIONS.items()

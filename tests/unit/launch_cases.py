@@ -18,9 +18,8 @@ from megatron_coca.config import LaunchConfig
 from megatron_coca.training.launch import start
 values = dict(pair.split("=") for pair in sys.argv[2:])
 keys = {name: int(value) if value.isdigit() else value for name, value in values.items()}
-save = keys.pop("save", None)
 config = LaunchConfig.model_validate({"num_gpus": 2} | keys)
-status = start(config, os.environ, [sys.argv[1], "argument"], save and (lambda: 0))
+status = start(config, os.environ, [sys.argv[1], "argument"])
 sys.exit(99 if status is None else status)
 """
 """The launching process: the script is the first argument, keys follow."""

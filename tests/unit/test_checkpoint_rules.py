@@ -318,14 +318,6 @@ def test_a_resumed_run_keeps_its_identity(opened: Corpus, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_mixture_counts_what_was_left_out(opened: Corpus, tmp_path: Path) -> None:
-    run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path), async_save=False)
-    run.save(4, {"skips": [[2, 3]]})
-    meta = native.read_json(tmp_path / "global_step4" / native.META)
-    assert sum(share["samples"] for share in meta["mixture"]) == (4 + 3) * LAYOUT["batch"]
-
-
-@pytest.mark.usefixtures("alone")
 def test_checkpoints_are_kept_by_the_keys(opened: Corpus, tmp_path: Path) -> None:
     keep = {"keep_last_n_checkpoints": 2, "keep_every_n_steps": 4}
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), **keep)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatron_coca.config import Config, ConfigError, keys_without_effect, load_config, option_hint, split_inputs
+from megatron_coca.config import Config, ConfigError, keys_without_effect, load_config, split_inputs
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = "num_layers: 2\nhidden_size: 128\nnum_attention_heads: 4\nseq_length: 64\n"
@@ -169,13 +169,27 @@ def test_names_of_files_as_in_gpt_neox(tmp_path: Path, monkeypatch: pytest.Monke
     assert split_inputs(["plain", "350M", "/abs/run.yaml"])[0] == ["plain", "350M.yml", "/abs/run.yaml"]
 
 
-def test_options_that_are_keys() -> None:
-    arguments = ["a.yml", "--train_iters", "10", "--lr=1e-4", "--max-steps", "b.yml", "--nonsense", "--seed"]
-    unknown = ["--train_iters", "--lr=1e-4", "--max-steps", "--nonsense", "--seed"]
-    assert option_hint(unknown, arguments) == (
-        "; keys have no dashes: write `train_iters=10` `lr=1e-4` `train_iters=VALUE` `seed=VALUE`"
-    )
-    assert option_hint(["--nonsense"], arguments) == ""
+def test_keys_that_earlier_versions_had_are_read(base: Path) -> None:
+    """The config.yml of their checkpoints holds all, whatever was set."""
+    removed: dict[str, object] = {
+        "cuda_graphs": True,
+        "skip_limit_policy": "stop",
+        "rollback_margin": 100,
+        "max_rollbacks": 10,
+        "sample_prompts": ["a"],
+        "memory_profiling": False,
+        "memory_profiling_path": None,
+        "include": "localhost:1",
+        "exclude": None,
+        "force_multi": False,
+        "max_restarts": 3,
+        "restart_delay": 5.0,
+    }
+    renamed = {"torch_compile": "tune", "nonfinite_policy": "rollback", "loss_spike_policy": "rollback"}
+    config = load_config(base, removed | renamed)
+    assert removed.keys().isdisjoint(config.flat()) and config.model.torch_compile is True
+    assert (config.faults.nonfinite_policy, config.faults.loss_spike_policy) == ("stop", "skip")
+    assert set(keys_without_effect([base], removed)) >= removed.keys()
 
 
 def test_keys_without_effect_are_listed(base: Path, tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ OURS = {
     "loss_chunk_size",
     "loss_kernel",
     "torch_compile",
-    "cuda_graphs",
     "deterministic",
     "lr_warmup_init",
     "lr_wsd_decay_style",
@@ -58,7 +57,6 @@ OURS = {
     "data_root",
     "eval_per_source",
     "eval_windows",
-    "sample_prompts",
     "profile_ranks",
     "sequence_parallel_size",
     "keep_every_n_steps",
@@ -67,8 +65,6 @@ OURS = {
     "object_store_timeout",
     "auto_resume",
     "join_timeout",
-    "max_restarts",
-    "restart_delay",
     "reset_attention_mask",
     "reset_position_ids",
     *FaultConfig.model_fields,
@@ -77,7 +73,10 @@ OURS = {
     "optimizer.params.betas",
     "optimizer.params.eps",
 }
-EARLIER = {"health_check", "health_min_disk_speed", "health_min_bandwidth", "health_max_clock_skew", "save_copy"}
+EARLIER = {"health_check", "health_min_disk_speed", "health_min_bandwidth", "health_max_clock_skew", "save_copy"} | {
+    *("cuda_graphs", "sample_prompts", "skip_limit_policy", "rollback_margin", "max_rollbacks"),
+    *("max_restarts", "restart_delay"),
+}
 """Keys of earlier versions of this program, which are in the configurations of their checkpoints."""
 SHAPE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.config import Config, ConfigError, FaultConfig, load_config
+from megatron_coca.config import FaultConfig, load_config
 from megatron_coca.training.loss_guard import Limits, LossGuard, Verdict, bad_reason, spike_limit
 
 NAN, INF = math.nan, math.inf
@@ -26,8 +26,8 @@ def noisy(seed: int, count: int, sigma: float = 0.02) -> list[tuple[float, float
 
 
 def feed(watched: LossGuard, count: int = 8, first: int = 0) -> int:
-    for step, (loss, norm) in enumerate(noisy(first, count), first):
-        assert watched.observe(step, loss, norm) == Verdict("ok")
+    for loss, norm in noisy(first, count):
+        assert watched.observe(loss, norm) == Verdict("ok")
     return first + count
 
 
@@ -87,78 +87,52 @@ def test_limits(keys: dict[str, Any], limited: bool, applied: bool) -> None:
 
 def test_nothing_is_a_spike_before_half_the_window() -> None:
     watched = guard(loss_spike_policy="skip")
-    assert feed(watched, 3) and watched.observe(3, 1e6, 1e6).kind == "ok"
-    assert watched.spike_limits().loss < INF and watched.observe(4, 1e30, 1.0).kind == "skipped"
+    assert feed(watched, 3) and watched.observe(1e6, 1e6).kind == "ok"
+    assert watched.spike_limits().loss < INF and watched.observe(1e30, 1.0).kind == "skipped"
 
 
 def test_few_false_alarms() -> None:
     """Four thousand steps of noise with the default keys."""
     watched = LossGuard(FaultConfig(loss_spike_policy="skip"))
-    verdicts = [watched.observe(step, *values) for step, values in enumerate(noisy(1, 4_000))]
+    verdicts = [watched.observe(*values) for values in noisy(1, 4_000)]
     assert sum(verdict.kind != "ok" for verdict in verdicts) == 0
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(4.0, 1.0), (3.0, 12.0)])
-@pytest.mark.parametrize(
-    ("policy", "kind"), [("off", "ok"), ("warn", "ok"), ("skip", "skipped"), ("rollback", "rollback")]
-)
+@pytest.mark.parametrize(("policy", "kind"), [("off", "ok"), ("warn", "ok"), ("skip", "skipped")])
 def test_what_a_spike_leads_to(policy: str, kind: str, loss: float, norm: float) -> None:
     watched = LossGuard(FaultConfig(loss_spike_policy=policy))
-    step = feed(watched, 128)
-    verdict = watched.observe(step, loss, norm)
+    feed(watched, 128)
+    verdict = watched.observe(loss, norm)
     assert verdict.kind == kind and (verdict.reason is None) == (policy == "off")
-    assert verdict.first_bad == (step if kind in ("skipped", "rollback") else None)
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("stop", "stop"), ("skip", "skipped"), ("rollback", "rollback")])
+@pytest.mark.parametrize(("policy", "kind"), [("stop", "stop"), ("skip", "skipped")])
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (3.0, INF)])
 def test_what_a_value_that_is_not_finite_leads_to(policy: str, kind: str, loss: float, norm: float) -> None:
-    assert guard(nonfinite_policy=policy).observe(0, loss, norm).kind == kind
+    assert guard(nonfinite_policy=policy).observe(loss, norm).kind == kind
 
 
 def test_skipped_steps_leave_the_measure_alone() -> None:
     watched = guard(loss_spike_policy="skip")
-    step = feed(watched)
+    feed(watched)
     before = watched.limits()
-    watched.observe(step, 1e4, 1.0)
-    watched.observe(step + 1, NAN, None)
-    assert watched.limits() == before and watched.state()["bad_steps"] == 2
+    watched.observe(1e4, 1.0)
+    watched.observe(NAN, None)
+    assert watched.limits() == before
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("stop", "stop"), ("rollback", "rollback")])
-def test_too_many_skips_in_a_row(policy: str, kind: str) -> None:
-    watched = guard(max_consecutive_skips=2, skip_limit_policy=policy)
-    kinds = [watched.observe(step, NAN, None).kind for step in (5, 6)]
-    assert watched.observe(7, 3.0, 1.0).kind == "ok", "a good step begins the count anew"
-    verdicts = [watched.observe(step, NAN, None) for step in (8, 9, 10)]
-    assert kinds + [verdict.kind for verdict in verdicts] == ["skipped"] * 4 + [kind]
-    assert verdicts[-1].first_bad == 8 and "3 steps in a row" in str(verdicts[-1].reason)
+def test_too_many_skips_in_a_row() -> None:
+    watched = guard(max_consecutive_skips=2)
+    kinds = [watched.observe(NAN, None).kind for _ in range(2)]
+    assert watched.observe(3.0, 1.0).kind == "ok", "a good step begins the count anew"
+    verdicts = [watched.observe(NAN, None) for _ in range(3)]
+    assert kinds + [verdict.kind for verdict in verdicts] == ["skipped"] * 4 + ["stop"]
+    assert "3 steps in a row" in str(verdicts[-1].reason)
 
 
 def test_zero_consecutive_skips_stops_at_the_first() -> None:
-    assert guard(max_consecutive_skips=0).observe(0, NAN, None).kind == "stop"
-
-
-def test_rollbacks_are_counted_and_end() -> None:
-    watched = guard(nonfinite_policy="rollback", max_rollbacks=2)
-    feed(watched)
-    checkpoint = json.loads(json.dumps(watched.state()))
-    for number in range(1, 3):
-        assert watched.observe(8, NAN, None) == Verdict("rollback", "loss is nan", 8)
-        watched.rolled_back(checkpoint)
-        assert (watched.state()["rollbacks"], watched.state()["bad_steps"]) == (number, number)
-    last = watched.observe(8, NAN, None)
-    assert last.kind == "stop" and "rolled back 2 times" in str(last.reason)
-
-
-def test_a_rollback_forgets_what_came_after_the_checkpoint() -> None:
-    watched = guard(loss_spike_policy="rollback")
-    feed(watched)
-    checkpoint, limits = watched.state(), watched.limits()
-    feed(watched, 20, first=8)
-    assert watched.limits() != limits
-    watched.rolled_back(checkpoint)
-    assert watched.limits() == limits
+    assert guard(max_consecutive_skips=0).observe(NAN, None).kind == "stop"
 
 
 def history(seed: int) -> list[tuple[float, float | None]]:
@@ -170,14 +144,14 @@ def history(seed: int) -> list[tuple[float, float | None]]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("stop", [0, 3, 30])
 def test_a_resumed_guard_judges_the_same(seed: int, stop: int) -> None:
-    keys = {"loss_spike_policy": "skip", "max_consecutive_skips": 1, "skip_limit_policy": "rollback"}
+    keys = {"loss_spike_policy": "skip", "max_consecutive_skips": 1}
     whole, part = guard(**keys), guard(**keys)
-    steps = list(enumerate(history(seed)))
-    expected = [whole.observe(step, *values) for step, values in steps]
-    found = [part.observe(step, *values) for step, values in steps[:stop]]
+    steps = history(seed)
+    expected = [whole.observe(*values) for values in steps]
+    found = [part.observe(*values) for values in steps[:stop]]
     resumed = guard(**keys)
     resumed.restore(json.loads(json.dumps(part.state())))
-    found += [resumed.observe(step, *values) for step, values in steps[stop:]]
+    found += [resumed.observe(*values) for values in steps[stop:]]
     assert found == expected and resumed.state() == whole.state() and resumed.limits() == whole.limits()
     assert {"ok", "skipped"} <= {verdict.kind for verdict in expected}
 
@@ -200,16 +174,23 @@ def test_a_foreign_state_is_refused() -> None:
         guard().restore({"surprise": 1})
 
 
-def config(**keys: Any) -> Config:
-    return load_config([], SHAPE | keys)
+def test_the_state_of_earlier_versions_is_read() -> None:
+    """They also wrote what a rollback needs."""
+    watched = guard(loss_spike_policy="skip")
+    feed(watched)
+    earlier = watched.state() | {"first_bad": None, "bad_steps": 3, "rollbacks": 1}
+    resumed = guard(loss_spike_policy="skip")
+    resumed.restore(json.loads(json.dumps(earlier)))
+    assert resumed.state() == watched.state() and resumed.limits() == watched.limits()
 
 
-@pytest.mark.parametrize("key", ["nonfinite_policy", "loss_spike_policy", "skip_limit_policy"])
-def test_rollback_needs_checkpoints(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: rollback needs checkpoints.*set save and checkpoint_factor"):
-        config(**{key: "rollback"})
-    allowed = config(**{key: "rollback", "save": "run", "checkpoint_factor": 10})
-    assert getattr(allowed.faults, key) == "rollback"
+@pytest.mark.parametrize(
+    ("key", "now"), [("nonfinite_policy", "stop"), ("loss_spike_policy", "skip")], ids=["nonfinite", "spike"]
+)
+def test_a_configuration_that_rolls_back_is_read(key: str, now: str) -> None:
+    """Checkpoints of earlier versions hold it in their config.yml."""
+    keys = {key: "rollback", "rollback_margin": 50, "max_rollbacks": 3, "skip_limit_policy": "rollback"}
+    assert getattr(load_config([], SHAPE | keys).faults, key) == now
 
 
 @pytest.mark.parametrize(("timeout", "collective"), [(1200.0, 2400.0), (None, None)])

@@ -79,7 +79,6 @@ OPEN_MPI = {
     "MASTER_ADDR": "h",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "run-0.run", "MASTER_PORT": "29500"}
 # mpirun within a Slurm job: its daemons are tasks of srun, one for each host.
 OPEN_MPI_IN_SLURM = SRUN | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI
 
@@ -99,7 +98,6 @@ OPEN_MPI_IN_SLURM = SRUN | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI
         (OPEN_MPI, 3, 4, 1, 2, "h"),
         (OPEN_MPI_IN_SLURM, 3, 4, 1, 2, "h"),
         (HYDRA, 1, 2, 1, 2, "127.0.0.1"),
-        (INDEXED_JOB, 1, 2, 0, 1, "run-0.run"),
         ({}, 0, 1, 0, 1, "127.0.0.1"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0, 1, 0, 1, "127.0.0.1"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, 0, 1, 0, 1, "127.0.0.1"),  # the body of a batch script
@@ -129,16 +127,9 @@ def test_rank_location(
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
         (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE: 8, but srun started 4"),
         ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "MASTER_ADDR: not set; Open MPI"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, "MPI_LOCALNRANKS: not set, but PMI_RANK"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
-        ({"JOB_COMPLETION_INDEX": "3"}, "WORLD_SIZE: not set, but JOB_COMPLETION_INDEX found"),
-        ({name: value for name, value in INDEXED_JOB.items() if name != "MASTER_ADDR"}, "MASTER_ADDR: not set; Kube"),
     ],
 )
-def test_incomplete_environment_names_the_missing_variables(environment: dict[str, str], message: str | None) -> None:
-    if message is None:
-        assert find_location(environment) is None
-        return
+def test_incomplete_environment_names_the_missing_variables(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_location(environment)
 
@@ -203,11 +194,7 @@ def test_threads_are_shared_among_the_processes_of_a_host(monkeypatch: pytest.Mo
         ({"MASTER_PORT": "0"}, "MASTER_PORT: 0 is not a port"),
         ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT: '9{79}.* is not a whole number of at most 18 digits"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT: '-1' is not a whole number"),
-        ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR: 'a..b' is not a host name"),
-        ({"MASTER_ADDR": "x" * 70}, "MASTER_ADDR: 'x{70}' is not a host name"),
-        ({"MASTER_ADDR": "a\udcff"}, r"MASTER_ADDR: 'a.udcff' is not a host name"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR: not set although WORLD_SIZE is 4"),
-        ({"WORLD_SIZE": "9" * 18}, "a world size of 999999999999999999 exceeds 1048576"),
         ({"WORLD_SIZE": "9" * 32}, "WORLD_SIZE: .* is not a whole number of at most 18 digits"),
         ({"LOCAL_WORLD_SIZE": "1" * 5000}, "LOCAL_WORLD_SIZE: .* is not a whole number"),
     ],

@@ -62,18 +62,20 @@ def job() -> dict[str, Any]:
 
 def test_the_pods_of_the_manifest_find_each_other(job: dict[str, Any]) -> None:
     pod = job["template"]["spec"]["containers"][0]
-    given = {each["name"]: each["value"] for each in pod["env"]}
+    given = {each["name"]: each["value"] for each in pod["env"] if "value" in each}
+    (number,) = [each["valueFrom"]["fieldRef"]["fieldPath"] for each in pod["env"] if each["name"] == "RANK"]
+    assert number == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     files = [ROOT / text for text in pod["args"] if text.endswith(".yml")]
     config = load_config(files, [text for text in pod["args"] if "=" in text])
     assert job["completions"] == job["parallelism"] == int(given["WORLD_SIZE"])
     assert config.launch.num_gpus == pod["resources"]["limits"]["nvidia.com/gpu"]
     ranks = []
     for index in range(job["completions"]):
-        location = find_location(given | {"JOB_COMPLETION_INDEX": str(index)})
+        location = find_location(given | {"RANK": str(index)})
         assert location is not None and config.launch.num_gpus is not None
         own = ranks_of_host(location, config.launch.num_gpus)
         assert (own.master, own.port, own.world_size) == ("coca-0.coca", 29500, 32)
-        ranks += [own.first_rank + local for local in range(len(own.slots))]
+        ranks += [own.first_rank + local for local in range(own.count)]
     assert ranks == list(range(32)) and config.batch.resolve(32).total == 256
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_coca.config import ConfigError
 from megatron_coca.training.engine import group
-from megatron_coca.training.engine.group import Rendezvous, join, ranks_text
+from megatron_coca.training.engine.group import Rendezvous, join
 from megatron_coca.training.exit_status import EXIT_STATUSES, NotJoined
 from megatron_coca.training.launch.environment import free_port
 
@@ -58,14 +58,13 @@ def test_one_process_opens_no_port() -> None:
 
 def test_every_process_names_those_that_did_not_come() -> None:
     present = members([0, 1, 4], 6)
-    began = time.monotonic()
     errors = joined(present, 1.0)
-    assert time.monotonic() - began < 5.0, "within one timeout"
     assert all(isinstance(error, NotJoined) for error in errors), errors
     assert len(set(map(str, errors))) == 1, "they say the same"
     host = socket.gethostname()
     assert str(errors[0]).startswith(
-        f"3 of 6 processes did not join within 1 s (`join_timeout`): ranks 2-3, 5. These joined: {host}: ranks 0-1, 4."
+        f"3 of 6 processes did not join within 1 s (`join_timeout`): ranks 2, 3, 5."
+        f" Processes of these hosts joined: {host}. "
     )
     assert NotJoined.status in EXIT_STATUSES
 
@@ -87,6 +86,17 @@ def test_a_late_process_is_waited_for() -> None:
         assert isinstance(first.result(10), dist.TCPStore) and isinstance(second.result(10), dist.TCPStore)
 
 
+def test_processes_that_torchrun_starts_again_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store has the keys of the first attempt."""
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    for attempt, ranks in (("0", [0, 1]), ("1", [0])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        found = joined([Rendezvous(rank, 2, "127.0.0.1", port, True) for rank in ranks], 2.0)
+        assert [isinstance(each, NotJoined) for each in found] == [attempt == "1"] * len(ranks), found
+    del agent
+
+
 def test_the_first_process_ends_while_others_join() -> None:
     """As after Ctrl-C there: the store is gone, and with it the only one who knows who is missing."""
     first, second, _ = members([0, 1, 2], 3)
@@ -105,38 +115,29 @@ def test_a_port_that_is_taken() -> None:
         other.listen()
         port = other.getsockname()[1]
         for address in ("127.0.0.1", socket.gethostname()):
-            with pytest.raises(ConfigError, match=f"MASTER_PORT: port {port} of this host is in use"):
+            with pytest.raises(ConfigError, match=f"MASTER_PORT: port {port} of this host cannot be used"):
                 join(Rendezvous(0, 2, address, port, False), 5.0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_that_does_not_resolve(rank: int) -> None:
+def test_an_address_that_does_not_resolve() -> None:
     began = time.monotonic()
     with pytest.raises(NotJoined, match=r"no-such-host.invalid.* within 1 s \(`join_timeout`\)") as error:
-        join(Rendezvous(rank, 2, "no-such-host.invalid", free_port(), False), 1.0)
+        join(Rendezvous(1, 2, "no-such-host.invalid", free_port(), False), 1.0)
     assert time.monotonic() - began < 10.0 and error.value.status == 79
 
 
 def test_an_address_that_resolves_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of pods appear after these."""
+    """The names of pods appear after these; rank 0 needs no name for itself."""
     resolve, began = socket.getaddrinfo, time.monotonic()
 
     def late(host: str, *arguments: object, **keywords: object) -> object:
-        if host == "a-pod" and time.monotonic() - began < 0.5:
+        if host == "localhost" and time.monotonic() - began < 0.5:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return resolve("localhost" if host == "a-pod" else host, *arguments, **keywords)  # type: ignore[arg-type]
+        return resolve(host, *arguments, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", late)
-    waiting = Rendezvous(0, 2, "a-pod", free_port(), False)
-    group._resolved(waiting, began + 20.0, "20 s")
-    assert 0.5 <= time.monotonic() - began < 10.0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8")]
-)
-def test_ranks_in_few_words(ranks: list[int], text: str) -> None:
-    assert ranks_text(ranks) == text
+    stores = joined(members([0, 1], 2, "localhost"), 20.0)
+    assert all(isinstance(store, dist.TCPStore) for store in stores) and time.monotonic() - began >= 0.5
 
 
 def test_ranks_exchange_no_pickles() -> None:

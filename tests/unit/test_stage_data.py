@@ -14,7 +14,6 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.training.corpus import open_loader
-from megatron_coca.training.loss_guard import DataSkips, Gap
 from megatron_coca.training.run_stages import OpenedStage, differing_stages, open_stages
 from megatron_coca.training.topology import Topology
 
@@ -50,12 +49,12 @@ def opened(folder: Path, *stages: dict[str, Any], **keys: Any) -> list[OpenedSta
     return open_stages(load_config([], KEYS | sources | keys), ALONE)
 
 
-def samples(stages: list[OpenedStage], skips: DataSkips | None = None) -> Iterator[tuple[int, ...]]:
+def samples(stages: list[OpenedStage]) -> Iterator[tuple[int, ...]]:
     """All samples of the run in order, as the training loop reads them."""
     for stage, corpus, sizes, _ in stages:
         with open_loader(corpus, corpus.train, (sizes.total, sizes.micro, 0, 1)) as loader:
             for step in range(stage.first, stage.last):
-                for batch in loader.micro_batches((skips or DataSkips()).position(step)):
+                for batch in loader.micro_batches(step):
                     yield from map(tuple, batch.tokens.tolist())
 
 
@@ -72,12 +71,6 @@ def test_other_weights_read_on_behind_what_was_read(folder: Path) -> None:
     assert len(set(found)) == len(found) == 48, "no sample twice"
     of_a = [sum(sample[0] < 10000 for sample in found[24 * n : 24 * n + 12]) for n in range(2)]
     assert of_a == [6, 1]
-
-
-def test_data_left_out_by_a_rollback_stays_out(folder: Path) -> None:
-    whole, skips = list(samples(opened(folder, train_iters=15))), DataSkips((Gap(2, 3),))
-    skipping = list(samples(opened(folder, {"until": 6}, {"optimizer.params.lr": 1.0}), skips))
-    assert skipping == whole[:8] + whole[20:]
 
 
 def test_the_mixture_counts_all_stages(folder: Path) -> None:

@@ -93,7 +93,6 @@ def counted(model: nn.Module) -> tuple[int, int]:
         (["keys"], {}, r"trainable\[0\]: `keys` is not one of query \| key .* did you mean `key`"),
         ([], {}, "trainable: .*at least 1 item"),
         ("key", {}, "trainable: expected a list"),
-        (["key", "key"], {}, "key listed more than once"),
         (["output_head"], {}, r"output_head is tied to the embedding \(no_weight_tying is false\); use embedding"),
         (["embedding", "output_head"], {}, "no_weight_tying is false"),
         (["norms"], {"norm": "non_parametric_layernorm"}, "norms have no weights"),

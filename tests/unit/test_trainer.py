@@ -1,6 +1,5 @@
 """What the loop does with steps that go wrong, with an engine that does what the test says."""
 
-import errno
 import json
 import math
 import shutil
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.files import UnreadableError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch
@@ -22,11 +20,10 @@ from megatron_coca.training.engine import StepResult
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
-from megatron_coca.training.sinks import JsonLines
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.trainer import Trainer
 from megatron_coca.training.watchdog import Watchdog
-from tests.checkpoint_files import refuse, run_alone
+from tests.checkpoint_files import run_alone
 
 ALONE = Topology(1, 1, 1, 1)
 LAYOUT = {"batch": 4, "dtype": "fp32"}
@@ -86,7 +83,7 @@ def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
 
     def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
         fixed = {"save": str(tmp_path / "run"), "eval_interval": 100}
-        keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, "rollback_margin": 0, **keys}
+        keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, **keys}
         config = opened.config.override(keys)
         corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
         sizes = config.batch.resolve(1)
@@ -120,50 +117,36 @@ def test_a_skipped_step_changes_nothing(run: Run, tmp_path: Path) -> None:
 
 
 def test_too_many_skipped_steps_stop_the_run(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match=r"stopped at step 7: .*3 steps in a row were bad"):
+    with pytest.raises(Diverged, match=r"stopped at step 7: .*3 steps in a row were bad; step 6 is saved.") as stopped:
         run(nan_at(*range(4, 10)), max_consecutive_skips=2)
+    assert f"set load={tmp_path / 'run'} iteration=STEP without auto_resume" in str(stopped.value)
 
 
-def test_a_rollback_reads_other_data(run: Run, tmp_path: Path) -> None:
-    engine = run(nan_at(5), nonfinite_policy="rollback")
-    assert engine.calls == 11 and float(engine.weight) == 10, "ten steps that count"
-    assert len(set(engine.read)) == 11, "the bad step's data are not read again"
-    (note,) = [each for each in events(tmp_path) if "rolled back from step 6 to step 5 (rollback 1 of the run)" in each]
-    again = JsonLines(tmp_path / "run", 5)  # as a launch that resumes at step 5, and does the same
-    again.note(5, note)
-    again.close()
-    assert events(tmp_path) == [note]
-    meta = native.read_json(native.locate(tmp_path / "run") / native.META)
-    assert meta["progress"]["guard"]["rollbacks"] == 1 and meta["progress"]["skips"] == [[5, 1]]
+def test_a_run_that_stops_without_a_checkpoint_names_none(run: Run) -> None:
+    with pytest.raises(Diverged, match=r"stopped at step 1: loss is nan; nothing is saved$"):
+        run(nan_at(0), nonfinite_policy="stop", checkpoint_factor=5)
 
 
-@pytest.mark.parametrize(
-    ("factor", "margin", "gap"), [(1, 0, [5, 1]), (5, 3, [5, 1]), (3, 1, [4, 2]), (3, 2, [3, 3]), (3, 9, [3, 3])]
-)
-def test_a_rollback_leaves_out_data_back_to_the_checkpoint(
-    run: Run, tmp_path: Path, factor: int, margin: int, gap: list[int]
-) -> None:
-    run(nan_at(5), nonfinite_policy="rollback", checkpoint_factor=factor, rollback_margin=margin)
-    meta = native.read_json(native.locate(tmp_path / "run") / native.META)
-    assert meta["progress"]["skips"] == [gap]
-
-
-def test_rollbacks_are_counted_beyond_the_checkpoint_that_they_go_back_to(run: Run) -> None:
-    with pytest.raises(Diverged, match="rolled back 3 times before"):
-        run(nan_at(*range(5, 99)), nonfinite_policy="rollback", max_rollbacks=3)
-
-
-def test_a_rollback_takes_a_checkpoint_between_bad_steps_where_no_other_is_left(run: Run) -> None:
-    """Of one checkpoint kept, saved after a skipped step, which has changed no weight."""
-    keys = {"max_consecutive_skips": 1, "skip_limit_policy": "rollback", "keep_last_n_checkpoints": 1}
-    engine = run(nan_at(3, 4), **keys)
-    assert float(engine.weight) == 9, "step 3 is skipped, step 4 repeated on other data"
-    assert len(set(engine.read)) == engine.calls == 11
-
-
-def test_a_rollback_without_a_checkpoint_stops(run: Run) -> None:
-    with pytest.raises(Diverged, match="no valid checkpoint before it"):
-        run(nan_at(0), nonfinite_policy="rollback", checkpoint_factor=5)
+def test_data_left_out_by_an_earlier_version_cannot_be_left_out(run: Run, tmp_path: Path, opened: Corpus) -> None:
+    """A rollback of it changed the order of the data; without one, its checkpoints are resumed."""
+    run(nan_at(), train_iters=2)
+    folder = native.step_folder(tmp_path / "run", 2)
+    path = folder / native.META
+    meta, keys = native.read_json(path), {"save": str(tmp_path / "run"), "train_iters": 2, "checkpoint_factor": 1}
+    corpus = Corpus(opened.config.override(keys), opened.train, opened.valid, opened.tokenizer)
+    engine = CountingEngine(nan_at())
+    checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
+    told = CaughtSignals(), Watchdog(None, None, 0)
+    trainer = Trainer(corpus, engine, checkpoints, corpus.config.batch.resolve(1), ALONE, *told)  # type: ignore[arg-type]
+    for skips in ([], [[1, 1]]):
+        guard = meta["progress"]["guard"] | {"first_bad": None, "bad_steps": 1, "rollbacks": len(skips)}
+        path.write_text(json.dumps(meta | {"progress": meta["progress"] | {"skips": skips, "guard": guard}}))
+        if skips:
+            with pytest.raises(CheckpointError, match="an earlier version rolled this run back and left out data"):
+                trainer.restore(folder)
+        else:
+            trainer.restore(folder)
+            assert trainer.step == 2
 
 
 def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
@@ -176,26 +159,6 @@ def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
     with pytest.raises(Preempted, match=r"preempted \(SIGTERM\); step 4 is saved"):
         run(loss, preemption, checkpoint_factor=100)
     assert native.steps(tmp_path / "run") == [4]
-
-
-def test_a_rollback_leaves_an_unreadable_checkpoint_alone(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newest = tmp_path / "run/global_step5"
-    refuse(monkeypatch, newest / "state/rank_00000.safetensors", "open", errno.EIO)
-    engine = run(nan_at(5), nonfinite_policy="rollback", checkpoint_factor=None, extra_save_iters=[3, 5])
-    assert float(engine.weight) == 10 and any("to step 3" in each for each in events(tmp_path))
-    assert (tmp_path / "run" / native.QUARANTINE / newest.name / native.MANIFEST).is_file(), "step 5 is written again"
-
-
-def test_a_rollback_to_nothing_but_an_unreadable_checkpoint(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newest = tmp_path / "run/global_step5"
-    refuse(monkeypatch, newest / "state/rank_00000.safetensors", "open", errno.EIO)
-    with pytest.raises(UnreadableError, match=r"rank_00000.safetensors: cannot be read \(Input/output error\)"):
-        run(nan_at(5), nonfinite_policy="rollback", checkpoint_factor=5)
-    assert native.steps(tmp_path / "run") == [5]
 
 
 def at(call: int, action: Callable[[], object]) -> Callable[[int], float]:

@@ -163,7 +163,6 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
             "inv_leaky_rerope, which reads the number",
         ),
         (["relative_positions={type: dual_chunk}"], "relative_positions dual_chunk, which reads the number of tokens"),
-        (["cuda_graphs=true"], "the host reads the positions of every batch"),
     ],
 )
 def test_contradictions_are_refused(changes: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Which samples a validation reads, what its figures are called, perplexity at longer windows, samples."""
+"""Which samples a validation reads, what its figures are called, perplexity at longer windows."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megatron_coca.data import Batch, Blend, DataError, Packing, Shard, Tokenize
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.model import GPT, LanguageModelLoss, build_model
 from megatron_coca.training.corpus import Corpus
-from megatron_coca.training.validation import SAMPLE_TOKENS, check_validation, samples, validate
+from megatron_coca.training.validation import check_validation, validate
 
 SHAPE = {
     "num_layers": 1,
@@ -197,9 +197,6 @@ BYTES = load_tokenizer("CharLevelTokenizer")
             "text: has 400 tokens to validate on, and eval_windows needs more than 400",
         ),
         (BYTES, {"eval_windows": [399], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}, None),
-        (None, {"sample_prompts": ["x"]}, "sample_prompts: no tokenizer is saved with the shards"),
-        (BYTES, {"sample_prompts": ["x"], "pos_emb": "learned"}, "'x' and 64 new tokens are 65 tokens"),
-        (BYTES, {"sample_prompts": ["x"], "pos_emb": "learned", "max_position_embeddings": 65}, None),
     ],
 )
 def test_what_the_data_must_have(
@@ -217,26 +214,3 @@ def test_windows_that_xpos_cannot_represent(tmp_path: Path) -> None:
     keys = {"eval_windows": [6000], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}
     with pytest.raises(ConfigError, match="eval_windows: pos_emb: xpos at 6000 tokens"):
         check_validation(corpus_of(random_shard(tmp_path / "text", 7000), BYTES, **keys))
-
-
-class Counting:
-    """Stands for the engine: after each byte comes the next one; `end` ends the document."""
-
-    def __init__(self, end: int | None = None) -> None:
-        self.calls, self._end = 0, end
-
-    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        last = int(tokens[0, -1])
-        logits = torch.zeros(1, 512)
-        logits[0, BYTES.eod if last == self._end else last + 1] = 1.0
-        return logits
-
-
-def test_samples(tmp_path: Path) -> None:
-    corpus, beats = corpus_of(random_shard(tmp_path / "text"), BYTES, sample_prompts=["a", "The A"]), []
-    engine = Counting(end=ord("E"))
-    found = samples(corpus, engine, beats.append)  # type: ignore[arg-type]
-    assert found[1] == ("The A", "BCDE") and found[0][1].startswith("bcdefghijklmnopqrstuvwxyz{|}~")
-    assert engine.calls == 2 * SAMPLE_TOKENS, "as many on every rank, also beyond the end of a document"
-    assert beats == ["sampling"] * 2

@@ -55,19 +55,6 @@ def skip_reduction(engine: Any) -> None:
     engine.enable_backward_allreduce = False
 
 
-def reduce_gradients(engine: Any) -> None:
-    """Reduce the gradients of the parameters as at the end of DeepSpeed's own backward pass."""
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        engine.optimizer.setup_buckets()
-    if engine.enable_backward_allreduce:
-        engine.allreduce_gradients()
-
-
-def sums_beside_gradients(optimizer: Any) -> bool:
-    """Return True if gradients of micro-batches are summed in another dtype, beside the parameters' own."""
-    return getattr(optimizer, "use_grad_accum_attribute", False)
-
-
 def gradient_norm(optimizer: Any) -> Any:
     """Return the global norm that ZeRO computed before it calls PyTorch's optimizer; -1 if it is not finite."""
     return optimizer._global_grad_norm

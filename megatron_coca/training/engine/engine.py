@@ -24,7 +24,6 @@ from megatron_coca.model import GPT, LanguageModelLoss
 from megatron_coca.model.stages import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
-from megatron_coca.training.engine.graphs import CapturedMicroBatch
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
@@ -150,7 +149,6 @@ class Engine:
         self._loss: float | None = None
         self._norm: float | None = None
         self._limits, self._applied = Limits(), False
-        self._captured: CapturedMicroBatch | None = None
         section = deepspeed_config(config, sizes)
         apply = optimizer.step
 
@@ -206,14 +204,10 @@ class Engine:
         self._begin_step(learning_rate, limits)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
-            inputs, last = self._inputs(batch), index == len(micro_batches) - 1
-            if self._config.model.cuda_graphs:
-                total += self._replayed(inputs, index == 0, last)
-            else:
-                loss = self._engine(**inputs)
-                total += loss.detach()
-                self._engine.backward(loss)
-            if last:
+            loss = self._engine(**self._inputs(batch))
+            total += loss.detach()
+            self._engine.backward(loss)
+            if index == len(micro_batches) - 1:
                 self._mean = mean_over_ranks(total / len(micro_batches))
                 if not self.partitioned:
                     self._read_step(clip_gradients(self._engine.module.parameters(), self._clipping))
@@ -227,17 +221,6 @@ class Engine:
         losses = [self._engine(**self._inputs(batch)).double() for batch in micro_batches]
         self._engine.train()
         return float(mean_over_ranks(torch.stack(losses).mean()))
-
-    @torch.no_grad()
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits [batch, padded vocabulary] of the token after each row of `tokens`, int64 [batch, length].
-
-        Every rank must call it, with the same tokens; not with sequence parallelism or pipeline stages.
-        """
-        self._engine.eval()
-        logits = self._engine(samples=tokens.to(self.device), next_logits=True)
-        self._engine.train()
-        return logits
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the memory that the engine works on."""
@@ -262,7 +245,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the memory of model and optimizer, so that another engine can be built."""
-        self._captured, self._names = None, {}
+        self._names = {}
         self._engine.destroy()
         internals.release(self._engine.optimizer, list(self.module.parameters()))
 
@@ -290,22 +273,6 @@ class Engine:
             for name in tensors.keys() - {"documents", "positions"}:
                 tensors[name] = tensors[name].pin_memory().to(self.device, non_blocking=True)
         return tensors
-
-    def _replayed(self, inputs: dict[str, Tensor], first: bool, last: bool) -> Tensor:
-        """The loss of a micro-batch whose forward and backward pass are replayed. After the `last` one of a step
-        DeepSpeed reduces the gradients, as at the end of its own backward pass.
-        """
-        if self._captured is None:
-            if internals.sums_beside_gradients(self._engine.optimizer):
-                raise ConfigError("cuda_graphs: DeepSpeed sums gradients in another dtype; set cuda_graphs=false")
-            self._captured = CapturedMicroBatch(self._engine.module, inputs)
-        if first:
-            self._captured.begin((self.loss_scale or 1.0) / self._engine.gradient_accumulation_steps())
-        loss = self._captured(inputs)
-        if last:
-            self._captured.set_gradients()
-            internals.reduce_gradients(self._engine)
-        return loss
 
     def _accepts_step(self) -> bool:
         """Decide if the optimizer may change weights; called once for each of ZeRO's parameter groups."""

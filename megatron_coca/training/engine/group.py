@@ -1,8 +1,8 @@
 """The process group of a run: rendezvous with a timeout, and the collectives used outside the engine."""
 
-import errno
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -41,44 +41,36 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     """Wait at most `timeout` seconds until all ranks have joined; returns their common store.
 
     Raises:
-        NotJoined: some did not join in time; every rank that did names them, and the hosts of the others.
+        NotJoined: some did not join in time; every rank that did names them.
         ConfigError: the port of rank 0 is in use.
     """
     rank, world_size, address, port, agent = rendezvous
     if world_size == 1:
         return dist.HashStore()
     deadline, limit = time.monotonic() + timeout, f"{timeout:g} s (`join_timeout`)"
-    this_rank = f"rank {rank} on {socket.gethostname()}"
-    connect = _serve if rank == 0 and not agent else _connect
-    store = connect(rendezvous, deadline, limit)
-    store.set(f"joined/{rank}", socket.gethostname())
-    if rank == 0:
-        _publish_missing(store, world_size, deadline)
+    serves = rank == 0 and not agent
+    store: dist.Store = _serve(rendezvous, deadline) if serves else _connect(rendezvous, deadline, limit)
+    if agent:  # it outlives the processes, which torchrun may start again
+        store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    keys = [f"joined/{other}" for other in range(world_size)]
     try:
-        # Rank 0 may have started later than this one, and its deadline counts.
-        answered = _wait_until(lambda: store.check(["missing"]), deadline + timeout + GRACE_SECONDS)
-        missing, hosts = json.loads(store.get("missing")) if answered else (None, {})
+        store.set(keys[rank], socket.gethostname())
+        if _wait_until(lambda: store.check(keys), deadline):
+            return store
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        hosts = {store.get(key).decode(errors="replace") for other, key in enumerate(keys) if other not in missing}
     except dist.DistError as error:
         raise NotJoined(
-            f"{this_rank}: rank 0 at {address}:{port} ended while the processes were joining; see its message"
+            f"rank {rank} on {socket.gethostname()}: rank 0 at {address}:{port} ended while the processes were joining;"
+            " see its message"
         ) from error
-    if missing is None:
-        raise NotJoined(
-            f"{this_rank}: rank 0 answers at {address}:{port}, but did not report within {limit} if all processes "
-            "joined"
-        )
-    if missing:
-        store.set(f"seen/{rank}", "")
-        if rank == 0:
-            others = [f"seen/{other}" for other in range(world_size) if other not in missing]
-            _wait_until(lambda: store.check(others), time.monotonic() + GRACE_SECONDS)
-        joined = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in hosts.items())
-        raise NotJoined(
-            f"{len(missing)} of {world_size} processes did not join within {limit}: {ranks_text(missing)}. "
-            f"These joined: {joined}. Check that the missing ones were started, and that their hosts reach "
-            f"{address}:{port}"
-        )
-    return store
+    if serves:
+        time.sleep(GRACE_SECONDS)  # the store ends with this process, and the others read it
+    raise NotJoined(
+        f"{len(missing)} of {world_size} processes did not join within {limit}: ranks {', '.join(map(str, missing))}."
+        f" Processes of these hosts joined: {', '.join(sorted(hosts))}. Check that the missing ones were started, and"
+        f" that their hosts reach {address}:{port}"
+    )
 
 
 def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
@@ -90,51 +82,26 @@ def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _resolved(rendezvous: Rendezvous, deadline: float, limit: str) -> None:
-    """Wait until the address of rank 0 has a meaning here: names of pods appear some time after these."""
-    reason: OSError | None = None
-
-    def resolvable() -> bool:
-        nonlocal reason
-        try:
-            socket.getaddrinfo(rendezvous.address, rendezvous.port)
-        except OSError as error:
-            reason = error
-            return False
-        return True
-
-    if not _wait_until(resolvable, deadline):
-        raise NotJoined(
-            f"rank {rendezvous.rank} on {socket.gethostname()}: MASTER_ADDR {rendezvous.address} did not resolve within"
-            f" {limit} ({reason}); set it to a name or address of rank 0's host (`master_addr` in a configuration)"
-        )
-
-
-def _serve(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPStore:
-    _resolved(rendezvous, deadline, limit)
-    address, port = rendezvous.address, rendezvous.port
-    left = max(0.0, deadline - time.monotonic())
+def _serve(rendezvous: Rendezvous, deadline: float) -> dist.TCPStore:
+    """Serve the store; this rank reaches it at the loopback address, as the name of a pod may not resolve yet."""
+    port, left = rendezvous.port, max(0.0, deadline - time.monotonic())
     options: dict[str, Any] = {"timeout": timedelta(seconds=left + GRACE_SECONDS)}
     try:
-        if address == LOOPBACK:  # by default the store would listen on every interface
+        if rendezvous.address == LOOPBACK:  # by default the store would listen on every interface
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind((LOOPBACK, port))
                 options["master_listen_fd"] = listener.detach()
-        return dist.TCPStore(address, port, rendezvous.world_size, is_master=True, wait_for_workers=False, **options)
+        return dist.TCPStore(LOOPBACK, port, rendezvous.world_size, is_master=True, wait_for_workers=False, **options)
     except (OSError, dist.DistNetworkError) as error:
-        if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
-            reason = str(error).splitlines()[0]
-            raise NotJoined(
-                f"rank 0 on {socket.gethostname()} cannot be reached at {address}:{port} ({reason}); MASTER_ADDR and"
-                " MASTER_PORT must be of its host"
-            ) from error
         raise ConfigError(
-            f"MASTER_PORT: port {port} of this host is in use; set another (`master_port` in a configuration)"
+            f"MASTER_PORT: port {port} of this host cannot be used ({str(error).splitlines()[0]}); set another"
+            " (`master_port` in a configuration)"
         ) from error
 
 
 def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPStore:
+    """Connect to the store, once rank 0 serves it; names of pods appear some time after these."""
     rank, _, address, port, _ = rendezvous
     reason: OSError | None = None
 
@@ -151,34 +118,11 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
     if not _wait_until(reachable, deadline):
         raise NotJoined(
             f"rank {rank} on {socket.gethostname()}: rank 0 did not answer at {address}:{port} within {limit} "
-            f"({reason}); check that its host was started, and that this one can reach it"
+            f"({reason}); check MASTER_ADDR (`master_addr` in a configuration), that its host was started, and that "
+            "this one can reach it"
         )
     timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + GRACE_SECONDS)
     return dist.TCPStore(address, port, rendezvous.world_size, is_master=False, timeout=timeout)
-
-
-def _publish_missing(store: dist.Store, world_size: int, deadline: float) -> None:
-    """Wait for all ranks, then tell all of them which are missing, and the hosts of those that joined."""
-    keys = [f"joined/{rank}" for rank in range(world_size)]
-    _wait_until(lambda: store.check(keys), deadline)
-    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    hosts: dict[str, list[int]] = {}
-    for rank in range(world_size) if missing else ():
-        if rank not in missing:
-            hosts.setdefault(store.get(keys[rank]).decode(errors="replace"), []).append(rank)
-    store.set("missing", json.dumps([missing, hosts]))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ascending ranks: "rank 3", "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) -> None:
@@ -250,11 +194,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def host_name() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
-
-
 def local_device() -> str:
     """Return the device of this process: its own GPU, or the CPU."""
     return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
@@ -289,10 +228,7 @@ def anyone(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> tup
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Return the sum over all ranks of each value."""
-    total = torch.tensor(values, dtype=torch.float64, device=local_device())
-    if world_size() > 1:
-        dist.all_reduce(total)
-    return list(total.tolist())
+    return [math.fsum(column) for column in zip(*gather_floats(list(values)), strict=True)]
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
@@ -332,16 +268,7 @@ def merge_dicts(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]
 
 def broadcast_text(text: str) -> str:
     """Return rank 0's text on every rank."""
-    if world_size() == 1:
-        return text
-    encoded = text.encode()
-    size = torch.tensor([len(encoded)], device=local_device())
-    dist.broadcast(size, src=0)
-    content = torch.zeros(int(size), dtype=torch.uint8, device=local_device())
-    if is_main() and encoded:
-        content.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-    dist.broadcast(content, src=0)
-    return bytes(content.cpu().numpy()).decode()
+    return gather_texts(text if is_main() else "")[0]
 
 
 def send_to_main(tensor: Tensor, group: dist.ProcessGroup) -> None:

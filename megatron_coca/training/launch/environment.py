@@ -9,9 +9,8 @@ import re
 import shutil
 import socket
 import struct
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
-from glob import glob
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,14 +22,12 @@ logger = logging.getLogger(__name__)
 Variables = Mapping[str, str]
 DEFAULT_PORT = 29500
 LARGEST_PORT = 65535
-MOST_PROCESSES = 2**20
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 20000, 32767
 """Below Linux's ephemeral ports: seconds pass until rank 0 listens, and an outgoing connection could take the port."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: step ids from here on are batch scripts, interactive shells, ...
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
@@ -89,24 +86,8 @@ class Launcher(NamedTuple):
     location: Callable[[Variables], RankLocation]
 
 
-INCOMPLETE = (
-    (
-        ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
-        ("RANK", "WORLD_SIZE"),
-        "set all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them",
-    ),
-    (
-        ("PMI_RANK", "PMI_SIZE"),
-        _HYDRA,
-        "this launcher does not say which process of its host this is: set them, or use torchrun",
-    ),
-    (
-        ("JOB_COMPLETION_INDEX",),
-        ("WORLD_SIZE",),
-        "set WORLD_SIZE to the number of pods, 1 where each trains a run of its own",
-    ),
-)
-"""Variables that show a launcher, those that it must set, and the remedy if some of these are missing."""
+INCOMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables of which a launcher sets the first and the last at least."""
 
 
 def find_location(environment: Variables) -> RankLocation | None:
@@ -120,13 +101,13 @@ def find_location(environment: Variables) -> RankLocation | None:
             location = launcher.location(environment)
             _check(location, launcher.name, environment)
             return location
-    if environment.get("PMI_SIZE") == "1" and "RANK" not in environment:  # MPI started this process alone
-        return None
-    for signs, needed, remedy in INCOMPLETE:
-        given = [name for name in signs if name in environment]
-        missing = [name for name in needed if name not in environment]
-        if given and missing:
-            raise ConfigError(f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; {remedy}")
+    given = [name for name in INCOMPLETE if name in environment]
+    if given:
+        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
+        raise ConfigError(
+            f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; set all of RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them"
+        )
     return None
 
 
@@ -212,8 +193,6 @@ def _port(environment: Variables) -> int | None:
 
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
-    if location.world_size > MOST_PROCESSES:
-        raise ConfigError(f"{name}: a world size of {location.world_size} exceeds {MOST_PROCESSES}")
     if not 0 <= location.rank < location.world_size:
         raise ConfigError(f"{name}: rank {location.rank} is not below the world size {location.world_size}")
     if not 0 <= location.local_rank < location.local_world_size:
@@ -225,16 +204,10 @@ def _check(location: RankLocation, name: str, environment: Variables) -> None:
         raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
     if not location.master and location.world_size > location.local_world_size:
         raise ConfigError(f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one")
-    try:
-        (location.master or LOOPBACK).encode("idna")  # as resolving it does
-    except UnicodeError:
-        raise ConfigError(
-            f"MASTER_ADDR: {shown(location.master)} is not a host name; set it to that of rank 0"
-        ) from None
 
 
 def _by_rank(environment: Variables) -> RankLocation:
-    """Read RANK and its like: torchrun and deepspeed set all, PyTorchJob, with a process per pod, no LOCAL_RANK."""
+    """Read RANK and its like: torchrun and deepspeed set all, pods of Kubernetes no LOCAL_RANK."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
@@ -272,12 +245,6 @@ def _by_mpi(names: tuple[str, ...], environment: Variables) -> RankLocation:
     return RankLocation(rank, size, local_rank, local_size, environment.get("MASTER_ADDR"), _port(environment))
 
 
-def _by_index(environment: Variables) -> RankLocation:
-    """Pods of an Indexed Job: Kubernetes sets the index, the manifest the number of pods and the first's address."""
-    rank, master = _number(environment, "JOB_COMPLETION_INDEX"), environment.get("MASTER_ADDR")
-    return RankLocation(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
-
-
 def _has(names: tuple[str, ...], environment: Variables) -> bool:
     return all(name in environment for name in names)
 
@@ -300,17 +267,13 @@ def _is_one_of_several_tasks(environment: Variables) -> bool:
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("torchrun or deepspeed", partial(_has, ("RANK", "WORLD_SIZE")), _by_rank),
     Launcher("Open MPI", partial(_has, _OPEN_MPI[:2]), partial(_by_mpi, _OPEN_MPI)),
-    Launcher("MVAPICH", partial(_has, _MVAPICH[:2]), partial(_by_mpi, _MVAPICH)),
     Launcher("srun", _is_one_of_several_tasks, _by_slurm),
     Launcher("MPICH or Intel MPI", partial(_has, _HYDRA), partial(_by_mpi, _HYDRA)),
-    Launcher("Kubernetes (Indexed Job)", partial(_has, ("JOB_COMPLETION_INDEX", "WORLD_SIZE")), _by_index),
 )
 """In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so the variables of MPI go first;
 srun sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
 """
 
-DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-"""Device files of NVIDIA's and AMD's drivers, and of the Windows Subsystem for Linux."""
 ON_THE_CPU = (
     "to train on the CPU, set distributed_backend=gloo, or give configs/cluster/cpu.yml after the model's file (without"
     " num_gpus that is one process)"
@@ -321,18 +284,6 @@ NEEDS = {
     "precision": ("fp16 needs a GPU", "set fp16=null precision=bfloat16 (or fp32)"),
 }
 """What a key of `Config.gpu_keys` needs, and what to do without it."""
-
-
-def signs_of_gpus() -> list[str]:
-    """Return what shows that this host has a GPU, whether or not its driver works: device files, nvidia-smi."""
-    return sorted(path for pattern in DEVICE_FILES for path in glob(pattern)) or [
-        program for program in [shutil.which("nvidia-smi")] if program
-    ]
-
-
-def no_gpu(keys: Sequence[str], problem: str = "this host has no GPU") -> ConfigError:
-    """Return the error for a run with `keys` of `Config.gpu_keys`."""
-    return ConfigError(*(f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in keys))
 
 
 def check_devices(config: Config, environment: Variables) -> None:
@@ -349,31 +300,19 @@ def check_devices(config: Config, environment: Variables) -> None:
             problem = f"the process with local rank {local_rank} sees {count} GPU(s): one is needed for each process"
             raise ConfigError(f"num_gpus: {problem}; start fewer processes on this host")
         return
-    problem = _problem(environment.get("CUDA_VISIBLE_DEVICES"))
-    if config.gpu_keys:
-        raise no_gpu(config.gpu_keys, problem)
-    if signs_of_gpus() and config.parallel.distributed_backend is None:
-        logger.warning("training on the CPU: %s", problem)
-
-
-def _problem(visible: str | None) -> str:
-    """Why PyTorch can use no GPU here; `visible` is CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    signs = signs_of_gpus()
-    if not signs:
-        return "this host has no GPU"
-    if visible in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides those of this host"
     try:
         torch.cuda.init()
-        reason = "it finds no device"
+        reason = "no device is found"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-    return (
-        f"PyTorch cannot use the one that is present ({', '.join(signs)}): {reason}; check that `nvidia-smi` works and"
-        f" that the driver supports CUDA {torch.version.cuda} of PyTorch {torch.__version__}"
+    problem = (
+        f"PyTorch {torch.__version__} can use none here ({reason}); check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and that"
+        " PyTorch is a build for CUDA that the driver supports"
     )
+    if config.gpu_keys:
+        raise ConfigError(*(f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in config.gpu_keys))
+    if shutil.which("nvidia-smi") and config.parallel.distributed_backend is None:
+        logger.warning("training on the CPU: a GPU may be present, but %s", problem)
 
 
 def describe_devices(config: Config, world_size: int, attention_backend: str) -> str:

@@ -1,4 +1,4 @@
-"""Supervise the processes of a run on a host: forward signals, stop all when one fails, restart after crashes.
+"""Supervise the processes of a run on a host: forward signals, stop all when one fails.
 
 DeepSpeed's launcher and torchrun stop their processes on a signal and return an exit status of their own. Here the
 processes receive the signal, have time to save, and the exit status of the run is theirs.
@@ -11,19 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_coca.config import LaunchConfig
 from megatron_coca.training.exit_status import (
-    DIVERGED,
     DONE,
     INTERRUPTED,
     PREEMPTED,
     SIGNALS,
     UNSAVED,
-    UNUSABLE,
     CaughtSignals,
 )
 from megatron_coca.training.watchdog import ERROR_FILE, ErrorReport
@@ -175,50 +172,6 @@ def describe(status: int) -> str:
     name = signal.Signals(status - 128).name
     hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint} (exit status {status})"
-
-
-FINAL = frozenset({DONE, UNUSABLE, PREEMPTED, DIVERGED, UNSAVED, INTERRUPTED})
-"""Exit statuses after which the run is not restarted: success, refused input, signals, and divergence, which would
-repeat. All others are crashes, hangs, killed ranks, hosts that were lost or did not join, and services that are away.
-"""
-LONGEST_DELAY = 300.0
-
-
-def run_with_restarts(
-    launch: LaunchConfig, latest_step: Callable[[], int], run: Callable[[bool], int], signals: CaughtSignals
-) -> int:
-    """Run until an exit status in `FINAL` or until the restarts are used up; return the last exit status.
-
-    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint, whose step `latest_step` returns.
-    The delay doubles up to `LONGEST_DELAY`. A new checkpoint resets the count: crashes far apart must not add up.
-    """
-    used, reached, limit = 0, latest_step(), launch.max_restarts
-    status = run(False)
-    while status not in FINAL and signals.requested is None:
-        latest = latest_step()
-        used, reached = (0, latest) if latest > reached else (used, reached)
-        if used == limit:
-            _print_error(f"no restart: {used} of {limit} are used without a new checkpoint (max_restarts)")
-            return status
-        used += 1
-        delay = min(launch.restart_delay * 2 ** (used - 1), LONGEST_DELAY)
-        where = f"from step {latest}" if latest else "from step 0, because no checkpoint was saved yet"
-        _print_error(f"restart {used} of {limit} in {delay:g} s: the run {describe(status)}; it resumes {where}")
-        received = _wait(delay, signals)
-        if received:
-            return INTERRUPTED if signal.SIGINT in received else PREEMPTED
-        status = run(True)
-    return status
-
-
-def _wait(seconds: float, signals: CaughtSignals) -> list[int]:
-    """Wait until the time is over or a signal arrives, and return the signals."""
-    end = time.monotonic() + seconds
-    while True:
-        received = signals.take()
-        if received or time.monotonic() >= end:
-            return received
-        time.sleep(min(INTERVAL, max(0.0, end - time.monotonic())))
 
 
 def _print_error(line: str) -> None:
