@@ -315,7 +315,7 @@ class PositionEncoding(ShardedModule):
             queries = TokenPositions(positions.to(torch.float64), first)
             keys = queries if of_new_keys else keys
         factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
-        head_factor = None
+        head_factor: Tensor | None = None
         if factor is not None and method.factor_bias:
             head_factor, factor = column(factor, dtype), None
         bias: DistanceBias | None = None

@@ -28,15 +28,11 @@ def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
         yield f"layer_types: the layers differ ({', '.join(config.layer_types)}), and it has one method for all of them"
     elif [*config.layer_types] != [GLOBAL]:
         for name, kind in config.layer_types.items():
-            weights = kind.embedding.weights == "shared" or kind.extension.learned or kind.sink_logits or kind.gate
-            if weights or name == GAU:
+            if name == GAU:
+                yield f"layer_types: layers of type {name} are gated attention units, which it does not have"
+            elif kind.embedding.weights == "shared" or kind.extension.learned or kind.sink_logits or kind.gate:
                 yield f"layer_types: layers of type {name} have weights that it has no place for"
-    known = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}
-    for name, kind in config.layer_types.items() if "layer_types" in written else ():
-        shared = kind.embedding.weights == "shared" or kind.extension.learned
-        if name == GAU or kind.sink_logits or kind.gate or (name != GLOBAL and shared):
-            yield f"layer_types: layers of type {name} have weights of their own for positions, or are of another kind"
-    flat = config.flat()
+    known, flat = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}, config.flat()
     for key, place in KEYS.items():
         if place.group in ("model", "position") and key not in known and flat[key] != default_of(key, flat):
             yield f"{key} {flat[key]!r}: it has no such key"
