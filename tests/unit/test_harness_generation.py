@@ -62,3 +62,18 @@ def test_a_padding_row_is_not_what_greedy_decoding_gives(tmp_path: Path) -> None
         [(("a", "b"), [7], [best]), (("a", "c"), [7], [8])]
     )
     assert greedy and not other
+
+
+def test_a_token_before_every_text(tmp_path: Path) -> None:
+    loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
+    begun, plain = adapter(loaded, start=ord("#")), adapter(loaded)
+    asked = requests("loglikelihood", [("ab", "cd"), ("", "cd")])
+    assert begun.loglikelihood(asked) == plain.loglikelihood(requests("loglikelihood", [("#ab", "cd"), ("#", "cd")]))
+    ((whole, _),) = plain.loglikelihood(requests("loglikelihood", [("#", "abc")]))
+    assert begun.loglikelihood_rolling(requests("loglikelihood_rolling", [("abc",)])) == [whole]
+    settings = {"until": ["\n"], "max_gen_toks": 5}
+    texts = [
+        model.generate_until(requests("generate_until", [(text, settings)]))
+        for model, text in ((begun, "ab"), (plain, "#ab"))
+    ]
+    assert texts[0] == texts[1]

@@ -53,7 +53,8 @@ class HarnessModel(TemplateLM):
     HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
     the left, which not every position method allows.
 
-    A text without context follows the end-of-document token. Inputs longer than `max_length` lose their beginning.
+    Every text follows the token `start`, if there is one; otherwise a text without context follows the end-of-document
+    token. Inputs longer than `max_length` lose their beginning.
 
     `model` is in evaluation mode; `max_length` may exceed the training length; a forward pass has at most
     `tokens_per_batch` tokens, at least one input. Ids from `vocab_size` on are padding: they are never generated and
@@ -68,17 +69,22 @@ class HarnessModel(TemplateLM):
         tokens_per_batch: int,
         vocab_size: int,
         dynamic_length: DynamicLength = DYNAMIC_LENGTH,
+        start: int | None = None,
     ) -> None:
         super().__init__()
         self.model, self.document_tokenizer, self.max_length = model, tokenizer, max_length
         self.tokens_per_batch, self.vocab_size = tokens_per_batch, vocab_size
-        self.dynamic_length = dynamic_length
+        self.dynamic_length, self.start = dynamic_length, start
         self.model_device = next(model.parameters()).device
         self.tokens = 0
 
     @property
     def eot_token_id(self) -> int:
         return self.document_tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.start is None else self.start
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return token ids without start or end symbols, as in training."""
@@ -99,7 +105,9 @@ class HarnessModel(TemplateLM):
                     f"{len(continuation)} tokens without its context; 1 to {self.max_length} can be scored; correct "
                     "the task, or raise --max-length"
                 )
-            tokens = (context or [self.prefix_token_id]) + continuation
+            whole = texts is not None  # not a window, of which the first has the prefix
+            begun = whole and self.start is not None and context[:1] != [self.start]
+            tokens = ([self.prefix_token_id] if begun or not context else []) + context + continuation
             self.tokens += len(continuation)
             scorings.append(Scoring(tuple(tokens[-(self.max_length + 1) :]), len(continuation)))
         by_input: dict[tuple[int, ...], list[Scoring]] = {}
@@ -189,7 +197,8 @@ class HarnessModel(TemplateLM):
                 f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.max_length}; raise "
                 "--max-length"
             )
-        ids = self.tok_encode(context) or [self.prefix_token_id]
+        ids = self.tok_encode(context)
+        ids = [self.prefix_token_id, *ids] if self.start is not None or not ids else ids
         return Generation(tuple(ids[-room:]), new_tokens, stops)
 
     def _continue(self, batch: Sequence[Generation]) -> list[str]:

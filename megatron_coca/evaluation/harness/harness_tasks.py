@@ -72,6 +72,7 @@ class HarnessProtocol(Record):
     bootstrap_iterations: int
     tokens_per_batch: int
     dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token put before every text
 
 
 class HarnessResult(Result):
@@ -99,6 +100,7 @@ def run(args: Namespace) -> int:
         max_length=args.max_length or evaluation.opened.trained.model.seq_length,
         tokens_per_batch=args.tokens_per_batch,
         dynamic_length=args.dynamic_length,
+        start=evaluation.start_token(args.start_token),
         **options,
     )
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
@@ -147,6 +149,7 @@ def _measure(task: "HarnessTask", subject: Subject, store: Store[HarnessResult])
         protocol.tokens_per_batch,
         subject.vocab_size,
         protocol.dynamic_length,
+        protocol.start,
     )
     try:
         with measured(subject.device) as meter:
