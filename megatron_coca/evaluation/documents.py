@@ -209,28 +209,17 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
 
     Raises EvaluationError and DataError.
     """
-    tokenizer, symbol = evaluation.tokenizer, args.start_token
-    if tokenizer is None and symbol is not None:
-        raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it would be")
-    if tokenizer is not None and symbol is None and tokenizer.start is not None:
-        usual = tokenizer.piece(tokenizer.start)
-        logger.warning(
-            "the model's own library puts %s before every text, and documents are read without it; "
-            "--start-token '%s' puts it before every document",
-            usual,
-            usual,
-        )
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
     trained = evaluation.opened.trained
     return collect_documents(
         args.data or default_data(trained),
-        tokenizer,
+        evaluation.tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
         args.repeat,
-        tokenizer.token(symbol) if tokenizer is not None and symbol is not None else None,
+        evaluation.start_token(args.start_token),
     )
 
 

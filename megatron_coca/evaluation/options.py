@@ -165,6 +165,11 @@ def add_batch_option(parser: ArgumentParser, default: int) -> None:
     parser.add_argument("--tokens-per-batch", type=positive_int, default=default, metavar="N", help=text)
 
 
+def add_start_option(parser: ArgumentParser, text: str) -> None:
+    start = f"put this token before every {text}, such as '<bos>' for Gemma; default: none"
+    parser.add_argument("--start-token", metavar="TOKEN", help=start)
+
+
 def add_document_options(parser: ArgumentParser) -> None:
     """Declare the options that `documents.read_subject_documents` reads."""
     add = parser.add_argument
@@ -175,8 +180,7 @@ def add_document_options(parser: ArgumentParser) -> None:
     add("--max-length", type=positive_int, metavar="N", help=max_length)
     repeat = "use the first N tokens of each document, tiled to --max-length"
     add("--repeat", type=positive_int, metavar="N", help=repeat)
-    start = "put this token before every document, such as '<bos>' for Gemma; default: none"
-    add("--start-token", metavar="TOKEN", help=start)
+    add_start_option(parser, "document")
 
 
 def add_perplexity_options(parser: ArgumentParser) -> None:
@@ -250,6 +254,7 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
     add("--max-length", type=positive_int, metavar="N", help="maximum input tokens; default: the training length")
+    add_start_option(parser, "text")
     add_batch_option(parser, 16384)
     add_dynamic_length_option(parser)
     add("--seed", type=whole_number, default=1234, metavar="N", help="seed for the choice of few-shot examples")

@@ -101,6 +101,20 @@ class Evaluation:
             )
         return self.tokenizer
 
+    def start_token(self, symbol: str | None) -> int | None:
+        """Return the id of `--start-token`, None without it; a warning names the token that the model's library adds.
+
+        Raises EvaluationError without a tokenizer, DataError if its vocabulary has no such symbol.
+        """
+        if symbol is not None:
+            if self.tokenizer is None:
+                raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it is")
+            return self.tokenizer.token(symbol)
+        if self.tokenizer is not None and self.tokenizer.start is not None:
+            usual = self.tokenizer.piece(self.tokenizer.start)
+            logger.warning("the model's own library puts %s before every text; --start-token '%s' does", usual, usual)
+        return None
+
     def subjects(self) -> Iterator[Subject | Refused]:
         """Load one variant after the other; overrides that do not fit the weights give `Refused`."""
         device = resolve_device(self.options.device)

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints import CheckpointError, load_checkpoint
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint, weights
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.family_keys import comparable
 from megatron_coca.checkpoints.huggingface_import import parse_config
+from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
@@ -264,6 +266,44 @@ def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
             for side in ("source", "back")
         )
         assert torch.equal(after(tokens(LONG)).logits, before(tokens(LONG)).logits)
+
+
+class CountedFile:
+    """A file of safetensors that counts the weights read from it that are alive while another is read."""
+
+    alive: list[weakref.ref[Tensor]]
+    most: int
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __enter__(self) -> "CountedFile":
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        found = self.file.get_tensor(name)
+        CountedFile.alive = [each for each in self.alive if each() is not None]
+        CountedFile.most = max(self.most, len(self.alive))
+        self.alive.append(weakref.ref(found))
+        return found
+
+
+def test_a_folder_is_read_one_matrix_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the weight that was read last, at most the two others that are packed with it."""
+    build("qwen3").save_pretrained(tmp_path / "source")
+    opened = weights._opened
+    monkeypatch.setattr(weights, "_opened", lambda path: CountedFile(opened(path)))
+    for use in (load_model, lambda folder: import_checkpoint(folder, tmp_path / "imported")):
+        CountedFile.alive, CountedFile.most = [], 0
+        use(tmp_path / "source")
+        assert len(load_file(tmp_path / "source" / "model.safetensors")) > 30 and 0 < CountedFile.most <= 3
 
 
 COCA = "configs/finetune/coca.yml"

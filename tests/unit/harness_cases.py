@@ -102,10 +102,13 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
-def adapter(loaded: LoadedModel, tokens_per_batch: int = 400, max_length: int = LENGTH) -> HarnessModel:
+def adapter(
+    loaded: LoadedModel, tokens_per_batch: int = 400, max_length: int = LENGTH, start: int | None = None
+) -> HarnessModel:
     assert loaded.tokenizer_folder is not None and loaded.config.model.vocab_size is not None
     tokenizer = load_saved_tokenizer(loaded.tokenizer_folder)
-    return HarnessModel(loaded.model, tokenizer, max_length, tokens_per_batch, loaded.config.model.vocab_size)
+    rows = loaded.config.model.vocab_size
+    return HarnessModel(loaded.model, tokenizer, max_length, tokens_per_batch, rows, start=start)
 
 
 def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:

@@ -47,3 +47,18 @@ def test_no_room_for_a_prompt(tmp_path: Path) -> None:
     model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)), max_length=48)
     with pytest.raises(EvaluationError, match="48 new tokens leave no room for a prompt in 48; raise --max-length"):
         model.generate_until(requests("generate_until", [("a", {"max_new_tokens": 48})]))
+
+
+def test_a_token_before_every_text(tmp_path: Path) -> None:
+    loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
+    begun, plain = adapter(loaded, start=ord("#")), adapter(loaded)
+    asked = requests("loglikelihood", [("ab", "cd"), ("", "cd")])
+    assert begun.loglikelihood(asked) == plain.loglikelihood(requests("loglikelihood", [("#ab", "cd"), ("#", "cd")]))
+    ((whole, _),) = plain.loglikelihood(requests("loglikelihood", [("#", "abc")]))
+    assert begun.loglikelihood_rolling(requests("loglikelihood_rolling", [("abc",)])) == [whole]
+    settings = {"until": ["\n"], "max_gen_toks": 5}
+    texts = [
+        model.generate_until(requests("generate_until", [(text, settings)]))
+        for model, text in ((begun, "ab"), (plain, "#ab"))
+    ]
+    assert texts[0] == texts[1]

@@ -41,7 +41,8 @@ class HarnessModel(TemplateLM):
     HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
     the left, which not every position method allows. Here a batch has inputs of one length.
 
-    A text without context follows the end-of-document token. Inputs longer than `max_length` lose their beginning.
+    Every text follows the token `start`, if there is one; otherwise a text without context follows the end-of-document
+    token. Inputs longer than `max_length` lose their beginning.
 
     `model` is in evaluation mode; `max_length` may exceed the training length; a forward pass has at most
     `tokens_per_batch` tokens, at least one input. Ids from `vocab_size` on are padding and never generated. `tokens`
@@ -56,17 +57,22 @@ class HarnessModel(TemplateLM):
         tokens_per_batch: int,
         vocab_size: int,
         dynamic_length: DynamicLength = DYNAMIC_LENGTH,
+        start: int | None = None,
     ) -> None:
         super().__init__()
         self.model, self.document_tokenizer, self.max_length = model, tokenizer, max_length
         self.tokens_per_batch, self.vocab_size = tokens_per_batch, vocab_size
-        self.dynamic_length = dynamic_length
+        self.dynamic_length, self.start = dynamic_length, start
         self.model_device = next(model.parameters()).device
         self.tokens = 0
 
     @property
     def eot_token_id(self) -> int:
         return self.document_tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.start is None else self.start
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return token ids without start or end symbols, as in training."""
@@ -88,7 +94,9 @@ class HarnessModel(TemplateLM):
                     f"{len(continuation)} tokens without its context; 1 to {self.max_length} can be scored; correct "
                     "the task, or raise --max-length"
                 )
-            tokens = (context or [self.prefix_token_id]) + continuation
+            whole = texts is not None  # not a window, of which the first has the prefix
+            begun = whole and self.start is not None and context[:1] != [self.start]
+            tokens = ([self.prefix_token_id] if begun or not context else []) + context + continuation
             scorings.append((tuple(tokens[-(self.max_length + 1) : -1]), tuple(continuation)))
             by_input.setdefault(scorings[-1][0], set()).add(scorings[-1][1])
             self.tokens += len(continuation)
@@ -132,9 +140,11 @@ class HarnessModel(TemplateLM):
                     f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.max_length}; raise "
                     "--max-length"
                 )
-            ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
-            asked.append((texts.setdefault((new_tokens, stops), {}), ids))
-            texts[new_tokens, stops][ids] = ""
+            ids = self.tok_encode(context)
+            ids = [self.prefix_token_id, *ids] if self.start is not None or not ids else ids
+            prompt = tuple(ids[-room:])
+            asked.append((texts.setdefault((new_tokens, stops), {}), prompt))
+            texts[new_tokens, stops][prompt] = ""
         with Progress("generating", sum(map(len, texts.values())), "texts") as progress:
             for (new_tokens, stops), answers in texts.items():
                 prompts = sorted(answers)
@@ -142,7 +152,7 @@ class HarnessModel(TemplateLM):
                     rows = [prompts[index] for index in batch]
                     answers |= zip(rows, self._continue(rows, new_tokens, stops), strict=True)
                     progress.advance(len(batch))
-        found = [answers[ids] for answers, ids in asked]
+        found = [answers[prompt] for answers, prompt in asked]
         self.tokens += sum(len(self.tok_encode(text)) for text in found)
         return found
 

@@ -74,6 +74,7 @@ class HarnessProtocol(Record):
     seed: int
     tokens_per_batch: int
     dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token put before every text
 
 
 class HarnessResult(Result):
@@ -102,6 +103,7 @@ def run(args: Namespace) -> int:
         max_length=args.max_length or evaluation.opened.trained.model.seq_length,
         tokens_per_batch=args.tokens_per_batch,
         dynamic_length=args.dynamic_length,
+        start=evaluation.start_token(args.start_token),
         **{name: getattr(args, name) for name in ("num_fewshot", "limit", "seed")},
     )
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
@@ -145,6 +147,7 @@ def _measure(name: str, manager: Any, subject: Subject, store: Store[HarnessResu
         given.tokens_per_batch,
         subject.vocab_size,
         given.dynamic_length,
+        given.start,
     )
     settings = (given.num_fewshot, given.limit, given.seed)
     try:
