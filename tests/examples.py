@@ -103,7 +103,7 @@ NOT_RUN = {
     "PYTHONPATH=. python tests/golden": SUITE_ITSELF,
     "GPT_NEOX_HOME": NEOX,
     "NEOX_PLUGIN_OLDEST_PYTHON": NEOX,
-    "echo 'pos_emb: coca' > ~/gpt-neox": NEOX,
+    'sed \'s/"pos_emb": "rotary"/"pos_emb": "coca"/\' ~/gpt-neox': NEOX,
     "python -m megatron_coca.neox_plugin": NEOX,
     'python -c "import megatron_coca.neox_plugin': NEOX,
     "python deepy.py": NEOX,

@@ -1,16 +1,13 @@
 """Configuration keys that may differ between training and later use of the weights."""
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config
-from megatron_coca.config.load import Overrides
 from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig
-from megatron_coca.config.source import given_values
 
 LAYER_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
@@ -53,32 +50,18 @@ def differing_keys(
     ]
 
 
-def changes_of(overrides: Overrides, saved: Config, config: Config) -> tuple[str, ...]:
-    """A line for every key that overrides change from the configuration of a checkpoint."""
-    kept = frozenset(key for key in KEYS if key.partition(".")[0] not in given_values(overrides))
-    return tuple(differing_keys(saved, config, kept))
-
-
-def extension_note(saved: Config, wanted: Config, given: Collection[str] = ()) -> str | None:
-    """Say what becomes of the frequency extension that a model has already, with the lengths that both refer to.
-
-    `given` are the keys that were asked for. None if the model has no extension, or nothing concerns it.
+def extension_note(saved: Config, wanted: Config) -> str | None:
+    """Say what becomes of the frequency extension that a model has already, with the lengths that both refer to; None
+    if it has none, or nothing concerns it.
     """
     before, after = saved.position, wanted.position
-    if before.extension == PLAIN_FREQUENCIES:
+    keys = [key for key in ("relative_positions", "logit_scaling") if getattr(before, key) != getattr(after, key)]
+    added = " and ".join(f"{choice.key} {choice.name}" for choice, _ in after.choices() if choice.key in keys)
+    replaced = before.rope_scaling != after.rope_scaling
+    if before.extension == PLAIN_FREQUENCIES or not (replaced or added):
         return None
-    if before.extension != after.extension:
-        changed = "is dropped" if after.extension == PLAIN_FREQUENCIES else f"is replaced by {_with_length(wanted)}"
-    elif before.rope_scaling != after.rope_scaling:
-        old, new = (position.rope_scaling.model_dump() for position in (before, after) if position.rope_scaling)
-        options = [f"{name} {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
-        changed = f"becomes {_with_length(wanted)} with {', '.join(options)}"
-    else:
-        keys = [key for key in ("relative_positions", "logit_scaling") if getattr(before, key) != getattr(after, key)]
-        added = " and ".join(f"{choice.key} {choice.name}" for choice, _ in after.choices() if choice.key in keys)
-        unchanged = "is kept as it is" if "rope_scaling" in given else ""
-        changed = f"is used together with {added}" if added else unchanged
-    return f"the model's own rope_scaling {_with_length(saved)} {changed}" if changed else None
+    change = f"is replaced by {_with_length(wanted)}" if replaced else f"is used together with {added}"
+    return f"the model's own rope_scaling {_with_length(saved)} {change}"
 
 
 def _with_length(config: Config) -> str:

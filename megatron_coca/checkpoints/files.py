@@ -43,20 +43,6 @@ class ServiceError(CheckpointError):
     status = UNAVAILABLE
 
 
-_LFS_HEADER = b"version https://git-lfs"
-"""First bytes of a git-lfs pointer (git-lfs, docs/spec.md)."""
-
-
-def pointer(path: Path) -> str | None:
-    """The problem with a file that is a git-lfs pointer instead of its content, None if it is not one."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        if file.read(len(_LFS_HEADER)) != _LFS_HEADER:
-            return None
-    return "is a git-lfs pointer without its content; run `git lfs pull` in the folder"
-
-
 def describe(path: Path) -> dict[str, Any]:
     """The manifest's entry of a file: size in bytes and sha256."""
     with path.open("rb") as file:

@@ -30,7 +30,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 POSITION, NETWORK = "position", "network"
 """Keys of an exported config.json with the position method, and with the block of a `coca_dense` model."""
 REMOTE_TYPES = {"coca_llama": "llama", "coca_gpt_neox": "gpt_neox", "coca_dense": "llama"}
-"""`model_type` of a folder with our modelling file -> that of the stock architecture whose class it extends."""
+"""`model_type` of a folder with our modelling file -> that of the stock architecture whose class it extends. The first
+two are of older exports, which were LLaMA's and GPT-NeoX's networks with other positions.
+"""
 
 POSITION_KEYS = (
     *("pos_emb", "rotary_pct", "rotary_emb_base", "rope_scaling", "relative_positions", "logit_scaling"),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import CONFIG, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
@@ -31,7 +30,6 @@ class Imported:
         parameters: of the model.
         tokenizer_note: why the tokenizer, or its end of text, could not be used, or None.
         huggingface_folder: the source, if it is one.
-        changes: what the overrides changed, one line for each key.
     """
 
     folder: Path
@@ -39,7 +37,6 @@ class Imported:
     parameters: int
     tokenizer_note: str | None
     huggingface_folder: Path | None
-    changes: tuple[str, ...]
 
 
 def import_checkpoint(
@@ -65,7 +62,6 @@ def import_checkpoint(
         raise CheckpointError(f"dtype {dtype!r} is not known; known: {', '.join(DTYPES)}")
     opened = open_checkpoint(source)
     config, weights = opened.configure(overrides), opened.weights()
-    changes = changes_of(overrides, opened.trained, config)
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
@@ -87,7 +83,7 @@ def import_checkpoint(
         native.write_json(step / native.META, meta)
         native.commit(partial, 0, holds=native.WEIGHTS_ONLY)
     parameters = sum(prod(entry.shape) for entry in weights.entries.values())
-    return Imported(folder, config, parameters, tokenizer_note, theirs, changes)
+    return Imported(folder, config, parameters, tokenizer_note, theirs)
 
 
 def starting_config(folder: str | Path) -> Config:

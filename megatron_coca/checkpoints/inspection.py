@@ -10,7 +10,6 @@ from typing import Any
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.object_store import fetch
-from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.markdown_tables import format_table
@@ -33,8 +32,7 @@ class Description:
         holds: "run" for all that resuming needs, "weights" for a model alone; None without a manifest.
         meta: content of meta.json: step, topology, versions, progress, samples read.
         keys: `SHOWN_KEYS` of the configuration.
-        parameters: of the model; None if the optimizer state is missing or unreadable.
-        stored: elements of each kind in the state over all ranks, copies included.
+        parameters: of the model; None if its weights are missing or unreadable.
         sizes: bytes by top-level entry of the folder.
         unlisted: files in the folder that its manifest does not list.
         verified: whether checksums were compared.
@@ -46,7 +44,6 @@ class Description:
     meta: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
     parameters: int | None = None
-    stored: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)
     verified: bool = True
@@ -84,14 +81,8 @@ def describe(folder: Path, verify: bool = True) -> Description:
         open_regular(folder / native.CONFIG).close()
         flat = load_config([folder / native.CONFIG]).flat()
         found.keys = {name: flat[name] for name in SHOWN_KEYS}
-        if found.holds == native.WEIGHTS_ONLY:
-            entries = open_safetensors_file(folder / native.WEIGHTS, folder).entries
-            found.parameters = sum(prod(entry.shape) for entry in entries.values())
-        elif state_files := native.state_files(folder):
-            with StateReader(folder / native.STATE, state_files) as reader:
-                reader.require_complete()
-                found.parameters = sum(prod(shape) for shape in reader.shapes.values())
-                found.stored = reader.stored
+        entries = open_safetensors_file(folder / native.WEIGHTS, folder).entries
+        found.parameters = sum(prod(entry.shape) for entry in entries.values())
     except (CheckpointError, ConfigError) as error:
         found.damage = found.damage or str(error)
     except OSError as error:
@@ -116,14 +107,11 @@ def describe_text(found: Description) -> str:
         lines.append(f"  parameters: {found.parameters:,}")
     if found.holds == native.WEIGHTS_ONLY:
         lines.append("  holds weights only: a run starts from them with finetune=true")
-    elif found.parameters is None:
-        lines.append("  no optimizer state")
     shown = ("dtype", "batch", "topology", "zero_stage", "versions")
     lines += [f"  {name}: {meta[name]}" for name in shown if name in meta]
     lines += [f"  {name}: {value}" for name, value in (meta.get("progress") or {}).items() if name != "guard" and value]
     columns = ("source", "samples", "tokens", "epochs")
     read = [tuple(share[column] for column in columns) for share in meta.get("mixture") or ()]
-    lines += ["", format_table(("state", "elements"), sorted(found.stored.items())) if found.stored else ""]
-    lines += [format_table(("file", "bytes"), sorted(found.sizes.items()))]
+    lines += ["", format_table(("file", "bytes"), sorted(found.sizes.items()))]
     lines += [format_table(("read", *columns[1:]), read) if read else ""]
     return "\n".join(lines)

@@ -112,7 +112,7 @@ class OpenedCheckpoint:
         given = given_values(overrides, files).keys()
         for key in self.guessed.keys() - given:
             logger.warning(self.guessed.pop(key))
-        if (note := extension_note(self.trained, config, given)) is not None:
+        if (note := extension_note(self.trained, config)) is not None:
             logger.warning("%s: %s", self.folder, note)
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1:

@@ -7,15 +7,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json
-from megatron_coca.config.base import Count, Size, shown
+from megatron_coca.config.base import Size, shown
 
 META = "meta.json"
 MAX_RANKS = 2**20
 Index = Annotated[int, Field(ge=0, lt=10**18)]
 """Steps, samples or tokens of a whole run."""
-NotNegative = Annotated[float, Field(ge=0.0)]
 Counter = Annotated[float, Field(ge=0.0, le=1.0e18)]
-Texts = list[str | None] | None
 
 
 def _ranks(sizes: dict[str, int]) -> dict[str, int]:
@@ -40,7 +38,7 @@ Counters = Annotated[dict[str, Counter], AfterValidator(_whole_step)]
 
 
 class _Part(BaseModel):
-    """Entries that other versions write are ignored."""
+    """All other entries are ignored here."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
@@ -65,62 +63,15 @@ class Progress(_Part):
     unvalidated: bool = False
 
 
-class Share(_Part):
-    """What was read of one source; a `SourceShare`."""
-
-    source: str
-    weight: NotNegative
-    samples: Index
-    fraction: NotNegative
-    tokens: Index
-    epochs: NotNegative
-
-
-class StageRecord(_Part):
-    """A stage of the run, see `OpenedStage`: `read` has the tokens of every source at its end."""
-
-    last: Index
-    tokens_per_step: Index
-    changes: dict[str, Any] = {}
-    read: dict[str, Index] = {}
-
-
-class DataIdentity(_Part):
-    """Of `Corpus.identity`: lists over the sources; earlier versions wrote fewer."""
-
-    tokens: list[Index] | None = None
-    document_counts: list[Index] | None = None
-    weights: list[NotNegative] | None = None
-    sha256: Texts = None
-    sampled: Texts = None
-    tokenizer: str | None = None
-    documents: list[str] = []
-
-
-def _equal_lists(data: DataIdentity) -> DataIdentity:
-    lists = (data.tokens, data.document_counts, data.weights, data.sha256, data.sampled)
-    if len({len(values) for values in lists if values}) > 1:
-        raise ValueError("has lists over different numbers of sources")
-    return data
-
-
 class Meta(_Part):
-    """All of meta.json. Checkpoints that hold weights only have no state of a run."""
+    """Entries of meta.json that a resumed run computes with. Checkpoints of weights alone have no state of a run."""
 
     step: Index
     run: str | None = None
     origin: str | None = None
-    data: Annotated[DataIdentity, AfterValidator(_equal_lists)] | None = None
-    batch: Count | None = None
-    dtype: str | None = None
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)] | None = None
-    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     counters: Counters | None = None
     progress: Progress | None = None
-    mixture: list[Share] | None = None
-    stages: list[StageRecord] | None = None
-    versions: dict[str, str] | None = None
-    imported: dict[str, Any] | None = None
 
 
 class RunMeta(Meta):

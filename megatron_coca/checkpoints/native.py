@@ -41,7 +41,6 @@ from megatron_coca.checkpoints.files import (
     write_json,
 )
 from megatron_coca.checkpoints.meta import META as META
-from megatron_coca.checkpoints.meta import checked_meta as checked_meta
 from megatron_coca.checkpoints.meta import read_meta as read_meta
 from megatron_coca.console import Progress
 from megatron_coca.regular_files import read_regular
@@ -372,9 +371,9 @@ def _require(names: Iterable[str], listed: Collection[str], source: str | Path) 
             raise CheckpointError(f"{source}: does not list {name}; the checkpoint is damaged")
 
 
-def refuse_weights_only(folder: str | Path, manifest: Mapping[str, Any] | None = None) -> None:
-    """Raise CheckpointError if a run cannot resume from a checkpoint, by its manifest (default: that in `folder`)."""
-    manifest = read_json(Path(folder) / MANIFEST) if manifest is None else manifest
+def refuse_weights_only(folder: Path) -> None:
+    """Raise CheckpointError if a run cannot resume from a checkpoint, by its manifest."""
+    manifest = read_json(folder / MANIFEST)
     if manifest.get("holds") == WEIGHTS_ONLY:
         raise CheckpointError(
             f"{folder}: holds weights only, no optimizer state; set finetune=true to start a run from them"

@@ -201,12 +201,12 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
     if reasons := computed_differently(config, ranks):
         raise CheckpointError(f"{folder}: GPT-NeoX computes a different function: {'; '.join(reasons)}")
     present, needed = files.layers(), {location.layer for location in table(config)}
-    head = "untied" if config.model.no_weight_tying else "tied"
-    size = f"where its configuration says {config.model.num_layers} blocks and an output head that is {head}"
-    for layer in sorted(needed - present):
-        raise CheckpointError(f"{folder}: has no layer {layer:02} ({files.path(layer, 0).name}), {size}")
-    for layer in sorted(present - set(layers(config.model))):
-        raise CheckpointError(f"{folder}: contains layer {layer:02}, which the model does not have, {size}")
+    if differing := sorted((needed - present) | (present - set(layers(config.model)))):
+        raise CheckpointError(
+            f"{folder}: layer {differing[0]:02} ({files.path(differing[0], 0).name}) is in its files or in its "
+            f"configuration, not in both; that says {config.model.num_layers} blocks, no_weight_tying "
+            f"{config.model.no_weight_tying}"
+        )
     files.state(FIRST_BLOCK, 0)  # sets from_plugin
     if files.from_plugin and not foreign_keys(config):
         raise CheckpointError(

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,5 +118,4 @@ TYPES = [
     (_Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Record, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_Record, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (SimpleNamespace, "types.SimpleNamespace"),  # the same in files that we write
 ]

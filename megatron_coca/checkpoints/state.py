@@ -8,7 +8,7 @@ any number of ranks, ZeRO stage or tensor parallelism finds any range of any par
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
@@ -142,32 +142,6 @@ class PieceReader:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of every parameter."""
         return {name: parameter.full_shape for name, parameter in self._slices.items()}
-
-    @property
-    def stored(self) -> dict[str, int]:
-        """Elements of each kind in all files, copies included. Untrained weights have no optimizer states."""
-        elements: Counter[str] = Counter()
-        for (kind, _), ranges in self._ranges.items():
-            elements[kind] += sum(part.numel for part in ranges)
-        return dict(elements)
-
-    def require_complete(self) -> None:
-        """Check for gaps without reading values.
-
-        Raises CheckpointError if elements of a parameter are in no file, or only in some of the optimizer states.
-        """
-        states = sorted({kind for kind, _ in self._ranges} - {WEIGHT})
-        for name in self._slices:
-            self._require_weight(name)
-            covered = [
-                sorted((part.shard or (), part.start, part.numel) for part in self._ranges[kind, name])
-                for kind in states
-            ]
-            for kind, elements in zip(states, covered, strict=True):
-                if elements != covered[0]:
-                    raise CheckpointError(
-                        f"{self._folder}: {kind} of {name} covers different elements from {states[0]}"
-                    )
 
     def fill(self, piece: StatePiece, parameter: ParameterSlice) -> None:
         """Copy saved values into `piece`; `parameter` is the slice of its parameter that this rank has now.

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_coca.checkpoints.files import CheckpointError, pointer
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.console import Progress
 from megatron_coca.regular_files import open_regular
 
@@ -93,32 +93,9 @@ class Weights:
 
         return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
 
-    def first_rows(self, names: Iterable[str], count: int) -> "Weights":
-        """The same weights, with the first `count` rows only of the named ones; a name may be missing."""
-        cut = {name for name in names if name in self.entries}
-        entries = {
-            name: entry._replace(shape=(count, *entry.shape[1:])) if name in cut else entry
-            for name, entry in self.entries.items()
-        }
-        return replace(
-            self, entries=entries, read=lambda name: self.read(name)[:count] if name in cut else self.read(name)
-        )
-
     def only(self, names: Iterable[str]) -> "Weights":
         """The named weights, in this order."""
         return replace(self, entries={name: self.entries[name] for name in names})
-
-    def shards(self, limit: int) -> Iterator["Weights"]:
-        """The same weights in order, in groups of at most `limit` bytes (or of one larger weight)."""
-        names: list[str] = []
-        taken = 0
-        for name, entry in self.entries.items():
-            if names and taken + entry.nbytes > limit:
-                yield self.only(names)
-                names, taken = [], 0
-            names.append(name)
-            taken += entry.nbytes
-        yield self.only(names)
 
 
 def _refuse_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
@@ -182,8 +159,7 @@ def _opened(path: Path) -> safe_open:
         open_regular(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        problem = pointer(path) or f"is not a readable safetensors file ({error}); fetch it again"
-        raise CheckpointError(f"{path}: {problem}") from error
+        raise CheckpointError(f"{path}: is not a readable safetensors file ({error}); fetch it again") from error
 
 
 def write_safetensors(
@@ -261,8 +237,6 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
         with torch.serialization.safe_globals(list(allowed)):
             content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:  # the library raises errors of many types for a damaged file
-        if reason := pointer(path):
-            raise CheckpointError(f"{path}: {reason}") from error
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 f"{path}: is damaged or not a weights file ({type(error).__name__} {error}); fetch it again"

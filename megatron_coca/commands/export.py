@@ -36,7 +36,6 @@ def parser() -> ArgumentParser:
     huggingface.set_defaults(write=write_huggingface)
     original = "copy tokenizer and generation files of a Hugging Face folder: the model's original"
     huggingface.add_argument("--tokenizer", metavar="FOLDER", help=original)
-    huggingface.add_argument("--without-padding", action="store_true", help="omit the padding rows of the vocabulary")
 
     card = huggingface.add_argument_group("the model card")
     card.add_argument("--licence", metavar="NAME", help="by its name on the hub, e.g. apache-2.0")
@@ -52,8 +51,6 @@ def parser() -> ArgumentParser:
     neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
     stages = "1 for any number of pipeline stages, 0 for none; default: 1"
     neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
-    state = "write the optimizer's state too, for N data ranks under ZeRO 1 or 2"
-    neox.add_argument("--data-parallel-size", type=int, metavar="N", help=state)
     return parser
 
 
@@ -71,7 +68,6 @@ def write_huggingface(args: Namespace) -> list[str]:
     from megatron_coca.checkpoints.exports.model_card import CardNotes
     from megatron_coca.checkpoints.files import CheckpointError
 
-    changes = args.overrides, args.dtype
     try:
         results = args.results.read_text(encoding="utf-8") if args.results is not None else None
     except (OSError, UnicodeDecodeError) as error:
@@ -79,13 +75,13 @@ def write_huggingface(args: Namespace) -> list[str]:
     done = export(
         args.checkpoint,
         args.folder,
-        *changes,
+        args.overrides,
+        args.dtype,
         tokenizer=args.tokenizer,
-        without_padding=args.without_padding,
         notes=CardNotes(args.licence, args.base_model, results),
     )
     trust = ", loaded with trust_remote_code=True" if done.remote else ""
-    print("\n  set ".join([f"{done.folder}: a {done.model_type} model for transformers{trust}", *done.changes]))
+    print(f"{done.folder}: a {done.model_type} model for transformers{trust}")
     if args.push is not None:
         print(f"uploaded to {push(done.folder, args.push)}")
     return [done.tokenizer_note] if done.tokenizer_note is not None else []
@@ -95,10 +91,8 @@ def write_neox(args: Namespace) -> list[str]:
     """Write a save folder of GPT-NeoX and return notes about it."""
     from megatron_coca.checkpoints.exports.neox import export_neox
 
-    division = args.model_parallel_size, args.pipe_parallel_size, args.data_parallel_size
+    division = args.model_parallel_size, args.pipe_parallel_size
     done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)
-    begun = "finetune" if args.data_parallel_size is None else "no_load_rng"
-    load = f"{done.folder}: load it with `load: {done.folder}` and `{begun}: true`"
-    print("\n  set ".join([load, *done.changes]))
+    print(f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`")
     foreign = [f"stock GPT-NeoX does not know its {', '.join(done.foreign)}"] if done.foreign else []
     return [*foreign, done.note] if done.note is not None else foreign

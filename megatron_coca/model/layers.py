@@ -191,7 +191,7 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
 
 Activation = Callable[[Tensor], Tensor]
 
-PLAIN: dict[str, Activation] = {
+UNGATED: dict[str, Activation] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "silu": F.silu,
@@ -221,7 +221,7 @@ class MLP(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.gated = model.activation in GATED
-        self.activation = _activation(model)
+        self.activation = build_activation(model)
         width = model.ffn_hidden_size
         self.linear1 = nn.Linear(model.hidden_size, 2 * width if self.gated else width, bias=model.use_bias_in_mlp)
         self.linear2 = nn.Linear(width, model.hidden_size, bias=model.use_bias_in_mlp)
@@ -240,10 +240,11 @@ class MLP(nn.Module):
         return self.linear2(self.activation(inner))
 
 
-def _activation(model: ModelConfig) -> Activation:
+def build_activation(model: ModelConfig) -> Activation:
+    """The configured activation, of the gate where there is one."""
     if model.activation == "gelu" and model.bias_gelu_fusion:
         return partial(F.gelu, approximate="tanh")  # as GPT-NeoX's fused kernel
-    return GATED.get(model.activation) or PLAIN[model.activation]
+    return GATED.get(model.activation) or UNGATED[model.activation]
 
 
 def build_attention(

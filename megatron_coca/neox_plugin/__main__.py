@@ -11,7 +11,6 @@ from pathlib import Path
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin.activation import activate
-from megatron_coca.neox_plugin.checkpoints import refuse_conversion
 from megatron_coca.neox_plugin.upstream import IncompatibleError
 
 USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [ARGUMENTS of the script]"
@@ -30,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     sys.argv = [script, *options, *rest[:-1]]
     try:
         activate()
-        refuse_conversion(script, rest[:-1])
         runpy.run_path(script, run_name="__main__")
     except (IncompatibleError, ConfigError, BackendError) as error:
         print(f"megatron_coca.neox_plugin: {error}", file=sys.stderr)

@@ -1,8 +1,7 @@
 """Activation of the plugin: replaces functions of GPT-NeoX's modules."""
 
-import logging
 import sys
-from functools import wraps
+from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ from torch import Tensor
 from megatron_coca.config import ConfigError
 from megatron_coca.config.source import OVERRIDES
 from megatron_coca.config.training import ScheduleConfig, learning_rate
-from megatron_coca.neox_plugin.attention import attention_factory, checked_model
+from megatron_coca.neox_plugin.attention import attention_factory
 from megatron_coca.neox_plugin.checkpoints import checked_args, recorded_save
-from megatron_coca.neox_plugin.keys import extend_fields, resolve, translated, uses_plugin, with_overlays
-from megatron_coca.neox_plugin.upstream import TESTED_COMMIT, Function, commit, import_upstream, record_call, wrap
-
-logger = logging.getLogger(__name__)
+from megatron_coca.neox_plugin.keys import extend_fields, resolve, translated, uses_plugin
+from megatron_coca.neox_plugin.upstream import Function, import_upstream, incompatible, wrap
 
 LAUNCHER = str(Path(__file__).with_name("__main__.py"))
 """A path and not a module, because DeepSpeed's launcher for Slurm can start only scripts."""
@@ -35,15 +32,18 @@ def activate() -> None:
     if hasattr(getattr(sys.modules.get("megatron.neox_arguments"), "NeoXArgs", None), ACTIVE):
         return
     modules = import_upstream()
-    head = commit(Path(str(modules["megatron.mpu"].__file__)).parents[2])
-    if head is not None and head != TESTED_COMMIT:
-        logger.warning("GPT-NeoX is at commit %s; the plugin is tested with %s", head, TESTED_COMMIT)
+    try:
+        _replace(modules)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise incompatible(f"lacks what megatron_coca.neox_plugin relies on ({error})") from error
+
+
+def _replace(modules: Mapping[str, Any]) -> None:
     arguments = modules["megatron.neox_arguments"].NeoXArgs
     _extend_arguments(arguments)
-    transformer: Any = modules["megatron.model.transformer"]
+    transformer = modules["megatron.model.transformer"]
     make_attention = attention_factory(transformer.ParallelSelfAttention, modules["megatron.mpu"].get_cuda_rng_tracker)
     transformer.ParallelSelfAttention = make_attention
-    wrap(modules["megatron.training"], "get_model", lambda original: checked_model(original, make_attention))
     wrap(modules["megatron.checkpointing"], "check_checkpoint_args", checked_args)
     wrap(modules["megatron.checkpointing"], "save_ds_checkpoint", recorded_save)
     wrap(modules["megatron.training"], "get_learning_rate_scheduler", _with_own_schedule)
@@ -64,8 +64,6 @@ def _extend_arguments(arguments: Any) -> None:
         return init
 
     wrap(arguments, "__init__", with_translation)
-    from_ymls = vars(arguments)["from_ymls"].__func__
-    arguments.from_ymls = classmethod(wraps(from_ymls)(with_overlays(from_ymls)))
     wrap(arguments, "calculate_derived", _with_adamw)
     wrap(arguments, "calculate_derived", _with_steps_per_print)
     wrap(arguments, "validate_values", _with_position_checks)
@@ -116,7 +114,6 @@ def _with_vocabulary(original: Function) -> Function:
         original(self)
         if self.vocab_size is None:
             return
-        record_call(self, "megatron.neox_arguments.NeoXArgs.build_tokenizer")
         size = self.tokenizer.vocab_size
         if size > self.vocab_size:
             raise ConfigError(
@@ -144,7 +141,6 @@ def _with_own_schedule(original: Function) -> Function:
     """Use this package's learning rates if the run uses `linear_to_min_lr` or `lr_warmup_init`."""
 
     def get_learning_rate_scheduler(optimizer: Any, neox_args: Any) -> Any:
-        record_call(neox_args, "megatron.training.get_learning_rate_scheduler")
         scheduler = original(optimizer, neox_args)
         if scheduler is None:
             return None

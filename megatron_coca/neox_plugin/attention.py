@@ -18,7 +18,7 @@ from megatron_coca.attention.method import PositionEncoding, check_kernel
 from megatron_coca.config import Config, load_config
 from megatron_coca.neox_plugin.checkpoints import refuse_in_checkpoints, rename_in_checkpoints
 from megatron_coca.neox_plugin.keys import resolve, uses_plugin
-from megatron_coca.neox_plugin.upstream import Function, incompatible, missing_calls
+from megatron_coca.neox_plugin.upstream import incompatible
 
 SELF_ATTENTION = "megatron.model.transformer.ParallelSelfAttention"
 
@@ -65,8 +65,7 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
     """Return a replacement of `upstream` (ParallelSelfAttention) that builds an instance of it, or of a subclass with
     the plugin's attention if the configuration selects that.
 
-    `rng_tracker` returns GPT-NeoX's tracker of the random states of tensor-parallel ranks. The two classes are
-    attributes of the result, `upstream` and `plugin`.
+    `rng_tracker` returns GPT-NeoX's tracker of the random states of tensor-parallel ranks.
     """
 
     class PluginSelfAttention(upstream):
@@ -75,13 +74,12 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
         def __init__(self, neox_args: Any, *args: Any, rotary: bool = False, **kwargs: Any) -> None:
             super().__init__(neox_args, *args, rotary=False, **kwargs)
             if getattr(self, "rotary_emb", None) is not None:
-                raise incompatible(
-                    "rotates queries and keys itself despite rotary=False", [f"{SELF_ATTENTION}.rotary_emb"]
-                )
+                raise incompatible(f"rotates queries and keys in {SELF_ATTENTION} despite rotary=False")
             device = "cuda" if torch.cuda.is_available() else "cpu"
             self._attend: Callable[..., Tensor] = plugin_attention(resolve(neox_args).to_yaml(), device)
             self._dropout = neox_args.attention_dropout
-            check_first_forward(self, neox_args)
+            self._attended = False
+            check_first_forward(self)
             rename_in_checkpoints(self)
 
         def attention(
@@ -90,6 +88,7 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
             return self.flash_attention(query_layer, key_layer, value_layer)
 
         def flash_attention(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
+            self._attended = True
             dropout = self._dropout if self.training else 0.0
             if not dropout:
                 return self._attend(query_layer, key_layer, value_layer, 0.0, self.training)
@@ -103,67 +102,17 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
         refuse_in_checkpoints(layer, neox_args)
         return layer
 
-    make.upstream, make.plugin = upstream, PluginSelfAttention  # type: ignore[attr-defined]
     return make
 
 
-class _CallCounter:
-    """Attention that counts its calls."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        self.attend, self.calls = attend, 0
-
-    def __call__(self, *args: Any) -> Tensor:
-        self.calls += 1
-        return self.attend(*args)
-
-
-def check_first_forward(layer: Any, neox_args: Any) -> None:
-    """Check in the first forward pass of `layer` that GPT-NeoX called the functions that the plugin replaces, which
-    signatures alone do not show. If not, the pass raises IncompatibleError.
+def check_first_forward(layer: Any) -> None:
+    """Check in the first forward pass of `layer` that GPT-NeoX called the methods that the plugin replaces, which their
+    names alone do not show: the model would have no positions. If not, the pass raises IncompatibleError.
     """
 
-    def count(module: Any, inputs: Any) -> None:
-        if not isinstance(module._attend, _CallCounter):  # left in place by a pass that raised
-            module._attend = _CallCounter(module._attend)
-
     def check(module: Any, inputs: Any, output: Any) -> None:
-        counter = module._attend
-        module._attend = counter.attend
-        for handle in handles:
-            handle.remove()
-        problems = missing_calls(neox_args, module.training)
-        if counter.calls == 0:
-            problems = [f"{SELF_ATTENTION}.attention and .flash_attention, by its forward", *problems]
-        if problems:
-            raise incompatible("ran the model without calling what megatron_coca.neox_plugin replaces", problems)
+        handle.remove()
+        if not module._attended:
+            raise incompatible(f"ran {SELF_ATTENTION} without its attention or flash_attention, which are replaced")
 
-    handles = [layer.register_forward_pre_hook(count), layer.register_forward_hook(check)]
-
-
-def checked_model(original: Function, factory: Any) -> Function:
-    """Wrap GPT-NeoX's `get_model` to check that it built the plugin's layers; `factory` is from `attention_factory`."""
-
-    def get_model(neox_args: Any, *args: Any, **kwargs: Any) -> Any:
-        model = original(neox_args, *args, **kwargs)
-        if uses_plugin(neox_args):
-            layers = [
-                isinstance(module, factory.plugin) for module in model.modules() if isinstance(module, factory.upstream)
-            ]
-            if not all(layers) or not _on_any_rank(bool(layers), neox_args):
-                raise incompatible(
-                    "built the model without the layer that megatron_coca.neox_plugin replaces", [SELF_ATTENTION]
-                )
-        return model
-
-    return get_model
-
-
-def _on_any_rank(present: bool, neox_args: Any) -> bool:
-    """Return whether `present` is true on any rank: a pipeline stage may have no transformer layer."""
-    if (neox_args.pipe_parallel_size or 0) < 2 or not torch.distributed.is_initialized():
-        return present
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    flag = torch.tensor(int(present), device=device)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
+    handle = layer.register_forward_hook(check)

@@ -7,17 +7,12 @@ without the plugin.
 """
 
 import logging
-from argparse import ArgumentParser
-from collections.abc import Mapping, MutableMapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
-import yaml
-
 from megatron_coca.config import Config, ConfigError
-from megatron_coca.neox_plugin.keys import EXTENDING, read, resolve, selects_plugin, uses_plugin
-from megatron_coca.neox_plugin.upstream import Function, record_call
+from megatron_coca.neox_plugin.keys import EXTENDING, resolve, uses_plugin
+from megatron_coca.neox_plugin.upstream import Function
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +28,6 @@ RECORD = "megatron_coca"
 FIXED = ("pos_emb", "rotary_pct")
 POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
 """Recorded keys. Weights depend on those in FIXED; the others may be changed for longer inputs."""
-
-NOTE = "MEGATRON_COCA.md"
-"""A file in the step's folder that documents how to use the weights."""
-
-CONVERTER = "megatron-coca export huggingface CHECKPOINT FOLDER"
-"""Replacement of GPT-NeoX's tools/ckpts/convert_neox_to_hf.py, in this repository."""
 
 
 def saved_name(name: str) -> str:
@@ -115,65 +104,14 @@ class _RecordingModel:
 
 
 def recorded_save(original: Function) -> Function:
-    """Wrap GPT-NeoX's `save_ds_checkpoint` to save the record in `args` and NOTE in the step's folder."""
+    """Wrap GPT-NeoX's `save_ds_checkpoint` to save the record in `args`."""
 
     def save_ds_checkpoint(iteration: int, model: Any, neox_args: Any) -> None:
-        if not uses_plugin(neox_args):
-            original(iteration, model, neox_args)
-            return
-        record = record_of(resolve(neox_args))
-        original(iteration, _RecordingModel(model, record), neox_args)
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            (Path(neox_args.save) / f"global_step{iteration}" / NOTE).write_text(note(record))
+        if uses_plugin(neox_args):
+            model = _RecordingModel(model, record_of(resolve(neox_args)))
+        original(iteration, model, neox_args)
 
     return save_ds_checkpoint
-
-
-def note(record: Mapping[str, Any]) -> str:
-    """Return the content of NOTE."""
-    keys = yaml.safe_dump(
-        {name: value for name, value in record.items() if value not in (None, "none")}, sort_keys=False
-    )
-    return f"""# Trained with the attention of megatron_coca
-
-    {keys.strip().replace(chr(10), chr(10) + "    ")}
-
-These are not plain rotary positions: without the plugin of megatron_coca, GPT-NeoX computes different results with \
-these
-weights. To make it fail instead, the weights `attention.{PLAIN}*` are called
-`attention.{PROJECTION}*` here; GPT-NeoX's load and `tools/ckpts/convert_neox_to_hf.py` report that name as
-missing. Do not rename them. Use
-
-- for Hugging Face transformers: `{CONVERTER}`
-- for megatron_coca: this folder as `load`, or `megatron-coca import CHECKPOINT FOLDER`
-- for GPT-NeoX: `python -m megatron_coca.neox_plugin deepy.py ...` with the YAML files in `configs`
-
-from the repository of megatron_coca. CHECKPOINT is this folder or its parent, FOLDER is the output.
-"""
-
-
-def refuse_conversion(script: str, arguments: Sequence[str]) -> None:
-    """Raise ConfigError if `script` is GPT-NeoX's converter to Hugging Face, which writes a rotary model, and the
-    checkpoint was trained with the plugin's attention.
-    """
-    if Path(script).name != "convert_neox_to_hf.py":
-        return
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--input_dir", type=Path)
-    parser.add_argument("--config_file", type=Path)
-    options, _ = parser.parse_known_args(arguments)
-    files = [options.config_file] if options.config_file is not None else []
-    has_note = False
-    if options.input_dir is not None:
-        files += sorted((options.input_dir / "configs").glob("*.*"))
-        has_note = (options.input_dir / NOTE).exists()
-    configs = [str(file) for file in files if file.is_file() and selects_plugin(read(str(file)).values)]
-    if has_note or configs:
-        evidence = f" ({configs[0]})" if configs else ""
-        raise ConfigError(
-            f"{options.input_dir}: was trained with the attention of megatron_coca{evidence}, and {script} writes "
-            f"only rotary models; run `{CONVERTER}` in the repository of megatron_coca"
-        )
 
 
 def checked_args(original: Function) -> Function:
@@ -185,7 +123,6 @@ def checked_args(original: Function) -> Function:
     """
 
     def check_checkpoint_args(neox_args: Any, checkpoint_args: dict[str, Any]) -> None:
-        record_call(neox_args, "megatron.checkpointing.check_checkpoint_args")
         saved = dict(checkpoint_args)
         _check_positions(neox_args, saved.pop(RECORD, None))
         if uses_plugin(neox_args) and neox_args.pos_emb.lower() != "learned":

@@ -1,20 +1,10 @@
-"""YAML keys: those that the plugin adds to GPT-NeoX's, translation of this package's keys, and overlay files.
+"""YAML keys: those that the plugin adds to GPT-NeoX's, and the translation of this package's keys."""
 
-An overlay is a small YAML file such as `pos_emb: coca`, given after GPT-NeoX's own files. GPT-NeoX rejects a key that
-is set in two files; with the plugin, a later file that selects the plugin's attention may replace the keys in
-REPLACEABLE. The copies of the files that GPT-NeoX stores in each checkpoint's `configs` get the replaced values, so
-that they can be given again in any order.
-"""
-
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
-
-import yaml
 
 from megatron_coca import methods
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
@@ -59,9 +49,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 NO_POSITIONS = (
     "GPT-NeoX's data path carries tokens only, and its model counts positions from 0 on the device; use train.py"
 )
-
-REPLACEABLE = (*POSITION, "seq_length", "max_position_embeddings", "attention_config", *REFUSED)
-"""Keys that an overlay may replace: positions, lengths, and keys that contradict the plugin's attention."""
 
 
 class NewField(NamedTuple):
@@ -182,7 +169,7 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
 
 
 def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Return a line for each invalid key or choice of one file; `known` are the fields of NeoXArgs with their types."""
+    """Return a line for each invalid key or choice; `known` are the fields of NeoXArgs with their types."""
     embedding = methods.TABLES["pos_emb"].get(str(values.get("pos_emb")))
     if embedding is not None and embedding.neox not in ("upstream", "plugin"):
         return [f"pos_emb: {embedding.name}: {embedding.neox}"]
@@ -226,111 +213,3 @@ def _typed(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float if kind is float else kind):
         raise ConfigError(f"{name}: expected {expected}, got {value!r}")
     return value
-
-
-class File(NamedTuple):
-    """A YAML file: its path as given, its text with comments, and its values, with underscores in keys."""
-
-    path: str
-    text: str
-    values: dict[str, Any]
-
-
-class Replacement(NamedTuple):
-    """A key of an earlier file that a later one sets again."""
-
-    key: str
-    earlier: File
-    later: File
-
-
-def read(path: str) -> File:
-    """Read a file as GPT-NeoX does. A file that is not a mapping has no keys; GPT-NeoX reports it."""
-    text = Path(path).read_text()
-    return File(path, text, _keys(yaml.load(text, Loader=yaml.FullLoader)))
-
-
-def _keys(values: Any) -> dict[str, Any]:
-    return {str(key).replace("-", "_"): value for key, value in values.items()} if isinstance(values, dict) else {}
-
-
-def selects_plugin(values: Mapping[str, Any]) -> bool:
-    """Return whether the values of a file select the plugin's attention."""
-    return str(values.get("pos_emb")).lower() in METHODS or any(
-        values.get(key) not in (None, "none") for key in EXTENDING
-    )
-
-
-def with_overlays(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap GPT-NeoX's `NeoXArgs.from_ymls`, so that overlays can replace keys of earlier files."""
-
-    def from_ymls(
-        cls: Any, paths_to_yml_files: Sequence[str], overwrite_values: Mapping[str, Any] | None = None
-    ) -> Any:
-        files = [read(path) for path in paths_to_yml_files]
-        repeated = [
-            Replacement(key, earlier, later)
-            for number, later in enumerate(files)
-            for earlier in files[:number]
-            for key in later.values
-            if key in earlier.values
-        ]
-        replaced = [item for item in repeated if item.key in REPLACEABLE and selects_plugin(item.later.values)]
-        duplicates = [item for item in repeated if item not in replaced]
-        if duplicates:
-            # Report misspelt values first: a file with `pos_emb: cocaa` does not select the plugin's attention, and
-            # its key would only be called a duplicate.
-            known = {name: field.type for name, field in cls.__dataclass_fields__.items()}
-            problems = [f"{file.path}: {line}" for file in files for line in problems_of(file.values, known)]
-            problems += [
-                f"{item.earlier.path}: name it after {item.later.path}, so that it replaces {item.key} of that file"
-                for item in duplicates
-                if item.key in REPLACEABLE and selects_plugin(item.earlier.values)
-            ]
-            if problems:
-                raise ConfigError(*problems)
-        if not replaced:
-            return original(cls, paths_to_yml_files, overwrite_values)
-        _check_overlays(files, duplicates)
-        for key, earlier, later in replaced:
-            before, after = earlier.values[key], later.values[key]
-            logger.warning("%s: %s: %s replaces %s of %s", later.path, key, after, before, earlier.path)
-        values = {key: value for file in files for key, value in file.values.items()}
-        copies = {Path(file.path).name: _copy(file, replaced) for file in files}
-        return cls(**values | {"config_files": copies} | dict(overwrite_values or {}))
-
-    return from_ymls
-
-
-def _check_overlays(files: Sequence[File], duplicates: Sequence[Replacement]) -> None:
-    problems = [
-        f"{later.path}: {key} is also set in {earlier.path}; a file that selects the plugin's attention can replace "
-        f"only {', '.join(REPLACEABLE)} of earlier files. Remove {key} from one of them"
-        for key, earlier, later in duplicates
-    ]
-    names = [Path(file.path).name for file in files]
-    problems += [
-        f"{name}: several files have this name, and a checkpoint stores a copy of each by name; rename them"
-        for name in sorted({name for name in names if names.count(name) > 1})
-    ]
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _copy(file: File, replaced: Sequence[Replacement]) -> str:
-    """Return the text of a file with the values that later files set, keeping comments where possible."""
-    values = {item.key: item.later.values[item.key] for item in replaced if item.earlier.path == file.path}
-    if not values:
-        return file.text
-    wanted, text = file.values | values, file.text
-    root: Any = yaml.compose(text, Loader=yaml.FullLoader)
-    for name, node in reversed(root.value):  # from the end, so that the offsets of earlier nodes stay valid
-        key = str(name.value).replace("-", "_")
-        if key in values:
-            start = node.start_mark.index
-            length = len(text[start : node.end_mark.index].rstrip())
-            text = text[:start] + json.dumps(values[key]) + text[start + length :]
-    with suppress(yaml.YAMLError):
-        if _keys(yaml.load(text, Loader=yaml.FullLoader)) == wanted:
-            return text
-    return yaml.safe_dump(wanted)  # the edit changed another key, for example through an anchor

@@ -6,25 +6,21 @@ uploads what the last launch left behind.
 """
 
 import logging
-import shutil
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.files import ServiceError
-from megatron_coca.checkpoints.object_store import RemoteFolder, fetch, local_folder, read_folder, split_step
+from megatron_coca.checkpoints.object_store import RemoteFolder, fetch, save_folder
 from megatron_coca.config import CheckpointConfig, Config
 from megatron_coca.remote_files import is_url
-from megatron_coca.training.collectives import attempt, from_main
+from megatron_coca.training.collectives import from_main
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.resume import runs_of
 
 logger = logging.getLogger(__name__)
 
-URL_KEYS = ("save", "load")
-CHANGED_KEYS = (*URL_KEYS, "keep_last_n_checkpoints", "keep_every_n_steps")
 KEPT_LOCALLY = 2
 """Checkpoints kept in the local folder of a `save` on an object store: the newest, and one to roll back to. Those that
 are not uploaded yet are kept too.
@@ -36,78 +32,47 @@ LAST_SECONDS = 5.0
 
 
 def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
-    """Replace URLs in `config` by local folders; returns the new config and its object stores.
+    """Replace URLs in `config` by local folders; returns the new config and the object store of `save`.
+
+    The folder of `save` is made, so that it can be locked, and a checkpoint that `load` names on another store is
+    downloaded. Every rank must call it.
 
     Raises:
-        CheckpointError: no installed library can open a URL.
+        CheckpointError: no installed library can open a URL, or `load` holds no checkpoint.
+        OSError: the folder of `save` below `checkpoint_cache` cannot be made.
     """
-    given = config.checkpoint
-    urls = {key: url for key in URL_KEYS if (url := getattr(given, key)) is not None and is_url(url)}
-    if not urls:
-        return config, RemoteCheckpoints(given, given)
-    changed: dict[str, Any] = {key: str(local_folder(url, given.checkpoint_cache)) for key, url in urls.items()}
-    if "load" in urls and not _same_url(given.load, given.save):
-        run, step = split_step(urls["load"])
-        folder = read_folder(run, given.checkpoint_cache)
-        changed["load"] = str(folder if step is None else native.step_folder(folder, step))
-    if "save" in urls:
-        keep = given.keep_last_n_checkpoints or KEPT_LOCALLY
-        changed |= {"keep_last_n_checkpoints": min(keep, KEPT_LOCALLY), "keep_every_n_steps": None}
+    given, changed = config.checkpoint, dict[str, Any]()
+    if given.save is not None and is_url(given.save):
+        save, keep = save_folder(given), min(given.keep_last_n_checkpoints or KEPT_LOCALLY, KEPT_LOCALLY)
+        changed = {"save": str(save), "keep_last_n_checkpoints": keep, "keep_every_n_steps": None}
+        Path(changed["save"]).mkdir(parents=True, exist_ok=True)
+    if given.load is not None and is_url(given.load):
+        load, step, cache = given.load.rstrip("/"), given.iteration, given.checkpoint_cache
+        same = load == (given.save or "").rstrip("/")
+        changed["load"] = changed["save"] if same else from_main(lambda: str(fetch(load, step, cache)))
     localized = config.override(changed)
-    store = RemoteFolder(urls["save"], given.object_store_timeout) if "save" in urls else None
-    return localized, RemoteCheckpoints(given, localized.checkpoint, store)
-
-
-class Transfers:
-    """Transfers of rank 0, one after the other in threads that take part in no collective.
-
-    Attributes:
-        failure: what a transfer raised; those after it are not begun.
-    """
-
-    def __init__(self) -> None:
-        self.failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, transfer: Callable[[], object]) -> None:
-        """Begin a transfer when the one before has ended."""
-        before = self._thread
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            if self.failure is None:
-                try:
-                    transfer()
-                except BaseException as error:  # raised in the training thread
-                    self.failure = error
-
-        # A daemon thread does not keep a failed process alive.
-        self._thread = threading.Thread(target=run, name="transfers", daemon=True)
-        self._thread.start()
-
-    def running(self, seconds: float) -> bool:
-        """Wait at most `seconds`; returns whether transfers are still under way."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self._thread is not None and self._thread.is_alive()
+    return localized, RemoteCheckpoints(given, localized.checkpoint)
 
 
 class RemoteCheckpoints:
-    """The object store of `save`, if that is a URL, and the checkpoint that `load` names on another one."""
+    """The object store of `save`, if that is a URL.
 
-    def __init__(self, given: CheckpointConfig, local: CheckpointConfig, store: RemoteFolder | None = None) -> None:
-        """
-        Args:
-            given: the checkpoint keys as the user wrote them.
-            local: the same with local folders.
-            store: that of `save`, or None.
-        """
-        self._given, self._local, self._folder, self._store = given, local, Path(local.save or ""), store
-        self._sources = [] if store is None else [store]
-        self._uploads, self._owed = Transfers(), set[int]()
+    Attributes:
+        failure: on rank 0, why a checkpoint could not be uploaded; `wait` raises it. Nothing is uploaded after it.
+    """
+
+    def __init__(self, given: CheckpointConfig, local: CheckpointConfig) -> None:
+        """`given` are the checkpoint keys as the user wrote them, `local` the same with local folders."""
+        self._given, self._local, self._folder = given, local, Path(local.save or "")
         self._beat: Callable[[str], None] = lambda reached: None
         self._stopping: Callable[[], bool] = lambda: False
+        self._owed = set[int]()
+        self.failure: BaseException | None = None
+        self._last: Future[None] | None = None
+        self._store = None
+        if given.save != local.save:
+            self._store = RemoteFolder(str(given.save), given.object_store_timeout)
+            self._pool = ThreadPoolExecutor(1, "transfers")  # one after the other, in no collective
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """While all ranks wait for transfers, report progress to `beat`; once `stopping` is true on any rank, because
@@ -117,44 +82,17 @@ class RemoteCheckpoints:
 
     def given_in(self, config: Config) -> Config:
         """`config` with the checkpoint keys as the user wrote them."""
-        given = {key: getattr(self._given, key) for key in CHANGED_KEYS}
-        return config.override({key: value for key, value in given.items() if value != getattr(self._local, key)})
-
-    def make_local_folder(self) -> None:
-        """Make the local `save` folder, so that it can be locked. Every rank must call it. Raises CheckpointError."""
-        if self._store is not None:
-            self._on_rank_0(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        given, local = self._given.model_dump(), self._local.model_dump()
+        return config.override({key: value for key, value in given.items() if value != local[key]})
 
     def prepare(self) -> None:
-        """Download what `load` names, and refuse the store of another run. Every rank must call it, under the local
-        folder's lock and before checkpoints are listed. Raises CheckpointError.
-        """
-        if self._given == self._local:
-            return
-        self._on_rank_0(self._download)
-        if self._local.save is None or dist.world_size() == 1:
-            return
-        mark = self._folder / ".seen-by-all-ranks"
-        self.make_local_folder()
-        self._on_rank_0(lambda: mark.write_text(""))
-        unseen = attempt(mark.stat, OSError)
-        attempt(lambda: mark.unlink(missing_ok=True), OSError, main_only=True)
-        if unseen is not None:
-            raise CheckpointError(
-                f"checkpoint_cache: {self._local.checkpoint_cache} is not the same folder on all hosts, but "
-                "checkpoints are assembled there before they are uploaded; name a folder on a shared file system"
-            )
+        """Refuse the store of another run, and download the checkpoint to resume from if the local folder lacks it.
 
-    def download_newer(self, chosen: Path | None) -> Path | None:
-        """Download the highest valid checkpoint of the store if its step is above that of `chosen`, the local one to
-        resume from (None: there is none). Every rank must call it.
-
-        Returns its folder, None if there is no higher one. Raises CheckpointError if the store holds damaged ones only
-        and `chosen` is None, or another run.
+        Every rank must call it, under the local folder's lock and before checkpoints are listed. Raises
+        CheckpointError.
         """
-        store = self._store
-        found = None if store is None else self._on_rank_0(lambda: self._download_newer(store, chosen))
-        return None if found is None else Path(found)
+        if self._store is not None:
+            self._finish(self._store, self._pool.submit(self._download, self._store) if dist.is_main() else None)
 
     def deliver(self, step: int, catch_up: bool = False) -> None:
         """On rank 0, start to upload the complete local checkpoint of `step`. At the start of a launch `catch_up` adds
@@ -163,29 +101,15 @@ class RemoteCheckpoints:
         Checkpoints in the store of a higher step, or of the same step with other files, are moved to its quarantine:
         the run has left their branch, or could not be resumed from them.
         """
-        store, local = self._store, native.steps(self._folder) if dist.is_main() else []
-        if store is None or step not in local:
+        if self._store is None or not dist.is_main() or step not in (local := native.steps(self._folder)):
             return
         steps = [older for older in local if older <= step] if catch_up else [step]
         self._owed.update(steps)
-
-        def upload() -> None:
-            reached = max(store.steps(), default=-1) if catch_up else step
-            for own in steps:
-                if own > reached or own == step:
-                    self._upload(store, native.step_folder(self._folder, own))
-            self._owed.difference_update(steps)
-
-        self._uploads.start(upload)
+        self._last = self._pool.submit(self._upload, self._store, steps)
 
     def owed(self) -> set[int]:
         """The steps that the store does not hold yet; their local checkpoints must stay."""
         return set(self._owed)
-
-    @property
-    def failed(self) -> bool:
-        """True on rank 0 if a checkpoint could not be uploaded; `wait` raises its error."""
-        return self._uploads.failure is not None
 
     def wait(self, hurry: bool = False) -> None:
         """Wait until all checkpoints are uploaded; with `hurry`, what fails from now on is not tried again. Every rank
@@ -198,152 +122,83 @@ class RemoteCheckpoints:
         if self._store is None:
             return
         if hurry:
-            self._hurry()
-        self._join(self._uploads)
-        failure, self._uploads.failure = self._uploads.failure, None
-
-        def raise_failure() -> None:
-            if failure is not None:
-                raise failure
-
-        from_main(raise_failure)
+            self._store.hurry.set()
+        last, self._last = self._last, None
+        try:
+            self._finish(self._store, last)
+        finally:
+            self.failure = None
 
     def leave(self) -> None:
         """Give transfers a few seconds to complete: the training loop has failed."""
-        self._hurry()
-        self._uploads.running(LAST_SECONDS)
+        if self._store is not None and self._last is not None:
+            self._store.hurry.set()
+            wait([self._last], LAST_SECONDS)
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _hurry(self) -> None:
-        for source in self._sources:
-            source.hurry.set()
-
-    def _join(self, transfers: Transfers) -> None:
-        """Wait for transfers of rank 0 with all ranks, which beat as long as bytes are transferred."""
+    def _finish(self, store: RemoteFolder, transfer: "Future[None] | None") -> None:
+        """Wait for a transfer of rank 0 with all ranks, which beat as long as bytes are transferred; raise its error on
+        all of them.
+        """
         busy, before = True, -1
         try:
             while busy:
-                busy = transfers.running(AGREE_SECONDS)
-                activity = sum(source.activity for source in self._sources)
-                busy, moved, stop = dist.anyone((busy, activity != before, self._stopping()))
-                before = activity
+                busy = transfer is not None and bool(wait([transfer], AGREE_SECONDS).not_done)
+                busy, moved, stop = dist.anyone((busy, store.activity != before, self._stopping()))
+                before = store.activity
                 if moved:
                     self._beat("transferring checkpoints")
                 if stop:
-                    self._hurry()
+                    store.hurry.set()
         except BaseException:  # Python ends when the threads of transfers have
-            self._hurry()
+            store.hurry.set()
             raise
+        from_main(lambda: transfer.result() if transfer is not None else None)
 
-    def _upload(self, remote: RemoteFolder, folder: Path) -> None:
-        step, steps = native.step_of(folder), remote.steps()
-        same = step in steps and _is_same(folder, lambda: remote.read_json(step, native.MANIFEST))
-        try:
-            if not same:
-                _refuse_other_runs(remote, {native.read_meta(folder).get("run")})
-            for other in steps:
-                if other > step or (other == step and not same):
-                    logger.warning("%s: step %d moved to %s", remote.url, other, remote.set_aside(other))
-            if not same:
-                remote.upload(folder)
-                logger.info("uploaded %s/%s", remote.url, folder.name)
-        except CheckpointError as error:
-            raise type(error)(
-                f"{folder}: is complete, but could not be uploaded ({error}); the same command with auto_resume=true "
-                "uploads it and continues"
-            ) from error
-        try:
-            remote.prune(self._given.keep_last_n_checkpoints, self._given.keep_every_n_steps)
-        except CheckpointError as error:
-            logger.warning("%s: an old checkpoint could not be removed (%s)", remote.url, error)
-
-    def _download(self) -> None:
-        given = self._given
-        if given.load is not None and is_url(given.load) and not _same_url(given.load, given.save):
-            self._sources.append(RemoteFolder(split_step(given.load)[0], given.object_store_timeout))
-            folder = fetch(given.load, given.iteration, given.checkpoint_cache, self._sources[-1])
-            for step in native.begun_steps(folder.parent):
-                if step > native.step_of(folder):  # downloaded earlier, and not in the store any more
-                    shutil.rmtree(native.step_folder(folder.parent, step))
-        if self._store is not None:
-            self._store.require_writable()
-            self._refuse_or_fetch(self._store)
-
-    def _refuse_or_fetch(self, remote: RemoteFolder) -> None:
-        """Refuse a store that holds another run, or a run that this one does not resume; download `iteration`."""
-        save, steps, given = self._folder, remote.steps(), self._given
-        if not steps:
+    def _download(self, store: RemoteFolder) -> None:
+        given, save, local = self._given, self._folder, native.steps(self._folder)
+        store.require_writable()
+        stored, begun = store.steps(), native.begun_steps(save)
+        if not stored:
             return
-        local_steps = native.begun_steps(save)
-        if local_steps:
-            _refuse_other_runs(remote, runs_of(native.step_folder(save, step) for step in local_steps))
-        elif not given.auto_resume and not self._loads(remote):
+        resumes = given.auto_resume or (not given.finetune and self._local.load == self._local.save)
+        runs = runs_of(native.step_folder(save, step) for step in begun)
+        if not (begun or resumes) or (runs and store.read_json(stored[-1], native.META).get("run") not in runs):
             raise CheckpointError(
-                f"{remote.url}: already holds a run, up to step {steps[-1]}; resume it with auto_resume=true, or "
-                "choose another URL"
+                f"{store.url}: already holds a run, up to step {stored[-1]}, and {save} does not; choose another URL, "
+                "or resume that run with auto_resume=true, without checkpoints of another one in that folder"
             )
-        if self._loads(remote) and given.iteration is not None and given.iteration not in native.steps(save):
-            remote.download(given.iteration, save, resumable=True)
+        named = None if given.auto_resume else given.iteration
+        lacking = stored[-1] > max(local, default=-1) if named is None else named not in local
+        if resumes and lacking:
+            store.download(stored[-1] if named is None else named, save)
 
-    def _loads(self, remote: RemoteFolder) -> bool:
+    def _upload(self, store: RemoteFolder, steps: list[int]) -> None:
+        """Upload the last of ascending `steps`, and those before that are newer than all in the store."""
+        if self.failure is not None:
+            raise self.failure
         given = self._given
-        return not given.auto_resume and not given.finetune and _same_url(given.load, remote.url)
-
-    def _download_newer(self, remote: RemoteFolder, chosen: Path | None) -> str | None:
-        step = -1 if chosen is None else int(native.read_meta(chosen)["step"])
-        resumes = self._given.auto_resume or (self._loads(remote) and self._given.iteration is None)
-        if not resumes or max(remote.steps(), default=-1) <= step:
-            return None
-        if chosen is not None:
-            _refuse_other_runs(remote, runs_of([chosen]))
         try:
-            return str(remote.download_newest(self._folder, resumable=True, above=step))
-        except ServiceError:
-            raise
+            reached = max(store.steps(), default=-1)
+            for step in steps:
+                if step > reached or step == steps[-1]:
+                    _upload_step(store, native.step_folder(self._folder, step))
+            self._owed.difference_update(steps)
+            for old in native.superseded(store.steps(), given.keep_last_n_checkpoints, given.keep_every_n_steps):
+                store.remove(old)
         except CheckpointError as error:
-            if chosen is None:
-                raise
-            logger.warning("%s; resuming from step %d", error, step)
-            return None
-
-    def _on_rank_0(self, action: Callable[[], Any]) -> Any:
-        """The JSON-serializable result of `action` of rank 0 on every rank."""
-        job, results = Transfers(), list[Any]()
-        if dist.is_main():
-            job.start(lambda: results.append(action()))
-        self._join(job)
-
-        def result() -> Any:
-            if isinstance(job.failure, OSError):
-                raise CheckpointError(
-                    f"checkpoint_cache: {self._local.checkpoint_cache} cannot be used ({job.failure}); name another "
-                    "folder"
-                ) from job.failure
-            if job.failure is not None:
-                raise job.failure
-            return results[0]
-
-        return from_main(result)
-
-
-def _is_same(folder: Path, read_manifest: Callable[[], dict[str, Any]]) -> bool:
-    """True if another place holds a checkpoint's files."""
-    own = native.read_json(folder / native.MANIFEST)["files"]
-    try:
-        return bool(read_manifest().get("files") == own)
-    except ServiceError:
-        raise
-    except CheckpointError:
-        return False
-
-
-def _refuse_other_runs(remote: RemoteFolder, own: Iterable[str | None]) -> None:
-    for step in remote.steps():
-        if remote.read_json(step, native.META).get("run") not in own:
-            raise CheckpointError(
-                f"{remote.url}: step {step} was written by a different run; choose another URL, or remove the "
-                "local folder of this run to resume the one in the store"
+            self.failure = type(error)(
+                f"{native.step_folder(self._folder, steps[-1])}: is complete, but could not be uploaded ({error}); the "
+                "same command with auto_resume=true uploads it and continues"
             )
+            raise self.failure from error
 
 
-def _same_url(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and one.rstrip("/") == other.rstrip("/")
+def _upload_step(store: RemoteFolder, folder: Path) -> None:
+    step, uploaded = native.step_of(folder), store.has(folder)
+    for other in store.steps():
+        if other > step or (other == step and not uploaded):
+            logger.warning("%s: step %d moved to %s", store.url, other, store.set_aside(other))
+    if not uploaded:
+        store.upload(folder)
+        logger.info("uploaded %s/%s", store.url, folder.name)

@@ -150,7 +150,7 @@ class Checkpoints:
     @property
     def failed(self) -> bool:
         """True if the last save or an upload failed; `wait` raises its error."""
-        return self._error is not None or self._remotes.failed
+        return self._error is not None or self._remotes.failure is not None
 
     def restore(self, folder: Path, weights_only: bool = False) -> dict[str, Any]:
         """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.

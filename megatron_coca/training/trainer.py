@@ -102,7 +102,6 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
     for stage in config.run_stages():
         stage.config.batch.resolve(topology.data)
     keys = config.checkpoint
-    remotes.make_local_folder()
     with FolderLock(keys.save) as lock:
         lock.take()  # if it exists, so that no other run changes it after it is read
         remotes.prepare()
@@ -113,7 +112,7 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
             require_writable(stages[0].corpus.config)
             lock.take()
             folders = [Path(from_main(lambda: str(take_over(stages))))]
-        chosen, number = _choose(folders, remotes, watchdog), 0
+        chosen, number = first_valid(folders, watchdog.beat), 0
         if chosen.folder is not None:
             meta = native.read_meta(chosen.folder, resumable=True)
             number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
@@ -178,21 +177,6 @@ def _train_stage(
     if trainer.step == opened.stage.last:
         engine.close()
     return trainer.step
-
-
-def _choose(folders: Sequence[Path], remotes: RemoteCheckpoints, watchdog: Watchdog) -> Choice:
-    """The highest valid checkpoint of the local `folders` and of the object stores. Raises CheckpointError."""
-    try:
-        chosen = first_valid(folders, watchdog.beat)
-    except UnreadableError:
-        raise
-    except CheckpointError:  # all local ones are damaged
-        newer = remotes.download_newer(None)
-        if newer is None:
-            raise
-        return Choice(newer)
-    newer = remotes.download_newer(chosen.folder)
-    return chosen if newer is None else Choice(newer, chosen.unreadable)
 
 
 def _build_engine(

@@ -1,7 +1,6 @@
 """The plugin in a real GPT-NeoX checkout on the CPU, where GPT_NEOX_HOME names one; see docs/neox.md."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from tests.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT, Finished, clean_environment, command_line
 from tests.neox import twin
 from tests.neox.cases import CASES, DIVIDED
-from tests.neox.checkout import IMPORTING, PLUGIN, Checkout, Step, checkout, free_port, steps
+from tests.neox.checkout import IMPORTING, Checkout, Step, checkout, free_port, steps
 from tests.tokenizer_files import train_bpe, train_unigram
 
 __all__ = ["checkout"]
@@ -186,25 +185,6 @@ def test_our_trainer_goes_on_with_their_optimizer(division: str, runs: Runs, our
     assert anew[0]["loss"] == found[0]["loss"] and abs(anew[-1]["loss"] - found[-1]["loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("division", [name for name, keys in DIVISIONS.items() if keys.get("pipe_parallel_size") != 2])
-def test_their_trainer_goes_on_with_our_optimizer(
-    division: str, runs: Runs, ours: Ours, checkout: Checkout, initial: Path, tmp_path: Path
-) -> None:
-    """From step 10 of our run, exported with its optimizer: the losses and rates of ours, which went on."""
-    expected = ours(initial, STEPS, save=str(tmp_path / "ours"))
-    keys = DIVISIONS[division] | {"zero_optimization": {"stage": 1}}
-    tensor, data = keys.get("model_parallel_size", 1), 2 if division == "two data ranks" else 1
-    pipe = keys.get("pipe_parallel_size", 0)
-    export_neox(tmp_path / f"ours/global_step{STEPS // 2}", tmp_path / "exported", [], None, tensor, pipe, data)
-    shutil.copytree(runs("as in the file").folder / "data", tmp_path / "data")
-    run = loading(tmp_path, "exported", finetune=False) | {"no_load_rng": True}
-    found = steps(checkout.deepy("train.py", tmp_path, scaled(keys), run, ranks=tensor * data))
-    assert [step.number for step in found] == [line["step"] for line in expected[STEPS // 2 :]]
-    for step, line, after in zip(found, expected[STEPS // 2 :], [*expected[STEPS // 2 + 1 :], None], strict=True):
-        assert step.loss == pytest.approx(line["loss"], abs=5e-6)
-        assert after is None or step.next_rate == pytest.approx(after["lr"], rel=1e-3), "four digits are printed"
-
-
 def test_norms_of_queries_and_keys_go_both_ways(
     checkout: Checkout, ours: Ours, text: np.ndarray, tmp_path: Path
 ) -> None:
@@ -240,34 +220,19 @@ def test_their_trainer_resumes_with_its_rates_and_data(checkout: Checkout, runs:
         assert step.next_rate == before.next_rate and step.loss == pytest.approx(before.loss, abs=2e-6)
 
 
-def test_a_small_file_after_a_stock_one(checkout: Checkout, runs: Runs, initial: Path, text: np.ndarray) -> None:
-    """`350M coca`, where a file of GPT-NeoX's says rotary: the same losses as where one file says CoCA."""
-    whole = runs("as in the file")
-    folder = whole.folder / "layered"
-    folder.mkdir()
-    twin.write(folder / "data/theirs", text, VOCABULARY)
-    run = loading(folder, "initial") | {"load": str(whole.folder / "initial")}
-    found = steps(checkout.deepy("train.py", folder, scaled({"pos_emb": "rotary"}), run, {"pos_emb": "coca"}))
-    assert [step.loss for step in found] == [step.loss for step in whole.steps]
-    copies = folder / f"save/global_step{STEPS}/configs"
-    assert [yaml.safe_load((copies / f"part{number}.yml").read_text()).get("pos_emb") for number in (0, 2)] == 2 * [
-        "coca"
-    ]
-    assert open_checkpoint(folder / "save").trained.position.pos_emb == "coca"
-
-
 def test_the_first_command_validates_and_saves(checkout: Checkout, text: np.ndarray, tmp_path: Path) -> None:
-    """`350M local_setup coca` of docs/neox.md, with a smaller shape and on the CPU: upstream's pipeline of one stage
+    """`350M_coca local_setup` of docs/neox.md, with a smaller shape and on the CPU: upstream's pipeline of one stage
     validates, which ends in a TypeError without the plugin.
     """
     model, machine = (yaml.safe_load((checkout.home / f"configs/{name}.yml").read_text()) for name in FIRST_COMMAND)
     assert model["pipe_parallel_size"] == 1 and model["eval_iters"] > 0, "the page's command"
     assert not {name.replace("-", "_") for name in SMALLER} - {name.replace("-", "_") for name in model}
-    model = {name: value for name, value in model.items() if name != "fp16"} | SMALLER
+    replaced = ("fp16", "pos_emb", "pos-emb")
+    model = {name: value for name, value in model.items() if name not in replaced} | SMALLER | {"pos_emb": "coca"}
     twin.write(tmp_path / "data", text, VOCABULARY)
     machine = paths(tmp_path / "data") | {"tokenizer_type": "CharLevelTokenizer", "master_port": free_port()}
     machine |= {"save": str(tmp_path / "checkpoints"), "load": str(tmp_path / "checkpoints")}
-    found = checkout.deepy("train.py", tmp_path, model, machine, {"pos_emb": "coca"})
+    found = checkout.deepy("train.py", tmp_path, model, machine)
     assert [step.number for step in steps(found)] == [1, 2, 3, 4]
     losses = [float(loss) for loss in re.findall(r"validation results at iteration \d+ \| lm_loss value: (\S+)", found)]
     assert len(losses) == 2 and losses[1] < losses[0]
@@ -301,27 +266,6 @@ SMALLER: dict[str, Any] = {
     **{"eval_interval": 2, "eval_iters": 2, "log_interval": 1, "distributed_backend": "gloo"},
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1.0e-8}},
 }
-SMALL_FILES: dict[str, dict[str, Any]] = {
-    "125M": {},
-    "350M": {},
-    "mistral/7B": {
-        **{"rope_scaling": {"rope_type": "ntk", "factor": 2.0}, "sliding_window_width": None},
-        "attention_config": [[["global"], 32]],
-        **{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}},
-    },
-}
-"""Files of the checkout, and what the small one after them has besides `pos_emb: coca`."""
-
-
-@pytest.mark.parametrize("model", SMALL_FILES)
-def test_a_small_file_after_files_of_the_checkout(model: str, checkout: Checkout, tmp_path: Path) -> None:
-    stock, coca = checkout.home / f"configs/{model}.yml", tmp_path / "coca.yml"
-    coca.write_text(yaml.safe_dump({"pos_emb": "coca"} | SMALL_FILES[model]))
-    checkout.inside("files.py", str(tmp_path / "out"), f"{stock}{os.pathsep}{coca}")
-    (found,) = json.loads((tmp_path / "out").read_text()).values()
-    assert found["pos_emb"] == "coca" and found["copies"] == {stock.name: "coca", "coca.yml": "coca"}, found
-
-
 CONVERTER = "tools/ckpts/convert_neox_to_hf.py"
 
 
@@ -329,9 +273,7 @@ CONVERTER = "tools/ckpts/convert_neox_to_hf.py"
 def test_upstreams_converter_refuses_what_the_plugin_trained(
     division: str, checkout: Checkout, runs: Runs, tmp_path: Path
 ) -> None:
-    """Without the plugin it ends in an error about the name; with the plugin in our message. The same weights under
-    plain names are converted in silence.
-    """
+    """It ends in an error about the name. The same weights under plain names are converted in silence."""
     keys = {"pipe_parallel_size": 0, "model_parallel_size": 1} | scaled(DIVISIONS[division]) | RUN
     (tmp_path / "model.yml").write_text(yaml.safe_dump(keys))
     step, plain = runs(division).folder / f"save/global_step{STEPS}", tmp_path / "plain"
@@ -343,16 +285,14 @@ def test_upstreams_converter_refuses_what_the_plugin_trained(
             held[name.replace("megatron_coca_", "")] = held.pop(name)
         torch.save(content, path)
 
-    def convert(folder: Path, *before: str) -> Finished:
+    def convert(folder: Path) -> Finished:
         arguments = ["--input_dir", str(folder), "--config_file", str(tmp_path / "model.yml")]
         arguments += ["--output_dir", str(tmp_path / "out"), "--no_save_tokenizer"]
-        return checkout.run([*before, CONVERTER, *arguments], {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
+        return checkout.run([CONVERTER, *arguments], {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
 
     found = convert(step)
     assert found.status == 1 and "KeyError" in found.output and "attention.query_key_value.weight" in found.output
-    found = convert(step, *PLUGIN)
-    assert found.status == 2 and "megatron-coca export huggingface" in found.output.splitlines()[-1]
-    assert not (tmp_path / "out").exists() and (step / "MEGATRON_COCA.md").is_file()
+    assert not (tmp_path / "out").exists()
     assert convert(plain).status == 0
     for path in (plain / "configs").iterdir():
         path.write_text(path.read_text().replace("pos_emb: coca", "pos_emb: rotary"))
@@ -378,9 +318,8 @@ def test_what_the_plugin_trained_is_not_loaded_as_rotary(
     assert "RuntimeError" in found and "attention.megatron_coca_query_key_value.weight" in found
     found = checkout.deepy("train.py", tmp_path, stock, run | {"master_port": free_port()}, fails=True)
     assert "megatron_coca.neox_plugin: pos_emb: rotary, but the checkpoint" in found and "Traceback" not in found
-    found = checkout.deepy(
-        "train.py", tmp_path, stock, run | {"master_port": free_port()}, {"pos_emb": "xpos"}, fails=True
-    )
+    stock["pos_emb"] = "xpos"
+    found = checkout.deepy("train.py", tmp_path, stock, run | {"master_port": free_port()}, fails=True)
     assert "pos_emb: xpos, but " in found and "was trained with coca" in found and "Traceback" not in found
 
 

@@ -12,13 +12,11 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.exports.neox import export_neox
-from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.neox_layout import table
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.config import load_config
-from tests.conftest import ROOT
 
 STOP, STEPS = 4, 12
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -95,17 +93,11 @@ def stopped(live: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export_with_state(pipe: int) -> Callable[[Path, Path], object]:
-    return lambda checkpoint, folder: export_neox(checkpoint, folder, [], None, 2, pipe, data_parallel_size=3)
-
-
 @pytest.mark.parametrize(
     "write",
     [
         pytest.param(partial(write_as_neox, tensor=1, data=1), id="one rank"),
         pytest.param(partial(write_as_neox, tensor=2, data=3, prefix="bf16_"), id="six ranks"),
-        pytest.param(export_with_state(0), id="our export"),
-        pytest.param(export_with_state(1), id="our export by layer"),
     ],
 )
 def test_no_bit_is_lost_on_the_way(
@@ -137,21 +129,6 @@ def test_an_optimizer_begins_anew_at_their_step(stopped: Path, live: Any, open_r
     live(keys | {"load": str(stopped / "stopped"), "save": str(tmp_path / "own")})
     assert open_run(tmp_path / "run").losses == open_run(tmp_path / "own").losses
     assert native.read_meta(tmp_path / "run/global_step6")["counters"]["step"] == 2
-
-
-def test_an_optimizer_that_cannot_be_exported_is_refused(stopped: Path, tmp_path: Path) -> None:
-    checkpoint = stopped / f"stopped/global_step{STOP}"
-    refused = {
-        ROOT / "tests/golden/authors/coca_gpt_neox": (1, "is no checkpoint of a run"),
-        checkpoint: (0, "must be at"),
-    }
-    for source, (ranks, reason) in refused.items():
-        with pytest.raises(CheckpointError, match=reason):
-            export_neox(source, tmp_path / "refused", data_parallel_size=ranks)
-    import_checkpoint(checkpoint, tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="holds weights only"):
-        export_neox(tmp_path / "weights", tmp_path / "refused", data_parallel_size=1)
-    assert not (tmp_path / "refused").exists()
 
 
 def test_what_cannot_be_taken_over_is_refused(stopped: Path, live: Any, tmp_path: Path) -> None:

@@ -182,15 +182,6 @@ def test_a_cache_that_is_behind_the_store_costs_nothing(train: Train, uninterrup
     assert not RemoteFolder(f"{url}/quarantine").steps()
 
 
-def test_a_damaged_cache_is_made_good_by_the_store(train: Train, tmp_path: Path) -> None:
-    url = "s3://bucket/damaged_cache"
-    keys = {"save": url, "checkpoint_cache": str(tmp_path)}
-    train(keys | {"exit_interval": 4})
-    for step in (2, 4):
-        (native.step_folder(tmp_path / "s3/bucket/damaged_cache", step) / native.WEIGHTS).write_bytes(b"x")
-    assert "resuming at step 4" in train(keys).output
-
-
 @pytest.mark.slow
 def test_two_ranks_upload_what_both_have_written(train: Train, tmp_path: Path) -> None:
     url = "s3://bucket/ranks"
@@ -200,16 +191,6 @@ def test_two_ranks_upload_what_both_have_written(train: Train, tmp_path: Path) -
     assert "resuming at step 4" in train(keys, ranks=2).output
     files = RemoteFolder(url).read_json(STEPS, native.MANIFEST)["files"]
     assert {"state/rank_00000.safetensors", "state/rank_00001.safetensors"} <= files.keys()
-
-
-def test_a_damaged_checkpoint_in_the_store_is_passed_over(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
-    url = "s3://bucket/damaged"
-    remote = RemoteFolder(url)
-    for step in (2, 4):
-        remote.upload(native.step_folder(uninterrupted, step))
-    remote._fs.pipe_file("bucket/damaged/global_step4/model.safetensors", b"x")
-    resumed = train({"save": url, "checkpoint_cache": str(tmp_path)})
-    assert "model.safetensors: is damaged" in resumed.output and "resuming at step 2" in resumed.output
 
 
 def of_another_run(folder: Path, save: Path) -> Path:

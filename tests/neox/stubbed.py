@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.neox_plugin.upstream import REQUIREMENTS
+from megatron_coca.neox_plugin.upstream import MODULES
 from tests.conftest import ROOT
 
 STUB = ROOT / "tests/neox/stub"
@@ -34,8 +34,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Upstream]:
     for name in theirs:
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(STUB))
-    for requirement in REQUIREMENTS:
-        importlib.import_module(requirement.module)
+    for module in MODULES:
+        importlib.import_module(f"megatron.{module}")
     yield Upstream()
     for name in _loaded():
         del sys.modules[name]

@@ -15,11 +15,14 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_coca import methods
+from megatron_coca.checkpoints.huggingface_import import ADDED_KEYS, NETWORK_KEYS
+from megatron_coca.config import load_config
 from tests.parity.exported import (
     DENSE,
     GROUPED,
     LLAMA,
     NEOX,
+    SHAPE,
     TRAINED,
     modules_cache,
     names_in_the_file,
@@ -121,15 +124,11 @@ def test_what_an_engine_cannot_serve(name: str, message: str, engine: Engine, tm
         model(tokens(5, 1), use_cache=False)
 
 
-PROJECTIONS = {"CocaLlamaAttention": ("q_proj", "k_proj", "v_proj"), "CocaGPTNeoXAttention": ("query_key_value",)}
-
-
-@pytest.mark.parametrize("name", PROJECTIONS)
-def test_what_vllm_reads_in_the_source(name: str, tmp_path: Path) -> None:
+def test_what_vllm_reads_in_the_source(tmp_path: Path) -> None:
     """vLLM 0.32, fusers/attention.py and fusers/qkv.py: one call of a name that is assigned from the table of attention
     functions, with the scale; and each projection called once. All of it in `forward` itself.
     """
-    forward = textwrap.dedent(inspect.getsource(names_in_the_file(tmp_path)[name].forward))
+    forward = textwrap.dedent(inspect.getsource(names_in_the_file(tmp_path)["CocaDenseAttention"].forward))
     nodes = list(ast.walk(ast.parse(forward)))
     looked_up = [
         node.targets[0].id
@@ -139,7 +138,7 @@ def test_what_vllm_reads_in_the_source(name: str, tmp_path: Path) -> None:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     (dispatch,) = (call for call in calls if ast.unparse(call.func) in looked_up)
     assert "self.scaling" in [ast.unparse(word.value) for word in dispatch.keywords if word.arg == "scaling"]
-    for projection in PROJECTIONS[name]:
+    for projection in ("q_proj", "k_proj", "v_proj"):
         assert [ast.unparse(call) for call in calls].count(f"self.{projection}(hidden_states)") == 1
 
 
@@ -186,9 +185,11 @@ def test_tables_are_made_where_the_positions_are(
     position: dict[str, Any] = {"pos_emb": form, "logit_scaling": logit_scaling}
     position["rope_scaling"] = None if scaling is None else {"rope_type": scaling, "factor": 4.0, "proportion": 0.5}
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
-    config = names["CocaLlamaConfig"](**shape, intermediate_size=8, max_position_embeddings=TRAINED, position=position)
+    flat = load_config([], SHAPE | LLAMA).flat()
+    shape |= {"intermediate_size": 8, "network": {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS}}
+    config = names["CocaDenseConfig"](**shape, max_position_embeddings=TRAINED, position=position)
     with torch.device("meta"):
-        model = names["CocaLlamaModel"](config).eval()
+        model = names["CocaDenseModel"](config).eval()
         new = torch.zeros(1, 70, dtype=torch.long)
     model.set_attn_implementation("an_engine")
     for place in (torch, torch.Tensor):

@@ -363,10 +363,10 @@ def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
 
 EXTENDED = {
     "another": (["rope_scaling={rope_type: yarn, factor: 4}"], TRAINED, "is replaced by yarn (from a length of 40)"),
-    "another option": (["rope_scaling.factor=8.0"], 16, "becomes llama3 (from a length of 16) with factor 8.0"),
-    "the same": (["rope_scaling={rope_type: llama3, factor: 4}"], 16, "is kept as it is"),
+    "another option": (["rope_scaling.factor=8.0"], 16, "is replaced by llama3 (from a length of 16)"),
+    "the same": (["rope_scaling={rope_type: llama3, factor: 4}"], 16, None),
     "a map": (["relative_positions.type=rerope"], 16, "is used together with relative_positions rerope"),
-    "none": (["rope_scaling=null"], TRAINED, "is dropped"),
+    "none": (["rope_scaling=null"], TRAINED, "is replaced by default"),
     "nothing": ([], 16, None),
 }
 """Overrides of a model with llama3 of length 16, trained at 40; the length of the extension in use; what is said."""

@@ -20,20 +20,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "neox": NEOX | {"pos_emb": "coca"},
     "dense": DENSE | {"pos_emb": "coca"},
 }
-PROJECTIONS = {
-    "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "neox": ["query_key_value", "dense"],
-    "dense": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Of the attention; LLaMA's k_proj is the T projection of CoCA."""
 LAYERS = 2
 STEPS = 15
 
 
-def adapted(theirs: Any, kind: str) -> PeftModel:
+def adapted(theirs: Any) -> PeftModel:
     """The exported model with adapters on its attention, its own weights frozen."""
     torch.manual_seed(0)
-    settings = LoraConfig(r=4, lora_alpha=8, target_modules=PROJECTIONS[kind], task_type="CAUSAL_LM")
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
     return get_peft_model(theirs, settings).train()
 
 
@@ -58,10 +54,10 @@ def own_weights(model: PeftModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_adapters_train_and_their_merger_is_read_here(kind: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **SHAPES[kind])
-    model = adapted(remote(checkpoint, tmp_path / "exported"), kind)
+    model = adapted(remote(checkpoint, tmp_path / "exported"))
     learning = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert all("lora_" in name for name in learning)
-    assert len(learning) == 2 * LAYERS * len(PROJECTIONS[kind])
+    assert len(learning) == 2 * LAYERS * len(PROJECTIONS)
 
     before = own_weights(model)
     losses = trained(model)
@@ -89,7 +85,7 @@ def test_adapters_train_and_their_merger_is_read_here(kind: str, tmp_path: Path)
 def test_activations_computed_again_change_nothing(kind: str, tmp_path: Path) -> None:
     """Gradient checkpointing, which long inputs need: the same losses, and no more than rounding between them."""
     checkpoint = random_checkpoint(tmp_path / "run", **SHAPES[kind])
-    kept = trained(adapted(remote(checkpoint, tmp_path / "exported"), kind))
+    kept = trained(adapted(remote(checkpoint, tmp_path / "exported")))
     theirs = remote(checkpoint, tmp_path / "again")
     theirs.activation_checkpointing_enable({"use_reentrant": False})
-    assert trained(adapted(theirs, kind)) == pytest.approx(kept, abs=1e-4)
+    assert trained(adapted(theirs)) == pytest.approx(kept, abs=1e-4)

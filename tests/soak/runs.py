@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import moto.server
 
-from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.object_store import RemoteFolder, local_folder
+from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints.object_store import RemoteFolder
+from megatron_coca.remote_files import local_folder
 from tests.conftest import Run, _assert_same_state, command_line
 from tests.integration.killing import ROOT, TIME_LIMIT, ForkServer, Launch
 from tests.soak.events import ELASTIC
@@ -152,7 +153,8 @@ class SoakRun:
         self.cache = folder / "cache"
         self.keys = {**small, **KEYS, **(PLAIN if name == ELASTIC else {})}
         if store is not None:
-            self.save, self.log = local_folder(URL, self.cache), folder / "log"  # the cache may be deleted
+            self.save = local_folder(URL, self.cache, CheckpointError)
+            self.log = folder / "log"  # the cache may be deleted
             self.launch_keys = {"save": URL, "checkpoint_cache": str(self.cache), "log_dir": str(self.log)}
         else:
             self.save = self.log = folder / "save"

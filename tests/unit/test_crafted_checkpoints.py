@@ -131,7 +131,7 @@ def test_what_a_run_writes_is_valid(folder: Path) -> None:
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
 def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> None:
     paths = list(entries(Meta))
-    assert ("progress", "guard", "losses") in paths and ("mixture", 0, "epochs") in paths and len(paths) > 30
+    assert ("progress", "guard", "losses") in paths and ("counters",) in paths
     for path in paths:
         meta = changed(WHOLE, path, strange)
         name = ".".join(map(str, path))
@@ -157,7 +157,6 @@ def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> N
         (("progress",), [], "progress: expected a valid dictionary or .*, got \\[\\]"),
         (("progress", "guard", "losses"), [0.0], r"progress.guard.losses.0: expected greater than 0, got 0.0"),
         (("progress", "skips"), [[1]], r"progress.skips.0: List should have at least 2 items"),
-        (("data", "weights"), [0.5, 0.5], "data: has lists over different numbers of sources"),
         (("step",), "7", "step: expected a valid integer, got '7'"),
     ],
 )

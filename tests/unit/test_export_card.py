@@ -26,7 +26,7 @@ def card(tmp_path: Path, **keys: Any) -> tuple[dict[str, Any], str]:
 def test_what_the_card_says(tmp_path: Path) -> None:
     front, text = card(tmp_path, **GROUPED, pos_emb="coca", **TRAINING)
     assert front["library_name"] == "transformers" and front["pipeline_tag"] == "text-generation"
-    assert {"coca_llama", "coca", "custom_code"} <= set(front["tags"])
+    assert {"coca_dense", "coca", "custom_code"} <= set(front["tags"])
     weights = sum(entry.nbytes // 4 for entry in open_checkpoint(tmp_path / "run").weights().entries.values())
     for line in (
         "| training length | 32 tokens |",

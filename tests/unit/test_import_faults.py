@@ -64,12 +64,6 @@ def parts(rows: Mapping[str, int]) -> Callable[[Path], None]:
     return weights(lambda held: held.update({name: torch.zeros(count, 64) for name, count in rows.items()}))
 
 
-def pointer(name: str) -> Callable[[Path], None]:
-    """Leave what git does where its extension for large files is absent."""
-    told = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-    return lambda folder: (no_weights(folder), (folder / name).write_text(told))
-
-
 def cut(name: str) -> Callable[[Path], None]:
     """Leave half of a file."""
 
@@ -241,14 +235,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{HEAD} differs from {EMBEDDING}, though config.json ties them",
     ),
     "truncated": (cut(SINGLE), rf"{SINGLE}: is not a readable safetensors file \(.*\); fetch it again"),
-    "pointer": (
-        pointer(SINGLE),
-        f"{SINGLE}: is a git-lfs pointer without its content; run `git lfs pull` in the folder",
-    ),
-    "pickle as a pointer": (
-        pointer(BIN),
-        f"{BIN}: is a git-lfs pointer without its content; run `git lfs pull` in the folder",
-    ),
     "no weights": (no_weights, f"has no weights: no {SINGLE} or {SINGLE}.index.json or {BIN} or {BIN}.index.json"),
     "no index": (
         lambda f: (no_weights(f), (f / f"{SINGLE}.index.json").write_text("{}")),

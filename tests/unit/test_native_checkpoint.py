@@ -500,12 +500,6 @@ def test_the_digest_of_written_weights_is_that_of_their_file(tmp_path: Path) -> 
     assert digest.hexdigest() == native.describe(tmp_path / "w")["sha256"]
 
 
-def test_a_group_of_weights_may_be_exactly_as_large_as_the_limit(tmp_path: Path) -> None:
-    weights = Weights({name: WeightEntry(torch.float32, (5,)) for name in "abcde"}, torch.Tensor, tmp_path)
-    assert [list(group.entries) for group in weights.shards(40)] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [list(group.entries) for group in weights.shards(39)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
-
-
 class TestComparison:
     """Checksums in threads."""
 

@@ -1,8 +1,6 @@
 """The plugin for GPT-NeoX against a stub: what checkpoints say about positions, and what misreads them."""
 
 import os
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_coca.cli import COMMANDS
 from megatron_coca.config import ConfigError
-from megatron_coca.neox_plugin import __main__ as program
 from megatron_coca.neox_plugin import activate
-from megatron_coca.neox_plugin.checkpoints import NOTE, RECORD
+from megatron_coca.neox_plugin.checkpoints import RECORD
 from tests.neox.stubbed import Upstream, stub
 
 __all__ = ["stub"]
@@ -64,16 +60,6 @@ def test_what_is_not_the_plugin_finds_no_projection(keys: dict[str, Any], stub: 
     layer = {name[len(prefix) :]: weight for name, weight in module.items() if name.startswith(prefix)}
     with pytest.raises(RuntimeError, match=r"Unexpected key.*megatron_coca_query_key_value\.weight"):
         plain.load_state_dict(layer)
-
-
-def test_the_note_says_what_converts_it(stub: Upstream, tmp_path: Path) -> None:
-    activate()
-    saved(stub, tmp_path, **COCA)
-    note = (tmp_path / "global_step7" / NOTE).read_text()
-    assert "megatron-coca export huggingface" in note and "tools/ckpts/convert_neox_to_hf.py" in note
-    assert "    pos_emb: coca\n" in note
-    named = re.findall(r"megatron-coca ([a-z]+)", note)
-    assert named and set(named) <= set(COMMANDS)
 
 
 def test_a_plain_run_is_saved_as_without_the_plugin(stub: Upstream, tmp_path: Path) -> None:
@@ -160,40 +146,3 @@ def test_a_checkpoint_that_says_nothing_is_told(
     del content["args"][RECORD]
     load(stub, content, **COCA)
     assert "runs/old has no record of its position method; using pos_emb: coca" in caplog.text
-
-
-@pytest.fixture
-def converter(tmp_path: Path) -> Path:
-    """A script of the name of upstream's, which leaves a file behind."""
-    path = tmp_path / "tools/ckpts/convert_neox_to_hf.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(f"open({str(tmp_path / 'converted')!r}, 'w')")
-    return path
-
-
-@pytest.mark.parametrize("sign", ["config", "copy", "note"])
-def test_upstreams_converter_is_refused(
-    sign: str,
-    converter: Path,
-    stub: Upstream,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [])
-    step, config = tmp_path / "global_step7", tmp_path / "model.yml"
-    (step / "configs").mkdir(parents=True)
-    files = {"config": config, "copy": step / "configs/model.yml"}
-    for name, path in files.items():
-        path.write_text("pos-emb: coca" if name == sign else '{"pos_emb": "rotary"}')
-    if sign == "note":
-        (step / NOTE).write_text("")
-    arguments = ["--input_dir", str(step), "--config_file", str(config), "--output_dir", str(tmp_path / "out")]
-    assert program.main([str(converter), *arguments]) == 2 and not (tmp_path / "converted").exists()
-    said = capsys.readouterr().err
-    assert "was trained with the attention of megatron_coca" in said and "megatron-coca export huggingface" in said
-    for path in files.values():
-        path.write_text("pos_emb: rotary")
-    (step / NOTE).unlink(missing_ok=True)
-    assert program.main([str(converter), *arguments]) == 0 and (tmp_path / "converted").exists()

@@ -14,7 +14,6 @@ from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin import __main__ as program
 from megatron_coca.neox_plugin import activate
 from megatron_coca.neox_plugin.keys import uses_plugin
-from megatron_coca.neox_plugin.upstream import TESTED_COMMIT, commit
 from tests.conftest import ROOT, clean_environment
 from tests.neox.stubbed import STUB, Upstream, stub
 
@@ -122,90 +121,6 @@ def test_the_launcher_ends_with_our_message_and_no_traceback(tmp_path: Path) -> 
     assert done.stderr.splitlines()[-1].startswith("megatron_coca.neox_plugin: pos_emb: `cocaa` is not one of")
 
 
-STOCK = """# a file of GPT-NeoX's
-{
-  "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, # a comment
-  "seq-length": 16,
-  "pos_emb": "rotary",
-  "rotary_pct": 0.5,
-  "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
-}
-"""
-BLOCK = "num_layers: 2\nhidden_size: 32\nnum_attention_heads: 4\npos-emb: rotary # old\nseq_length: 16\n"
-BLOCK += "optimizer: {type: Adam, params: {lr: 0.001}}\n"
-
-
-def files(folder: Path, *texts: str) -> list[str]:
-    paths = [folder / f"{number}.yml" for number in range(len(texts))]
-    for path, text in zip(paths, texts, strict=True):
-        path.write_text(text)
-    return list(map(str, paths))
-
-
-@pytest.mark.parametrize("stock", [STOCK, BLOCK], ids=["braces", "lines"])
-def test_a_small_file_replaces_positions_of_a_stock_file(
-    stock: str, stub: Upstream, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    activate()
-    longer = "pos_emb: coca\nseq_length: 64\nrope_scaling: {rope_type: dynamic, factor: 2.0}"
-    paths = files(tmp_path, stock, longer)
-    made = stub["neox_arguments"].NeoXArgs.from_ymls(paths, {"user_script": "train.py"})
-    assert (made.pos_emb, made.seq_length, made.hidden_size, made.user_script) == ("coca", 64, 32, "train.py")
-    assert f"{paths[1]}: pos_emb: coca replaces rotary of {paths[0]}" in caplog.text
-    assert made.config_files["1.yml"] == longer
-    expected = stock.replace('"rotary"', '"coca"').replace("rotary #", '"coca" #')
-    assert made.config_files["0.yml"] == expected.replace(": 16", ": 64"), "comments and all other keys are kept"
-
-
-def test_the_copies_in_a_checkpoint_can_be_given_again_in_any_order(stub: Upstream, tmp_path: Path) -> None:
-    activate()
-    read = stub["neox_arguments"].NeoXArgs.from_ymls
-    copies = read(files(tmp_path, STOCK, "pos_emb: coca")).config_files
-    again = files(tmp_path, *copies.values())
-    assert read(again).pos_emb == read(again[::-1]).pos_emb == "coca"
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ((STOCK, "pos_emb: alibi"), "duplicate"),
-        (("pos_emb: coca", STOCK), "0.yml: name it after .*1.yml, so that it replaces pos_emb of that file"),
-        ((STOCK, "{pos_emb: coca, hidden_size: 64}"), "1.yml: hidden_size is also set in .*0.yml"),
-        ((STOCK, "seq_length: 64", "pos_emb: coca"), "1.yml: seq_length is also set in .*0.yml"),
-        ((STOCK, "pos_emb: cocaa"), "1.yml: pos_emb: `cocaa` is not one of .* did you mean `coca`"),
-        ((STOCK, "pos_emb: kerple_log"), "1.yml: pos_emb: kerple_log: it has weights"),
-        ((STOCK, "{pos_emb: rotary, rope_scalling: {}}"), "1.yml: rope_scalling: .* did you mean `rope_scaling`"),
-    ],
-)
-def test_other_keys_stand_in_one_file(texts: tuple[str, ...], message: str, stub: Upstream, tmp_path: Path) -> None:
-    activate()
-    with pytest.raises(ValueError, match=message):
-        stub["neox_arguments"].NeoXArgs.from_ymls(files(tmp_path, *texts))
-
-
-def test_several_files_one_after_the_other(stub: Upstream, tmp_path: Path) -> None:
-    activate()
-    made = stub["neox_arguments"].NeoXArgs.from_ymls(files(tmp_path, STOCK, "pos_emb: xpos", "pos_emb: coca"))
-    assert made.pos_emb == "coca" and '"pos_emb": "coca"' in made.config_files["0.yml"]
-    assert made.config_files["1.yml"] == 'pos_emb: "coca"'
-
-
-def test_a_copy_that_cannot_be_edited_is_written_anew(stub: Upstream, tmp_path: Path) -> None:
-    activate()
-    anchored = BLOCK.replace("rotary #", "&method rotary #") + "save: *method\n"
-    made = stub["neox_arguments"].NeoXArgs.from_ymls(files(tmp_path, anchored, "pos_emb: coca"))
-    copy = yaml.safe_load(made.config_files["0.yml"])
-    assert copy["pos_emb"] == "coca" and copy["save"] == "rotary" == made.save
-
-
-def test_two_files_of_one_name(stub: Upstream, tmp_path: Path) -> None:
-    activate()
-    (tmp_path / "other").mkdir()
-    paths = files(tmp_path, STOCK) + files(tmp_path / "other", "pos_emb: coca")
-    with pytest.raises(ConfigError, match=r"0.yml: several files have this name"):
-        stub["neox_arguments"].NeoXArgs.from_ymls(paths)
-
-
 def test_keys_of_ours_that_change_no_result_are_left_out(stub: Upstream, caplog: pytest.LogCaptureFixture) -> None:
     activate()
     stub.arguments(loss_chunk_size=128, torch_compile=True)
@@ -271,7 +186,7 @@ def test_an_incompatible_checkout_ends_with_its_message(
 ) -> None:
     monkeypatch.delattr(stub["mpu"], "get_cuda_rng_tracker")
     assert program.main([str(STUB / "train.py")]) == 2
-    assert "megatron.mpu.get_cuda_rng_tracker is missing" in capsys.readouterr().err
+    assert "get_cuda_rng_tracker" in capsys.readouterr().err
 
 
 def test_a_script_runs_as_without_the_plugin() -> None:
@@ -282,24 +197,3 @@ def test_a_script_runs_as_without_the_plugin() -> None:
     done = subprocess.run(command, cwd=STUB, env=environment, capture_output=True, text=True, check=False)
     expected = ["train.py", *rank, "-d", "configs", "a b", ""]
     assert done.stdout == f"{expected} {[str(STUB)]} True\n" and done.returncode == 7, done
-
-
-def test_commits(tmp_path: Path) -> None:
-    (tmp_path / "below").mkdir()
-    assert commit(tmp_path) is None
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
-        subprocess.run([*git, *command], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    assert commit(tmp_path) == head and commit(tmp_path / "below") is None, (
-        "the commit of what lies around it says nothing"
-    )
-
-
-def test_another_commit_is_only_told(
-    stub: Upstream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("megatron_coca.neox_plugin.activation.commit", lambda folder: "0" * 40)
-    activate()
-    assert f"GPT-NeoX is at commit {'0' * 40}; the plugin is tested with {TESTED_COMMIT}" in caplog.text
-    assert stub.arguments(pos_emb="coca").pos_emb == "coca"

@@ -80,7 +80,6 @@ def test_any_grid_reads_what_any_other_wrote(
 ) -> None:
     write(tmp_path / "state", key_heads, *saved)
     with open_state(tmp_path / "state") as reader:
-        reader.require_complete()
         for pieces, places in held(key_heads, *wanted):
             for piece in pieces:
                 expected = piece.tensor.clone()
@@ -101,8 +100,6 @@ def test_the_packed_weight_and_the_moments_of_what_trains(
         moment, expected = reader.whole(f"{NAME}.weight", "exp_avg"), whole(key_heads, "exp_avg")
         for part, rows in rows_of(key_heads).items():
             assert torch.equal(moment[rows], expected[rows] if part in TRAINED else torch.zeros_like(expected[rows]))
-        trained = sum(len(rows_of(key_heads)[part]) for part in TRAINED) * WIDTH
-        assert reader.stored == {WEIGHT: whole(key_heads, WEIGHT).numel(), "exp_avg": trained, "exp_avg_sq": trained}
 
 
 def test_pieces_are_the_same_memory() -> None:
@@ -139,22 +136,8 @@ def test_moments_that_are_not_there_are_not_taken_for_zeros(tmp_path: Path, save
             reader.fill(wanted, ParameterSlice((24, WIDTH)))
 
 
-def test_states_that_cover_different_elements_are_found(tmp_path: Path) -> None:
-    ((pieces, places),) = held(4, 1, 1)
-    lost = next(piece for piece in pieces if piece.kind == "exp_avg_sq")
-    (tmp_path / "state").mkdir()
-    write_pieces(tmp_path / "state" / file_name(0), [piece for piece in pieces if piece is not lost], places)
-    with (
-        open_state(tmp_path / "state") as reader,
-        pytest.raises(CheckpointError, match="exp_avg_sq of .* covers different"),
-    ):
-        reader.require_complete()
-
-
 def test_a_missing_file_is_found_for_moments_too(tmp_path: Path) -> None:
     write(tmp_path / "state", 4, 3, 1)
     (tmp_path / "state" / file_name(1)).unlink()
-    with open_state(tmp_path / "state") as reader:
-        for ask in (reader.require_complete, lambda: reader.whole(f"{NAME}.weight", "exp_avg")):
-            with pytest.raises(CheckpointError, match="is incomplete"):
-                ask()
+    with open_state(tmp_path / "state") as reader, pytest.raises(CheckpointError, match="is incomplete"):
+        reader.whole(f"{NAME}.weight", "exp_avg")

@@ -1,10 +1,9 @@
 """Write checkpoints as folders that Hugging Face transformers loads, with the same logits.
 
-A stock architecture is used where it computes what the model does. Otherwise one of the same shape is, whose positions
-are computed by a modelling file saved with the weights (modelling_file.py).
+A stock architecture is used where it computes what the model does. Otherwise a modelling file is saved with the weights
+(modelling_file.py).
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
-from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.exports.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.exports.modelling_file import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
@@ -33,10 +31,7 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     ADDED_KEYS,
     CONFIG,
-    EMBEDDING,
     GENERATION,
-    HEAD,
-    INDEX,
     LAYERS,
     LEARNED_ROWS,
     LIMITS,
@@ -44,12 +39,10 @@ from megatron_coca.checkpoints.huggingface_import import (
     NETWORK_KEYS,
     POSITION,
     POSITION_KEYS,
-    REMOTE_TYPES,
     SINGLE,
     dense_rows,
     is_huggingface_folder,
     parse_config,
-    remote_rows,
 )
 from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_parameters
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
@@ -61,143 +54,91 @@ from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, S
 from megatron_coca.config.source import given_values
 
 MODELLING_FILE = TEMPLATE.name
-SHARD_BYTES = 5_000_000_000
-"""Largest size of one weights file, unless a single weight is larger; transformers' own limit."""
 
 # Architectures --------------------------------------------------------------------------------------------------------
 
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Ours to theirs; only those that are read back as well."""
-CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
-"""Names of the classes in the modelling file, by `model_type`."""
+OURS = "coca_dense"
+"""`model_type` of what the modelling file computes."""
+Json = dict[str, Any]
 
 
-def _stock_positions(config: Config) -> bool:
-    stock = all(choice.huggingface == "stock" for choice, _ in config.position.choices())
-    scaling = config.position.rope_scaling
-    return stock and getattr(scaling, "ramp", None) in (None, "dimension") and not getattr(scaling, "resonance", False)
-
-
-def _is_neox(config: Config) -> bool:
-    model = config.model
-    return (
-        model.norm == "layernorm"
-        and model.activation in NEOX_ACTIVATIONS
-        and model.use_bias_in_norms
-        and model.use_bias_in_mlp
-        and model.num_kv_heads == model.num_attention_heads
-        and not (model.gpt_j_residual and model.gpt_j_tied)
-    )
-
-
-def _is_llama(config: Config) -> bool:
-    model = config.model
-    plain = model.norm == "rmsnorm" and not model.zero_centered_norms
-    return plain and model.activation == "swiglu" and not model.gpt_j_residual
-
-
-def _neox_keys(config: Config) -> dict[str, Any]:
-    model = config.model
+def _neox_keys(config: Config, shared: Json) -> Json:
+    model, position = config.model, config.position
     tanh = model.activation == "gelu" and model.bias_gelu_fusion
-    return {
-        "hidden_act": "gelu_new" if tanh else NEOX_ACTIVATIONS[model.activation],
+    rope = rope_parameters(position, model.seq_length) | {"partial_rotary_factor": position.rotary_pct}
+    return shared | {
+        "hidden_act": "gelu_new" if tanh else NEOX_ACTIVATIONS.get(model.activation),
         "layer_norm_eps": model.layernorm_epsilon,
         "use_parallel_residual": model.gpt_j_residual,
         "attention_bias": model.use_bias_in_attn_linear,
         "hidden_dropout": model.hidden_dropout,
+        "rope_parameters": rope,
+        "pos_emb": "rotary",  # transformers ignores it; without it, such a folder could be one of the CoCA authors'
     }
 
 
-def _dense_keys(config: Config) -> dict[str, Any]:
-    model, flat = config.model, config.flat()
-    return {
+def _llama_keys(config: Config, shared: Json) -> Json:
+    model = config.model
+    return shared | {
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_epsilon,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
+        "rope_parameters": rope_parameters(config.position, model.seq_length),
     }
 
 
-def _llama_keys(config: Config) -> dict[str, Any]:
-    keys = {"hidden_act": "silu", "rms_norm_eps": config.model.rms_norm_epsilon} | _dense_keys(config)
-    return {name: value for name, value in keys.items() if name != NETWORK}
+def _our_keys(config: Config, shared: Json) -> Json:
+    flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
+    return _llama_keys(config, shared) | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.position.rotary_emb_base},  # stock code's own
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
+        "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
+    }
 
 
 class Exporter(NamedTuple):
-    """One architecture of transformers: if it expresses a model, our names -> its weights, config.json from what all
+    """One architecture of transformers: its class, our names -> its weights, and config.json from what all
     architectures have in it.
     """
 
-    fits: Callable[[Config], bool]
+    architecture: str
     rows: Callable[[Config], tuple[weight_map.Row, ...]]
-    keys: Callable[[Config, dict[str, Any]], dict[str, Any]]
-
-
-def _with(shape: Callable[[Config], dict[str, Any]]) -> Callable[[Config, dict[str, Any]], dict[str, Any]]:
-    return lambda config, shared: shared | shape(config)
-
-
-def _keeps(config: Config, *also: str) -> bool:
-    """Whether blocks of GPT-NeoX or LLaMA have every key of the model; `also` are keys that one architecture has."""
-    return next(lost_keys(config, WRITTEN.union(also)), None) is None
-
-
-def _keeps_remotely(config: Config) -> bool:
-    model = config.model  # kv_channels may say what heads have anyway
-    same_heads = model.head_dim * model.num_attention_heads == model.hidden_size
-    return same_heads and _keeps(config, "kv_channels", "layer_types", *LIMITS)
+    keys: Callable[[Config, Json], Json]
 
 
 def _family(kind: str) -> Exporter:
-    """An architecture of the table: it fits a model if what is written of it is read as the same model."""
     family = FAMILIES[kind]
-
-    def fits(config: Config) -> bool:
-        written = {"model_type": kind} | write_keys(family, config, _shared_keys(config, kind))
-        try:
-            return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
-        except CheckpointError:
-            return False
-
     return Exporter(
-        fits, lambda config: family.rows(config.model), lambda config, shared: write_keys(family, config, shared)
+        family.architecture,
+        lambda config: family.rows(config.model),
+        lambda config, shared: write_keys(family, config, shared),
     )
 
 
 EXPORTERS: dict[str, Exporter] = {
-    "gpt_neox": Exporter(
-        lambda config: _stock_positions(config) and _keeps(config) and _is_neox(config),
-        lambda config: weight_map.GPT_NEOX,
-        _with(_neox_keys),
-    ),
-    "llama": Exporter(
-        lambda config: (
-            _stock_positions(config)
-            and _keeps(config, "kv_channels")
-            and config.position.rotary_pct == 1
-            and _is_llama(config)
-        ),
-        lambda config: weight_map.llama("k_proj"),
-        _with(_llama_keys),
-    ),
+    "gpt_neox": Exporter("GPTNeoXForCausalLM", lambda config: weight_map.GPT_NEOX, _neox_keys),
+    "llama": Exporter("LlamaForCausalLM", lambda config: weight_map.llama("k_proj"), _llama_keys),
     **{kind: _family(kind) for kind in FAMILIES},
-    "coca_gpt_neox": Exporter(
-        lambda config: _is_neox(config) and _keeps_remotely(config),
-        lambda config: remote_rows("coca_gpt_neox"),
-        _with(_neox_keys),
-    ),
-    "coca_llama": Exporter(
-        lambda config: _is_llama(config) and _keeps_remotely(config),
-        lambda config: remote_rows("coca_llama"),
-        _with(_llama_keys),
-    ),
-    "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _with(_dense_keys)),
+    OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
-"""By `model_type`; the first that expresses a model is used."""
-WRITTEN = SHAPE_KEYS | set(NETWORK_KEYS) | set(POSITION_KEYS)
-"""Keys that all of them write."""
-WRITTEN_LAST = WRITTEN.union(ADDED_KEYS, LIMITS, {"kv_channels", "layer_types"})
+"""By `model_type`; the first that expresses a model is used, the last for all that no other does."""
+
+
+def _fits(kind: str, config: Config) -> bool:
+    """Return whether what is written of a model for an architecture is read as the same model."""
+    written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
+    try:
+        return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
+    except CheckpointError:
+        return False
+
+
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *ADDED_KEYS, *LIMITS, "kv_channels", "layer_types"}
 """Keys that the last of them writes."""
 
 
@@ -209,35 +150,16 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
 
     `weights` are those that are written, by our names.
     """
-    model = config.model
-    if kind in REMOTE_TYPES:
-        classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-        auto_map = {name: f"{TEMPLATE.stem}.{CLASS_PREFIXES[kind]}{end}" for name, end in classes.items()}
-        architecture = auto_map["AutoModelForCausalLM"].rpartition(".")[2]
-        plain = {
-            "rope_type": "default",
-            "rope_theta": config.position.rotary_emb_base,
-        }  # stock code must extend nothing
-        positions = {"auto_map": auto_map, "rope_parameters": plain, POSITION: describe_position(config, weights)}
-    elif kind == "gpt_neox":
-        rope = rope_parameters(config.position, model.seq_length)
-        rope |= {"partial_rotary_factor": config.position.rotary_pct}
-        # Transformers ignores `pos_emb`; without it, such a folder could be one of the CoCA authors'.
-        architecture, positions = "GPTNeoXForCausalLM", {"rope_parameters": rope, "pos_emb": config.position.pos_emb}
-    elif kind == "llama":
-        rope = rope_parameters(config.position, model.seq_length)
-        architecture, positions = "LlamaForCausalLM", {"rope_parameters": rope}
-    else:
-        architecture, positions = FAMILIES[kind].architecture, {}
+    model, exporter = config.model, EXPORTERS[kind]
     settings = {
         "model_type": kind,
-        "architectures": [architecture],
+        "architectures": [exporter.architecture],
         "dtype": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
         "initializer_range": model.init_method_std,
         **{f"{name}_token_id": value for name, value in ids._asdict().items()},
-        **positions,
-        **EXPORTERS[kind].keys(config, _shared_keys(config, kind)),
+        **exporter.keys(config, _shared_keys(config, kind)),
     }
+    settings |= {POSITION: describe_position(config, weights)} if kind == OURS else {}
     # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
     end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
     generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
@@ -267,7 +189,7 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
     trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
     if config.position.embedding.weights == "table" and kind in FAMILIES:
         return config.model.max_position_embeddings
-    measured = config.position.extension.stock.length if kind not in REMOTE_TYPES else None
+    measured = config.position.extension.stock.length if kind != OURS else None
     return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
 
 
@@ -323,19 +245,16 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the folder, its `model_type`, a note on lost tokenizer behaviour, or None, and what the
-    overrides changed, one line for each key.
-    """
+    """Result of an export: the folder, its `model_type`, and a note on lost tokenizer behaviour, or None."""
 
     folder: Path
     model_type: str
     tokenizer_note: str | None
-    changes: tuple[str, ...]
 
     @property
     def remote(self) -> bool:
         """True if it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
-        return self.model_type in REMOTE_TYPES
+        return self.model_type == OURS
 
 
 def push(folder: Path, name: str) -> str:
@@ -363,9 +282,7 @@ def export(
     folder: str | Path,
     overrides: Overrides = (),
     dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
     tokenizer: str | Path | None = None,
-    without_padding: bool = False,
     notes: CardNotes | None = None,
 ) -> Exported:
     """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
@@ -375,11 +292,8 @@ def export(
         folder: to write; must not exist. It is complete or absent.
         overrides: config overrides, as for `load_model`; an extension becomes part of the export.
         dtype: of the weights; by default as saved, then they are equal bit by bit.
-        shard_bytes: larger models are written in several files.
         tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
             ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
-        without_padding: omit the padding rows of the vocabulary, so that no program counts them
-            in a softmax. By default they are kept, and log-likelihoods are those that the checkpoint has here.
         notes: for the model card.
 
     Raises:
@@ -391,14 +305,10 @@ def export(
     opened, folder = open_checkpoint(checkpoint, overrides=overrides), Path(folder)
     config = opened.configure(overrides)
     kind = _kind(opened, config)
-    modelling = _modelling_file(config) if kind in REMOTE_TYPES else None
+    modelling = _modelling_file(config) if kind == OURS else None
     refuse_existing(folder, CheckpointError)
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
-    if without_padding:
-        known = config.model.vocab_size or config.model.padded_vocab_size
-        config = config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1})
-        ours = ours.first_rows((EMBEDDING, HEAD), known)
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads, config.model.head_dim)
     rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
     weights = weight_map.to_foreign_weights(ours, rows, heads)
@@ -416,8 +326,8 @@ def export(
         for name, data in written.items():
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
-            _write_weights(partial, shown, shard_bytes)
-    return Exported(folder, kind, note, changes_of(overrides, opened.trained, config))
+            write_safetensors(partial / SINGLE, shown, {"format": "pt"})
+    return Exported(folder, kind, note)
 
 
 def _kind(opened: OpenedCheckpoint, config: Config) -> str:
@@ -426,16 +336,16 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())
     unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
     positions = list(filter(None, unknown))
-    stock = [name for name in EXPORTERS if name not in REMOTE_TYPES] if not positions else []
+    stock = [name for name in EXPORTERS if name != OURS] if not positions else []
     origin = native.read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
     named = [name for name in stock if name == origin.get("model_type")]
-    found = next((name for name in (*named, *stock) if EXPORTERS[name].fits(config)), None)
+    found = next((name for name in (*named, *stock) if _fits(name, config)), None)
     if found is not None:
         return found
-    reasons = [*lost_keys(config, WRITTEN_LAST), *positions]
+    reasons = [*lost_keys(config, WRITTEN), *positions]
     if reasons:
         raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
-    return next(name for name in REMOTE_TYPES if EXPORTERS[name].fits(config))
+    return OURS
 
 
 def _modelling_file(config: Config) -> bytes:
@@ -470,15 +380,3 @@ def _select_tokenizer(
         return TokenizerFiles({}, TokenIds(), missing)
     files, differing = tokenizer_files(tokenizer)
     return TokenizerFiles(files, TokenIds(eos=tokenizer.eod), "; ".join(filter(None, (note, differing))) or None)
-
-
-def _write_weights(folder: Path, weights: Weights, shard_bytes: int) -> None:
-    shards = list(weights.shards(shard_bytes))
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(folder / name, shard, {"format": "pt"})
-        index |= dict.fromkeys(shard.entries, name)
-    if len(shards) > 1:
-        size = {"total_size": sum(entry.nbytes for entry in weights.entries.values())}
-        (folder / INDEX).write_text(json.dumps({"metadata": size, "weight_map": index}, indent=1) + "\n")

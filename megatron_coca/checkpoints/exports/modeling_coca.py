@@ -1,8 +1,8 @@
-"""LLaMA and GPT-NeoX with other position methods, for Hugging Face transformers: CoCA, xPos, ALiBi, KERPLE and others.
+"""Decoders with other position methods, for Hugging Face transformers: CoCA, xPos, ALiBi, KERPLE and others.
 
 This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs torch and transformers alone.
-The position method is the mapping `position` in config.json. `coca_dense` is LLaMA's attention in a block whose norms,
-MLP and residual the mapping `network` describes.
+The position method is the mapping `position` in config.json. The model is LLaMA's attention, with LLaMA's names of
+weights, in a block whose norms, MLP and residual the mapping `network` describes.
 
 Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. Q' and K' are formed here and passed to
 the attention function that transformers is configured with. Notation: m position of a query, n of a key, r = m - n,
@@ -15,20 +15,17 @@ is not padding. Nothing is kept between calls.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
-    LlamaRMSNorm,
     eager_attention_forward,
 )
 
@@ -39,34 +36,24 @@ from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
 from megatron_coca.checkpoints.exports.modelling_file import CHOICES
 from megatron_coca.model.layers import (
-    AllHeadsNorm,
+    GATED,
     HeadRMSNorm,
     LearnedPositions,
     ScaleNorm,
     SinusoidalPositions,
     ZeroCenteredRMSNorm,
+    build_activation,
+    build_norm,
+    qk_norms,
     soft_capped,
 )
 
 
-class CocaLlamaConfig(LlamaConfig):
-    """LLaMA's configuration with `position`, the position method."""
-
-    model_type = "coca_llama"
-    position: dict | None = None
-
-
-class CocaGPTNeoXConfig(GPTNeoXConfig):
-    """GPT-NeoX's configuration with `position`, the position method."""
-
-    model_type = "coca_gpt_neox"
-    position: dict | None = None
-
-
-class CocaDenseConfig(CocaLlamaConfig):
-    """LLaMA's configuration with `position`, and `network`, which describes blocks that are not LLaMA's."""
+class CocaDenseConfig(LlamaConfig):
+    """LLaMA's configuration with `position`, the position method, and `network`, which describes the block."""
 
     model_type = "coca_dense"
+    position: dict | None = None
     network: dict | None = None
 
 
@@ -74,17 +61,29 @@ class CocaDenseConfig(CocaLlamaConfig):
 
 
 class MissingOption(AttributeError, ValueError):
-    """A formula reads an option that config.json does not have."""
+    """A formula or a block reads an option that config.json does not have."""
 
 
 class Options(dict):
     """A section of config.json, its keys also as attributes."""
 
     def __missing__(self, name: str) -> Any:
-        raise MissingOption(f"config.position: {dict(self)} has no {name}")
+        raise MissingOption(f"config.json: {dict(self)} has no {name}")
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
+
+
+ModelConfig = Options
+"""Keys of the network, as norms and activations read them."""
+
+
+def network_of(config: CocaDenseConfig) -> Options:
+    """Return the mapping `network` with what norms need of the model's shape."""
+    if not config.network:
+        raise ValueError(f"this {config.model_type} has no `network` in its config.json; export the model again")
+    heads = {"num_attention_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+    return Options(config.network, hidden_size=config.hidden_size, head_dim=config.head_dim, **heads)
 
 
 class Rotary(NamedTuple):
@@ -103,10 +102,10 @@ class Rotary(NamedTuple):
 # Positions ------------------------------------------------------------------------------------------------------------
 
 
-def choose(table: dict[str, Any], name: str, key: str, section: str = "position") -> Any:
+def choose(table: dict[str, Any], name: str, key: str) -> Any:
     """Return a row of a table, or raise an error that names the rows."""
     if name not in table:
-        raise ValueError(f"config.{section}: {key} {name!r} is not known; known are {', '.join(table)}")
+        raise ValueError(f"config.position: {key} {name!r} is not known; known are {', '.join(table)}")
     return table[name]
 
 
@@ -165,8 +164,7 @@ class Positions:
         if theirs.get("rope_type", "default") != "default":
             raise ValueError("an extension is set as config.position['rope_scaling'], not as rope_scaling")
         self.method, self.trained = given["pos_emb"], config.max_position_embeddings
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, head_dim = config.num_attention_heads, config.head_dim
         embedding, options = read_choice("pos_emb", {"type": self.method, **(given.get("pos_emb_options") or {})})
         self.form = SCORE_FORMS[self.method] if embedding.rotary else PLAIN
         self.biased, make_bias = embedding.biased, BIASES.get(self.method)
@@ -179,7 +177,7 @@ class Positions:
         self.by_length = self.form.rotary and self.extension.length_dependent
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
         self.limited = self.window is not None or self.chunk is not None
-        self.softcap = (getattr(config, "network", None) or {}).get("attn_logit_softcapping")
+        self.softcap = config.network["attn_logit_softcapping"]
         factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
         options.pop("type", None)
         self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
@@ -290,11 +288,23 @@ def own_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
-class CocaAttention:
-    """Attention code shared by both architectures."""
+class CocaDenseAttention(LlamaAttention):
+    """LLaMA's attention with operands of the position method; `k_proj` gives CoCA's t. Queries and keys may have norms,
+    and q, k and v biases apart from the output projection's.
+    """
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        network = network_of(config)
+        heads = {"q": network.num_attention_heads, "k": network.num_kv_heads, "v": network.num_kv_heads}
+        bias = config.attention_bias if network.use_bias_in_qkv is None else network.use_bias_in_qkv
+        for name, count in heads.items():
+            setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * self.head_dim, bias=bias))
+        self.scaling = network.softmax_scale or self.scaling
+        norms = qk_norms(network)
+        self.names = (*norms, *norms)[:2]  # of the query's norm and the key's
+        for name, norm in norms.items():
+            self.add_module(name, norm)
         self.layer_type = layer_names(config)[layer_idx]
         self.positions = Positions(config, self.layer_type)
         if self.positions.bias.by_layer is not None:
@@ -344,14 +354,8 @@ class CocaAttention:
         mask = mask if shared.seen is None else torch.where(shared.seen, mask, hidden)
         return mask if self.positions.biased else mask.to(dtype)
 
-
-# vLLM reads the source of the two methods `forward`: the attention function has to be looked up and called there, and
-# the projections of LLaMA be called there one by one.
-
-
-class CocaLlamaAttention(CocaAttention, LlamaAttention):
-    """LLaMA's attention with operands of the position method; `k_proj` gives CoCA's t."""
-
+    # vLLM reads the source of this method: the attention function has to be looked up and called here, and the
+    # projections be called here one by one.
     def forward(
         self,
         hidden_states: Tensor,
@@ -360,7 +364,7 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As LLaMA's, with the positions that `CocaModel` passes on."""
+        """As LLaMA's, with the positions that `CocaDenseModel` passes on."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -375,104 +379,14 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [batch, length, heads, head_dim] after their norms, of which LLaMA has none."""
-        return q, k
-
-
-class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
-    """GPT-NeoX's attention with operands of the position method; the k rows give CoCA's t."""
-
-    num_key_value_groups = 1
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        shared: dict[str, SharedPositions],
-        attention_mask: Any = None,
-        layer_past: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        """As GPT-NeoX's, with the positions that `CocaModel` passes on."""
-        packed = self.query_key_value(hidden_states).view(*hidden_states.shape[:-1], -1, 3 * self.head_size)
-        q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
-        own = shared[self.layer_type]
-        q, k, v, mask = self.prepare(q, k, v, attention_mask, own, layer_past, kwargs.get("cache_position"))
-        function: Any = self.own_function(own, mask, q.dtype)
-        if function is None:
-            function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        dropout = self.attention_dropout if self.training else 0.0
-        output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
-        return self.dense(output.reshape(*hidden_states.shape[:-1], -1)), weights
-
-
-# Other blocks ---------------------------------------------------------------------------------------------------------
-
-
-NORMS: dict[str, Callable[[int, dict], nn.Module]] = {
-    "layernorm": lambda size, n: nn.LayerNorm(size, n["layernorm_epsilon"], bias=n["use_bias_in_norms"]),
-    "rmsnorm": lambda size, n: rms_norm(size, n),
-    "scalenorm": lambda size, n: ScaleNorm(size, n["scalenorm_epsilon"]),
-    "non_parametric_layernorm": lambda size, n: nn.LayerNorm(size, n["layernorm_epsilon"], elementwise_affine=False),
-}
-HEAD_NORMS: dict[str, Callable[[tuple[int, int], dict], nn.Module]] = {
-    "layernorm": lambda heads, n: nn.LayerNorm(heads, n["layernorm_epsilon"], bias=n["use_bias_in_norms"]),
-    "rmsnorm": lambda heads, n: HeadRMSNorm(*heads, n["rms_norm_epsilon"]),
-    "scalenorm": lambda heads, n: ScaleNorm(heads[1], n["scalenorm_epsilon"]),
-    "non_parametric_layernorm": lambda heads, n: nn.LayerNorm(heads, n["layernorm_epsilon"], elementwise_affine=False),
-}
-"""Of `use_qk_layernorm`, one for queries and keys [..., heads, head_dim]."""
-PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "gelu": nn.GELU,
-    "relu": nn.ReLU,
-    "silu": nn.SiLU,
-    "swish": nn.SiLU,
-    "mish": nn.Mish,
-    "softsign": nn.Softsign,
-}
-GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "swiglu": nn.SiLU,
-    "geglu": nn.GELU,
-    "geglu_tanh": lambda: nn.GELU("tanh"),
-    "reglu": nn.ReLU,
-    "glu": nn.Sigmoid,
-    "bilinear": nn.Identity,
-}
-
-
-def rms_norm(width: int, network: dict) -> nn.Module:
-    """A norm of the features of queries or keys."""
-    kind = ZeroCenteredRMSNorm if network.get("zero_centered_norms") else LlamaRMSNorm
-    return kind(width, network["rms_norm_epsilon"])
-
-
-class CocaDenseAttention(CocaLlamaAttention):
-    """The same with norms of queries and keys, and biases of q, k and v apart from the output projection's."""
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        network, width = config.network, self.head_dim
-        counts = {"query": config.num_attention_heads, "key": config.num_key_value_heads}
-        bias = network.get("use_bias_in_qkv", config.attention_bias)
-        for name, count in {"q": counts["query"], "k": counts["key"], "v": counts["key"]}.items():
-            setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * width, bias=bias))
-        norms: dict[str, nn.Module] = {}
-        if network.get("use_qk_layernorm"):
-            norms = {"qk_layernorm": HEAD_NORMS[network["norm"]]((counts["query"], width), network)}
-        elif network.get("qk_norm") == "head":
-            norms = {f"{name}_layernorm": rms_norm(width, network) for name in counts}
-        elif network.get("qk_norm") == "projection":
-            norms = {f"{name}_layernorm": AllHeadsNorm(rms_norm(n * width, network)) for name, n in counts.items()}
-        self.scaling = network.get("softmax_scale") or self.scaling
-        self.names = (*norms, *norms)[:2]  # of the query's norm and the key's
-        for name, norm in norms.items():
-            self.add_module(name, norm)
-
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """As LLaMA's."""
+        """Queries and keys [batch, length, heads, head_dim] after their norms, if there are any."""
         if not self.names:
             return q, k
         of_query, of_key = (getattr(self, name) for name in self.names)
         return of_query(q), of_key(k)
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
 
 
 class GatedMLP(LlamaMLP):
@@ -480,7 +394,9 @@ class GatedMLP(LlamaMLP):
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)
-        self.act_fn = GATED_ACTIVATIONS[config.network["activation"]]()
+        if config.network["activation"] != "swiglu":  # LLaMA's own is a module that engines know
+            del self.act_fn
+            self.act_fn = build_activation(network_of(config))
 
 
 class PlainMLP(nn.Module):
@@ -488,11 +404,9 @@ class PlainMLP(nn.Module):
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__()
-        name, width = config.network["activation"], config.intermediate_size
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
-        tanh = name == "gelu" and config.network["bias_gelu_fusion"]
-        self.act_fn = nn.GELU("tanh") if tanh else choose(PLAIN_ACTIVATIONS, name, "activation", "network")()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = build_activation(network_of(config))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same."""
@@ -507,14 +421,13 @@ class CocaDenseLayer(LlamaDecoderLayer):
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        network = config.network
-        self.parallel, self.dropout = network["gpt_j_residual"], network["hidden_dropout"]
-        self.one_norm = self.parallel and network["gpt_j_tied"]
+        network = network_of(config)
+        self.parallel, self.dropout = network.gpt_j_residual, network.hidden_dropout
+        self.one_norm = self.parallel and network.gpt_j_tied
         self.self_attn = CocaDenseAttention(config, layer_idx)
-        self.mlp = (GatedMLP if network["activation"] in GATED_ACTIVATIONS else PlainMLP)(config)
-        norm = partial(choose(NORMS, network["norm"], "norm", "network"), config.hidden_size, network)
-        position = network.get("norm_position", "pre")
-        before, after = (nn.Identity if position == place else norm for place in ("post", "pre"))
+        self.mlp = (GatedMLP if network.activation in GATED else PlainMLP)(config)
+        norm = partial(build_norm, network)
+        before, after = (nn.Identity if network.norm_position == place else norm for place in ("post", "pre"))
         self.input_layernorm, self.attention_output_layernorm = before(), after()
         self.mlp_output_layernorm = after()
         if self.one_norm:
@@ -564,19 +477,21 @@ class InitWeights:
             module.reset_parameters()
 
 
-class CocaModel(InitWeights):
-    """Additions to the stock network without its head, whose layers call their attention `attention_name`."""
+class CocaDenseModel(InitWeights, LlamaModel):
+    """The network without its head."""
 
-    attention_name: str
-    attention: type[CocaAttention]
+    config_class = CocaDenseConfig
+    _no_split_modules = ["CocaDenseLayer"]
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)
-        positions = Positions(config)
+        network, positions = network_of(config), Positions(config)
         self.positions = {name: Positions(config, name) for name in layer_names(config)}
         self.rotary_emb = NoTables()
-        for number, layer in enumerate(self.layers):
-            setattr(layer, self.attention_name, self.attention(config, number))
+        self.layers = nn.ModuleList(CocaDenseLayer(config, n) for n in range(config.num_hidden_layers))
+        self.norm = build_norm(network)
+        if network.use_embedding_norm:
+            self.embedding_layernorm = build_norm(network)
         self.position_bias = positions.bias.shared() if positions.bias.shared is not None else None
         self.clex = self.position_embeddings = None
         if positions.form.rotary and positions.extension.learned:
@@ -618,11 +533,16 @@ class CocaModel(InitWeights):
         return super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
 
     def _embedded(self, embeds: Tensor, queries: Tensor) -> Tensor:
-        """Add absolute positions to the embedding."""
-        if self.position_embeddings is None:
-            return embeds
-        reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot wait for the largest position
-        return embeds + self.position_embeddings(queries, reached).to(embeds.dtype)
+        """Scale and normalize the embedding, and add absolute positions to it."""
+        network = self.config.network
+        if network["embedding_scale"] != 1.0:
+            embeds = embeds * torch.tensor(network["embedding_scale"], dtype=embeds.dtype, device=embeds.device)
+        if network["use_embedding_norm"]:
+            embeds = self.embedding_layernorm(embeds)
+        if self.position_embeddings is not None:
+            reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot wait for the largest position
+            embeds = embeds + self.position_embeddings(queries, reached).to(embeds.dtype)
+        return nn.functional.dropout(embeds, network["hidden_dropout"], self.training)
 
     def _check(self, cache: Any) -> None:
         """Raise a ValueError where the configured attention function would give wrong numbers."""
@@ -642,53 +562,6 @@ class CocaModel(InitWeights):
                 )
 
 
-class CocaLlamaModel(CocaModel, LlamaModel):
-    """LLaMA without its head."""
-
-    config_class, attention_name, attention = CocaLlamaConfig, "self_attn", CocaLlamaAttention
-
-
-class CocaDenseModel(CocaModel, LlamaModel):
-    """A network of another shape without its head."""
-
-    config_class, attention_name, attention = CocaDenseConfig, "self_attn", CocaDenseAttention
-    _no_split_modules = ["CocaDenseLayer"]
-
-    def __init__(self, config: CocaDenseConfig) -> None:
-        if not config.network:
-            raise ValueError(f"this {config.model_type} has no `network` in its config.json; export the model again")
-        super().__init__(config)
-        self.layers = nn.ModuleList(CocaDenseLayer(config, n) for n in range(config.num_hidden_layers))
-        self.norm = NORMS[config.network["norm"]](config.hidden_size, config.network)
-        if config.network.get("use_embedding_norm"):
-            self.embedding_layernorm = NORMS[config.network["norm"]](config.hidden_size, config.network)
-        self.post_init()
-
-    def _embedded(self, embeds: Tensor, queries: Tensor) -> Tensor:
-        network = self.config.network
-        embeds = embeds * torch.tensor(network.get("embedding_scale", 1.0), dtype=embeds.dtype, device=embeds.device)
-        if network.get("use_embedding_norm"):
-            embeds = self.embedding_layernorm(embeds)
-        return nn.functional.dropout(super()._embedded(embeds, queries), network["hidden_dropout"], self.training)
-
-
-class CocaGPTNeoXModel(CocaModel, GPTNeoXModel):
-    """GPT-NeoX without its head."""
-
-    config_class, attention_name, attention = CocaGPTNeoXConfig, "attention", CocaGPTNeoXAttention
-
-
-class CocaLlamaForCausalLM(InitWeights, LlamaForCausalLM):
-    """LLaMA with its head."""
-
-    config_class = CocaLlamaConfig
-
-    def __init__(self, config: CocaLlamaConfig) -> None:
-        super().__init__(config)
-        self.model = CocaLlamaModel(config)
-        self.post_init()
-
-
 class DenseHead(nn.Linear):
     """A head with a factor on the hidden states and a cap of the logits."""
 
@@ -701,7 +574,7 @@ class DenseHead(nn.Linear):
 
 
 class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
-    """A network of another shape with its head."""
+    """The network with its head."""
 
     config_class = CocaDenseConfig
     _no_split_modules = ["CocaDenseLayer"]
@@ -710,28 +583,6 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         super().__init__(config)
         self.model = CocaDenseModel(config)
         self.lm_head = DenseHead(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head.scale = config.network.get("final_logit_scale", 1.0)
-        self.lm_head.cap = config.network.get("final_logit_softcapping")
+        self.lm_head.scale = config.network["final_logit_scale"]
+        self.lm_head.cap = config.network["final_logit_softcapping"]
         self.post_init()
-
-
-class CocaGPTNeoXForCausalLM(InitWeights, GPTNeoXForCausalLM):
-    """GPT-NeoX with its head, which is `lm_head` in every version of transformers."""
-
-    config_class = CocaGPTNeoXConfig
-
-    def __init__(self, config: CocaGPTNeoXConfig) -> None:
-        super().__init__(config)
-        self.gpt_neox = CocaGPTNeoXModel(config)
-        if "embed_out" in self._modules:  # transformers 4
-            self.lm_head, self._tied_weights_keys = self._modules.pop("embed_out"), ["lm_head.weight"]
-        self.post_init()
-
-    @property
-    def embed_out(self) -> nn.Module:
-        """The head, by its name in transformers 4."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
-        self.lm_head = new_embeddings

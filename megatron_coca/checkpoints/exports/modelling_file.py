@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).with_name("modeling_coca.py")
 PACKAGE = __name__.partition(".")[0]
 AVAILABLE = sys.stdlib_module_names | {"torch", "typing_extensions"}  # torch itself needs the latter
 MARK = "# ASSEMBLED\n"
-STAND_INS = frozenset({"Options", "Rotary"})
+STAND_INS = frozenset({"ModelConfig", "Options", "Rotary"})
 """Classes of the template that take the place of the package's of the same name."""
 TABLES = {"rope_scaling": "EXTENSIONS", "relative_positions": "DISTANCE_MAPS", "logit_scaling": "LOGIT_SCALINGS"}
 FLAGS = ("rotary", "biased", "length_dependent", "learned", "training_only")

@@ -1,7 +1,7 @@
 """Write checkpoints as GPT-NeoX save folders.
 
-With the optimizer's state a run goes on there (`no_load_rng: true`: the states of the generators are not written).
-Without it set `finetune: true`, or `no_load_optim: true` and `no_load_rng: true`.
+They have the weights and no state of the optimizer or the generators: load them with `finetune: true`, or with
+`no_load_optim: true` and `no_load_rng: true`.
 """
 
 from collections import OrderedDict
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.exports.neox_optimizer import NeoxState
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.importing import check_fit
@@ -34,7 +32,7 @@ from megatron_coca.checkpoints.neox_layout import (
 )
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
-from megatron_coca.neox_plugin.checkpoints import NOTE, RECORD, note, record_of, saved_name
+from megatron_coca.neox_plugin.checkpoints import RECORD, record_of, saved_name
 from megatron_coca.neox_plugin.keys import EXTENDING
 
 
@@ -47,14 +45,12 @@ class ExportedNeox:
         step: the folder of the one step in it.
         foreign: keys of its configuration that stock GPT-NeoX refuses.
         note: a remark on its tokenizer, or None.
-        changes: what the overrides changed, one line for each key.
     """
 
     folder: Path
     step: Path
     foreign: tuple[str, ...]
     note: str | None
-    changes: tuple[str, ...]
 
 
 def export_neox(
@@ -64,7 +60,6 @@ def export_neox(
     dtype: str | None = None,
     model_parallel_size: int = 1,
     pipe_parallel_size: int = 1,
-    data_parallel_size: int | None = None,
 ) -> ExportedNeox:
     """Write a checkpoint as a save folder of GPT-NeoX.
 
@@ -76,8 +71,6 @@ def export_neox(
         model_parallel_size: tensor-parallel ranks, one file each. GPT-NeoX must run with the same number.
         pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on loads; 0 all
             layers into one, for `pipe_parallel_size: 0`.
-        data_parallel_size: writes the optimizer's state too, of a checkpoint of our own, for so many data ranks under
-            ZeRO 1 or 2, and 0 or 1 pipeline stages; None leaves it out.
 
     Raises:
         CheckpointError: the checkpoint is not valid, GPT-NeoX has no such model, it cannot be divided so, or `folder`
@@ -92,12 +85,8 @@ def export_neox(
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
     weights = opened.weights()
     check_fit(config, weights)
-    optimizer = None
-    if data_parallel_size is not None:
-        optimizer = NeoxState(opened.folder, opened.trained, ranks, data_parallel_size, pipe_parallel_size > 0)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
-    written = next(iter(weights.entries.values())).dtype
     foreign, number = foreign_keys(config), opened.step or 0
     name = native.step_folder(folder, number).name
     with atomic_dir(folder, CheckpointError) as partial, weights.shown(f"exporting {folder}") as weights:
@@ -106,17 +95,9 @@ def export_neox(
         (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, ranks, pipe_parallel_size))
         if tokenizer is not None:
             tokenizer.save(step / native.TOKENIZER)
-        state = _rank_state(config, ranks, number)
-        if optimizer is not None:
-            state |= {"lr_scheduler": optimizer.schedule(), "dp_world_size": data_parallel_size}
-            for file, content in optimizer.files("bf16_" if written == torch.bfloat16 else ""):
-                _save(content, step / file)
-        _write_weights(step, config, weights, state, pipe_parallel_size > 0)
-        if foreign:
-            (step / NOTE).write_text(note(record_of(config)))
+        _write_weights(step, config, weights, _rank_state(config, ranks, number), pipe_parallel_size > 0)
         (partial / native.LATEST).write_text(name)
-    changes = changes_of(overrides, opened.trained, config)
-    return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note, changes)
+    return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note)
 
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:

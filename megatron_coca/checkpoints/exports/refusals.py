@@ -24,14 +24,15 @@ def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
     These are all keys of the network and of the position method with another value than the default, so a key that is
     new to the schema is refused until a format is taught to write it.
     """
-    if [*config.layer_types] != [GLOBAL] and "layer_types" not in written:
+    differ, types_written = [*config.layer_types] != [GLOBAL], "layer_types" in written
+    if differ and not types_written:
         yield f"layer_types: the layers differ ({', '.join(config.layer_types)}), and it has one method for all of them"
-    elif [*config.layer_types] != [GLOBAL]:
-        for name, kind in config.layer_types.items():
-            if name == GAU:
-                yield f"layer_types: layers of type {name} are gated attention units, which it does not have"
-            elif kind.embedding.weights == "shared" or kind.extension.learned or kind.sink_logits or kind.gate:
-                yield f"layer_types: layers of type {name} have weights that it has no place for"
+    for name, kind in config.layer_types.items() if types_written else ():
+        shared = kind.embedding.weights == "shared" or kind.extension.learned
+        if name == GAU:
+            yield f"layer_types: layers of type {name} are gated attention units, which it does not have"
+        elif kind.sink_logits or kind.gate or (differ and shared):
+            yield f"layer_types: layers of type {name} have weights that it has no place for"
     known, flat = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}, config.flat()
     for key, place in KEYS.items():
         if place.group in ("model", "position") and key not in known and flat[key] != default_of(key, flat):

@@ -1,15 +1,12 @@
 """python -m megatron_coca.neox_plugin .../files.py OUT.json FILE ..., in a GPT-NeoX checkout.
 
-OUT.json gets, for each YAML file or several joined by a colon, what NeoXArgs makes of it on eight GPUs, or its message.
-`copies` has the `pos_emb` of each copy of a file that a checkpoint would have.
+OUT.json gets, for each YAML file, what NeoXArgs makes of it on eight GPUs, or its message.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
-import yaml
 from megatron.neox_arguments import NeoXArgs
 
 KEYS = ("pos_emb", "optimizer_type", "gradient_accumulation_steps", "train_batch_size", "vocab_size", "lr_warmup_init")
@@ -17,11 +14,10 @@ KEYS = ("pos_emb", "optimizer_type", "gradient_accumulation_steps", "train_batch
 
 def read(file: str) -> dict[str, object]:
     try:
-        made = NeoXArgs.from_ymls(file.split(os.pathsep), overwrite_values={"global_num_gpus": 8})
+        made = NeoXArgs.from_ymls([file], overwrite_values={"global_num_gpus": 8})
     except ValueError as error:
         return {"error": str(error)}
-    copies = {name: yaml.full_load(text).get("pos_emb") for name, text in made.config_files.items()}
-    return {name: getattr(made, name) for name in KEYS} | {"copies": copies}
+    return {name: getattr(made, name) for name in KEYS}
 
 
 out, *files = sys.argv[1:]
