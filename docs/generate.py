@@ -259,7 +259,7 @@ row. `triton` must be installed: `pip install triton`. Nothing has been measured
 
 SUMMARIES = {
     "sdpa": "PyTorch's scaled_dot_product_attention, cuDNN's from Hopper on; a bias on the CPU without an N x N tensor",
-    "merge": "cuDNN or flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
+    "merge": "PyTorch's flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
     "flex": "PyTorch's FlexAttention, compiled",
     "triton": "the kernels of megatron_coca.kernels",
     "reference": "dense, O(N^2) memory, any precision: the measure of the others",

@@ -1,4 +1,4 @@
-"""Generation of text: prompts and continuations as strings, stop strings, and text as it grows."""
+"""Generation of text: prompts and continuations as strings, chats, and stop strings."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -27,16 +27,13 @@ from megatron_coca.model import (
 logger = logging.getLogger(__name__)
 
 CONTEXT = 5
-"""Tokens of the prompt that are decoded with the first new ones: tokenizers drop the space at the start of a text."""
-INCOMPLETE = "\ufffd"
-"""What bytes are decoded to that are no character, or not yet."""
+"""Tokens of the prompt that are decoded with the new ones: tokenizers drop the space at the start of a text."""
 
 
 class Continuation:
-    """The text of generated tokens, in pieces that end between characters and before what may become a stop string.
+    """The text of generated tokens.
 
     Attributes:
-        text: the pieces so far; without the stop string that ended it and what follows that.
         tokens: all generated tokens.
         finish: "eod" after the end-of-document token or one of `ends`, "stop" after a stop string, else "length".
     """
@@ -47,51 +44,36 @@ class Continuation:
         if "" in stops:
             raise ValueError("an empty stop string would end every text before its first token; leave it out")
         self._tokenizer, self._stops, self._ends = tokenizer, stops, (tokenizer.eod, *ends)
-        # The tokens of the last piece, `_known` of them, then those that gave no text yet.
-        self._ids = list(prompt[-CONTEXT:])
-        self._known, self._before = len(self._ids), len(tokenizer.decode(self._ids))
-        self._held = ""
-        self.text = ""
+        self._context = list(prompt[-CONTEXT:])
+        self._before = len(tokenizer.decode(self._context))
         self.tokens: list[int] = []
         self.finish: Literal["eod", "stop", "length"] = "length"
 
-    def push(self, token: int) -> str:
-        """Add a token; returns the next piece of text, which may be empty."""
+    def push(self, token: int) -> None:
+        """Add a token."""
         self.tokens.append(token)
         if token in self._ends:
             self.finish = "eod"
-            return self.flush()
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        if len(text) <= self._before or text.endswith(INCOMPLETE):
-            return ""
-        new, self._ids = text[self._before :], self._ids[self._known :]
-        self._known, self._before = len(self._ids), len(self._tokenizer.decode(self._ids))
-        return self._pass_on(new, last=False)
+        elif self._stops:
+            text = self._decoded()
+            self.finish = "stop" if any(stop in text for stop in self._stops) else "length"
 
-    def flush(self) -> str:
-        """The text that was held back; call it after the last token."""
-        rest, self._ids = self._tokenizer.decode(self._ids)[self._before :], []
-        return self._pass_on(rest, last=True)
+    @property
+    def text(self) -> str:
+        """The text so far; without the stop string that ended it and what follows that."""
+        text = self._decoded()
+        return text[: min((begin for stop in self._stops if (begin := text.find(stop)) >= 0), default=len(text))]
 
-    def _pass_on(self, new: str, last: bool) -> str:
-        text = self._held + new
-        found = [begin for stop in self._stops if (begin := text.find(stop)) >= 0]
-        if found:
-            self.finish = "stop"
-        begun = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        end = min(found) if found else len(text) - (0 if last else max(begun, default=0))
-        self._held = "" if found else text[end:]
-        self.text += text[:end]
-        return text[:end]
+    def _decoded(self) -> str:
+        new = self.tokens[:-1] if self.finish == "eod" else self.tokens
+        return self._tokenizer.decode([*self._context, *new])[self._before :]
 
 
 @dataclass(frozen=True)
 class TextGenerator:
     """A model in evaluation mode with its tokenizer; made by `load_generator`.
 
-    Further options of the methods are those of `generate_tokens`: `use_cache` and `dynamic_length`. Prompts get `start`
-    in front, if there is one; without it an empty prompt is the end-of-document token.
+    Prompts get the token `start` in front, if there is one; without it an empty prompt is the end-of-document token.
     """
 
     model: GPT
@@ -104,84 +86,79 @@ class TextGenerator:
         max_new_tokens: int = 64,
         sampling: Sampling = GREEDY,
         stops: Sequence[str] = (),
-        *,
-        tokens_per_batch: int = 16384,
-        progress: bool = False,
         **options: Any,
     ) -> list[Continuation]:
-        """Continue prompts, in batches of equal lengths of at most `tokens_per_batch` tokens (one prompt at least).
+        """Continue prompts.
 
         The draws for a prompt follow from `sampling.seed`, its tokens and the number of equal prompts before it, not
         from its batch; `generate_tokens` describes the rest. Raises as it does; DataError for a prompt that cannot be
         encoded.
-        """
-        ids = [self._encode(prompt) for prompt in prompts]
-        seeds, continuations = row_seeds(ids, sampling.seed), [Continuation(self.tokenizer, row, stops) for row in ids]
-        with Progress("generating", len(ids), "prompts", show=progress) as bar:
-            for batch in equal_length_batches([len(row) for row in ids], max_new_tokens, tokens_per_batch):
-                rows, own_seeds = [ids[index] for index in batch], [seeds[index] for index in batch]
-                steps = self._tokens(rows, max_new_tokens, sampling=sampling, seeds=own_seeds, **options)
-                for _ in texts([continuations[index] for index in batch], steps):
-                    pass
-                bar.advance(len(batch))
-        return continuations
 
-    def stream(
-        self,
-        prompt: str,
-        max_new_tokens: int = 64,
-        sampling: Sampling = GREEDY,
-        stops: Sequence[str] = (),
-        **options: Any,
-    ) -> Iterator[str]:
-        """Yield the text that `complete` would return for this prompt alone, piece by piece."""
-        ids = self._encode(prompt)
-        continuation = Continuation(self.tokenizer, ids, stops)
-        steps = self._tokens([ids], max_new_tokens, sampling=sampling, **options)
-        yield from filter(None, (piece for (piece,) in texts([continuation], steps)))
+        Args:
+            options: `tokens_per_batch`, the most tokens of a batch of prompts of one length (one prompt at least), by
+                default 16384; `progress`, which shows it; `dynamic_length` as in `generate_tokens`.
+        """
+        start = [] if self.start is None else [self.start]
+        ids = [[*start, *self.tokenizer.encode(prompt)] or [self.tokenizer.eod] for prompt in prompts]
+        rows = [Continuation(self.tokenizer, row, stops) for row in ids]
+        return self._continue(ids, rows, max_new_tokens, sampling, **options)
 
     def answer(
         self,
-        messages: Messages,
+        chats: Sequence[Messages],
         max_new_tokens: int = 64,
         sampling: Sampling = GREEDY,
         stops: Sequence[str] = (),
         **options: Any,
-    ) -> Iterator[str]:
-        """Yield the next answer of a chat, piece by piece, to the end of the turn in the tokenizer's chat template.
+    ) -> list[Continuation]:
+        """Continue chats by the next answer, to the end of the turn in the tokenizer's chat template.
 
-        Raises as `generate_tokens`; DataError without a template, and for messages that it refuses.
+        Otherwise as `complete`. Raises DataError too without a template, and for messages that it refuses.
         """
         template = self.tokenizer.chat
         if template is None:
             raise DataError("the tokenizer has no chat template; prepare the training data with one, or continue text")
-        ids, end = self.tokenizer.encode_rendered(template.render(messages, prompt=True))[0], template.end_of_turn()
+        ids = [self.tokenizer.encode_rendered(template.render(chat, prompt=True))[0] for chat in chats]
+        end = template.end_of_turn()
         # A special token ends the turn by its id, as it is not in the text; other tokens by their text.
         closing = self.tokenizer.encode_rendered(end)[0][:1]
         ends = closing if not self.tokenizer.decode(closing) else []
         text = [end.strip() or end] if end and not ends else []
-        continuation = Continuation(self.tokenizer, ids, [*stops, *text], ends)
-        steps = self._tokens([ids], max_new_tokens, sampling=sampling, **options)
-        yield from filter(None, (piece for (piece,) in texts([continuation], steps)))
+        rows = [Continuation(self.tokenizer, row, [*stops, *text], ends) for row in ids]
+        return self._continue(ids, rows, max_new_tokens, sampling, **options)
 
-    def _encode(self, prompt: str) -> list[int]:
-        start = [] if self.start is None else [self.start]
-        return [*start, *self.tokenizer.encode(prompt)] or [self.tokenizer.eod]
+    def _continue(
+        self,
+        ids: Sequence[Sequence[int]],
+        rows: list[Continuation],
+        max_new_tokens: int,
+        sampling: Sampling,
+        tokens_per_batch: int = 16384,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[Continuation]:
+        seeds, device = row_seeds(ids, sampling.seed), next(self.model.parameters()).device
+        options["vocab_size"] = min(self.model.vocab_size, self.tokenizer.vocab_size)  # the rest is padding
+        with Progress("generating", len(ids), "prompts", show=progress) as bar:
+            for batch in equal_length_batches([len(row) for row in ids], max_new_tokens, tokens_per_batch):
+                prompts = torch.tensor([ids[index] for index in batch], device=device)
+                own_seeds = [seeds[index] for index in batch]
+                steps = generate_tokens(
+                    self.model, prompts, max_new_tokens, sampling=sampling, seeds=own_seeds, **options
+                )
+                collect([rows[index] for index in batch], steps)
+                bar.advance(len(batch))
+        return rows
 
-    def _tokens(self, rows: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
-        prompts = torch.tensor(rows, device=next(self.model.parameters()).device)
-        known = min(self.model.vocab_size, self.tokenizer.vocab_size)  # other rows of the embedding are padding
-        return generate_tokens(self.model, prompts, max_new_tokens, vocab_size=known, **options)
 
-
-def texts(rows: Sequence[Continuation], steps: Iterator[Tensor]) -> Iterator[list[str]]:
-    """Yield the new text of every row after each step, until the steps or all rows end."""
+def collect(rows: Sequence[Continuation], steps: Iterator[Tensor]) -> None:
+    """Add the tokens of each step to their rows, until the steps or all rows end."""
     for new in steps:
-        tokens = zip(rows, new.tolist(), strict=True)
-        yield [row.push(token) if row.finish == "length" else "" for row, token in tokens]
+        for row, token in zip(rows, new.tolist(), strict=True):
+            if row.finish == "length":
+                row.push(token)
         if all(row.finish != "length" for row in rows):
             return
-    yield [row.flush() if row.finish == "length" else "" for row in rows]
 
 
 def load_generator(

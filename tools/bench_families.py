@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.perplexity import plan_windows, score_document
 from megatron_coca.evaluation.results import measured
+from megatron_coca.evaluation.speed import interleaved
 from megatron_coca.model import keep_freed_memory
-from tools.records import ChildProcess, append_records, benchmark_parser, quartiles
+from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 AGREEMENT = 1e-4
 """Largest difference between two implementations, in nats per token."""
@@ -129,13 +131,15 @@ def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
     }
 
 
-def scorer(way: str, folder: Path, stride: int) -> Callable[[np.ndarray, int], tuple[float, float]]:
-    """Return a function of tokens and window: the sum of negative log-likelihoods, and seconds."""
+def scorer(way: str, folder: Path, stride: int) -> Callable[[np.ndarray, int], float]:
+    """Return a function of tokens and window: the sum of negative log-likelihoods."""
     from transformers import AutoModelForCausalLM
 
     if way == "ours":
         keep_freed_memory()
-    model = load_model(folder) if way == "ours" else AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        model = load_model(folder)
+        return lambda tokens, window: score_document(model, tokens, window, stride).nll
+    theirs = AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
     @torch.no_grad()
     def plain_loop(tokens: np.ndarray, window: int) -> float:
@@ -146,20 +150,14 @@ def scorer(way: str, folder: Path, stride: int) -> Callable[[np.ndarray, int], t
             labels = inputs.clone()
             labels[:, : span.first_scored - span.start] = -100
             scored = int((labels[:, 1:] != -100).sum())
-            total += float(model(input_ids=inputs, labels=labels, use_cache=False).loss) * scored
+            total += float(theirs(input_ids=inputs, labels=labels, use_cache=False).loss) * scored
         return total
 
-    def score(tokens: np.ndarray, window: int) -> tuple[float, float]:
-        with measured(torch.device("cpu")) as meter:
-            nll = score_document(model, tokens, window, stride).nll if way == "ours" else plain_loop(tokens, window)
-        return nll, meter.seconds
-
-    return score
+    return plain_loop
 
 
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return scored tokens per second of both at every window, and the quartiles of their ratio round by round; a first
-    round is not counted.
+    """Return scored tokens per second of both at every window, and the quartiles of their ratio round by round.
 
     Raises:
         RuntimeError: they disagree.
@@ -168,14 +166,14 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for times in (1, 4, 16):
         tokens = np.random.default_rng(0).integers(0, BLOCK["vocab_size"], (times + 3) * TRAINED)
-        scored = [{way: score(tokens, times * TRAINED) for way, score in scorers.items()} for _ in range(1 + rounds)]
-        nlls = [nll / (len(tokens) - 1) for nll, _ in scored[0].values()]
+        calls = {way: partial(score, tokens, times * TRAINED) for way, score in scorers.items()}
+        nlls = [call() / (len(tokens) - 1) for call in calls.values()]
         if abs(nlls[0] - nlls[1]) > AGREEMENT:
             raise RuntimeError(f"{folder}: window {times}L: ours and transformers disagree: {nlls}")
-        seconds = {way: [each[way][1] for each in scored[1:]] for way in scorers}
-        ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["transformers"], strict=True)]
+        seconds = interleaved(calls, rounds, torch.device("cpu"), uncounted=0)
         found |= {f"tokens_per_second_{times}L_{way}": len(tokens) / statistics.median(s) for way, s in seconds.items()}
-        found |= {f"ratio_{times}L": statistics.median(ratios), f"ratio_quartiles_{times}L": quartiles(ratios)}
+        ratio = compared(seconds["transformers"], seconds["ours"])
+        found |= {f"ratio_{times}L": ratio["ratio"], f"ratio_quartiles_{times}L": ratio["ratio_quartiles"]}
     return found
 
 

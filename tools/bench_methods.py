@@ -16,7 +16,6 @@ Appends one JSON line per method to --output and prints it as a row of the table
 """
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,11 +32,12 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import build_model, load_config, methods
 from megatron_coca.evaluation.results import measured
+from megatron_coca.evaluation.speed import interleaved
 from megatron_coca.model import LanguageModelLoss
 from tests.parity import stock_layers
 from tests.parity.layer_oracle import SHAPE, layer_of, oracle_error
 from tools import bench_families
-from tools.records import ChildProcess, append_records, benchmark_parser, quartiles
+from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 ERROR_LENGTH, MEMORY_LENGTH = 512, 16384
 OPTIONS: dict[str, Any] = {"factor": 4.0, "target_length": 4096, "proportion": 0.5}
@@ -110,25 +110,18 @@ def memory_of(name: str) -> Callable[[int], int]:
     return grown
 
 
-def stepper(name: str) -> Callable[[], float]:
-    """Return a function that runs forward and backward of the method's model and returns seconds."""
+def stepper(name: str) -> Callable[[], None]:
+    """Return a function that runs forward and backward of the method's model."""
     config = load_config([], SHAPE | {"num_layers": 4} | METHODS[name])
     loss, tokens = LanguageModelLoss(build_model(config)).train(), torch.randint(512, (4, 513))
-
-    def step() -> float:
-        with measured(torch.device("cpu")) as meter:
-            loss(tokens).backward()
-        return meter.seconds
-
-    return step
+    return lambda: loss(tokens).backward()
 
 
 def time_ratio(name: str, rounds: int) -> dict[str, Any]:
-    """Return the median and the quartiles of the ratio to rotary, round by round; the first round is not counted."""
-    steps = {each: stepper(each) for each in ("rotary", name)}
-    seconds = [[steps[each]() for each in ("rotary", name)] for _ in range(rounds + 1)][1:]
-    ratios = [own / base for base, own in seconds]
-    return {"ratio": statistics.median(ratios), "ratio_quartiles": quartiles(ratios), "rounds": rounds}
+    """Return the median and the quartiles of the ratio to rotary, round by round."""
+    calls = {number: stepper(each) for number, each in enumerate(("rotary", name))}
+    base, own = interleaved(calls, rounds, torch.device("cpu")).values()
+    return compared(own, base)
 
 
 def launches(name: str) -> float:

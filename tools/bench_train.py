@@ -16,23 +16,21 @@ import contextlib
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.config import Config, ConfigError
+from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import Batch
-from megatron_coca.evaluation.speed import measured_peak
+from megatron_coca.evaluation.speed import interleaved, measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.program import InputError
@@ -40,10 +38,12 @@ from megatron_coca.training import launch
 from megatron_coca.training.engine import Engine, group
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.saving import DTYPES
-from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles
+from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
+WARMUP = 5
+"""Steps of each that do not count."""
 
 
 @dataclass
@@ -54,16 +54,12 @@ class Contestant:
         name: the position method, or the peer's name.
         step: runs a step on its micro-batches and returns the loss.
         peak: returns the most bytes that a step held beyond those between steps (weights, optimizer states).
-        seconds: of every counted step.
-        peak_memory: `peak` of the last step.
     """
 
     name: str
     config: Config
     step: Callable[[list[Tensor]], float]
     peak: Callable[[list[Tensor]], int]
-    seconds: list[float] = field(default_factory=list)
-    peak_memory: int = 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,9 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     launch.complete_environment(os.environ)
     group.init_distributed()
     try:
-        entrants = contestants(options)
-        race(entrants, options)
-        append_records(options.output, [record(entrant, entrants[0], options) for entrant in entrants])
+        append_records(options.output, race(contestants(options), options))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -87,28 +81,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = benchmark_parser(__doc__, "train.jsonl", rounds=20, inputs=True)
+    parser = benchmark_parser(__doc__, "train.jsonl", rounds=20)
+    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     parser.add_argument("--methods", nargs="+", default=["rotary", "coca"], help="values of pos_emb")
     parser.add_argument("--peer", choices=["transformers"], help="also measure this, and report ratios to it")
     parser.add_argument(
         "--compile", action="store_true", help="torch_compile=true for ours, torch.compile for the peer"
     )
-    parser.add_argument("--warmup", type=int, default=5, help="uncounted warm-up steps of each")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step of the first method")
     return parser.parse_intermixed_args(arguments)
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     """Return the peer, if requested, and the position methods."""
-    compiled = [f"torch_compile={str(options.compile).lower()}"]
+    files, given = split_inputs(options.inputs)
+    given = [*given, f"torch_compile={str(options.compile).lower()}"]
     methods = []
     for name in options.methods:
-        config = load_inputs(options.inputs, *compiled, f"pos_emb={name}")
+        config = load_config(files, [*given, f"pos_emb={name}"])
         step = own_step(config)
         methods.append(Contestant(name, config, step, peak_of(step)))
     if options.peer is None:
         return methods
-    config = load_inputs(options.inputs, *compiled, "pos_emb=rotary")
+    config = load_config(files, [*given, "pos_emb=rotary"])
     peers = [peer(options.peer, config, options.compile, keeps_memory=False)]
     if not torch.cuda.is_available():
         peers.append(peer(f"{options.peer}, memory kept", config, options.compile, keeps_memory=True))
@@ -144,9 +138,7 @@ def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) 
 
     def call(arrays: list[Any], peak: bool) -> float:
         function: Callable[[list[Tensor]], float] = peak_of(step) if peak else step
-        result = function([torch.from_numpy(array) for array in arrays])
-        _synchronize()
-        return result
+        return function([torch.from_numpy(array) for array in arrays])
 
     return call
 
@@ -229,26 +221,17 @@ def peer_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def race(entrants: list[Contestant], options: argparse.Namespace) -> None:
-    """Run all contestants alternately; set their `seconds` and `peak_memory`."""
-    generator = torch.Generator().manual_seed(0)
-    for number in range(options.warmup + options.rounds):
-        micro_batches = draw(entrants[0].config, generator)
-        for entrant in entrants:
-            _synchronize()
-            start = time.perf_counter()
-            entrant.step(micro_batches)
-            _synchronize()
-            if number >= options.warmup:
-                entrant.seconds.append(time.perf_counter() - start)
-    for entrant in entrants:
-        entrant.peak_memory = entrant.peak(micro_batches)
-    if options.profile:
-        first = next(entrant for entrant in entrants if entrant.name in options.methods)
-        options.profile.parent.mkdir(parents=True, exist_ok=True)
-        with profile(record_shapes=True) as trace:
-            first.step(micro_batches)
-        trace.export_chrome_trace(str(options.profile))
+def race(entrants: list[Contestant], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all contestants alternately on the same tokens; return their records."""
+    micro_batches = draw(entrants[0].config, torch.Generator().manual_seed(0))
+    calls = {number: partial(entrant.step, micro_batches) for number, entrant in enumerate(entrants)}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    times = interleaved(calls, options.rounds, device, uncounted=WARMUP)
+    return [
+        record(entrant, times[number], entrant.peak(micro_batches), compared(times[number], times[0]))
+        | {"ratio_to": entrants[0].name, "compiled": options.compile}
+        for number, entrant in enumerate(entrants)
+    ]
 
 
 def draw(config: Config, generator: torch.Generator) -> list[Tensor]:
@@ -258,10 +241,9 @@ def draw(config: Config, generator: torch.Generator) -> list[Tensor]:
     return [torch.randint(vocabulary, shape, generator=generator) for _ in range(sizes.accumulation)]
 
 
-def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> dict[str, Any]:
-    """Print and return one line of the result, with the ratio to `base` round by round."""
-    ratios = [mine / theirs for mine, theirs in zip(own.seconds, base.seconds, strict=True)]
-    seconds, config = statistics.median(own.seconds), own.config
+def record(own: Contestant, times: list[float], peak_bytes: int, ratio: dict[str, Any]) -> dict[str, Any]:
+    """Print and return one line of the result."""
+    seconds, config = statistics.median(times), own.config
     tokens = config.batch.resolve(1).total * config.model.seq_length
     achieved = flops_per_token(config).model * tokens / seconds
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -269,7 +251,7 @@ def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> di
     print(
         f"{own.name:14} {seconds:.4f} s a step  {tokens / seconds:10,.0f} tokens/s  {achieved / 1e9:10,.1f} GFLOP/s"
         + (f"  MFU {utilisation:.1%}" if utilisation else "")
-        + f"  {own.peak_memory / 2**20:8,.0f} MiB  {statistics.median(ratios):.3f} x {base.name}"
+        + f"  {peak_bytes / 2**20:8,.0f} MiB  {ratio['ratio']:.3f} x the first"
     )
     return {
         "benchmark": "training step",
@@ -278,22 +260,12 @@ def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> di
         "tokens_per_second": tokens / seconds,
         "flops_per_second": achieved,
         "mfu": utilisation,
-        "peak_bytes": own.peak_memory,
-        "ratio": statistics.median(ratios),
-        "ratio_to": base.name,
-        "ratio_quartiles": quartiles(ratios),
-        "rounds": len(ratios),
-        "compiled": options.compile,
+        "peak_bytes": peak_bytes,
         "shape": {key: config.flat()[key] for key in SHAPE},
         "parameters": parameter_count(config).total,
         "tokens_per_step": tokens,
         "dtype": config.precision.dtype,
-    }
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    } | ratio
 
 
 if __name__ == "__main__":

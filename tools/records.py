@@ -6,9 +6,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,27 +16,15 @@ from typing import Any
 import torch
 
 from megatron_coca.checkpoints.native import code_versions
-from megatron_coca.config import Config, load_config, split_inputs
-
-ROOT = Path(__file__).resolve().parents[1]
+from megatron_coca.evaluation.speed import quartiles
 
 
-def benchmark_parser(
-    description: str | None, output: str, rounds: int, inputs: bool = False
-) -> argparse.ArgumentParser:
-    """Return a parser with --output and --rounds, and with `inputs` for config files and `key=value` pairs."""
+def benchmark_parser(description: str | None, output: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with --output and --rounds."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if inputs:
-        parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     parser.add_argument("--rounds", type=int, default=rounds, help="counted measurements (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks", output), help="default: %(default)s")
     return parser
-
-
-def load_inputs(inputs: Sequence[str], *keys: str) -> Config:
-    """Load the config of command line arguments: YAML files, then `key=value` pairs, then `keys`."""
-    files, given = split_inputs(inputs)
-    return load_config(files, [*given, *keys])
 
 
 class ChildProcess:
@@ -71,9 +58,10 @@ def _serve(
         connection.send(call(*received))
 
 
-def quartiles(values: list[float]) -> list[float] | None:
-    """Return the quartiles of at least two values."""
-    return statistics.quantiles(values, n=4) if len(values) > 1 else None
+def compared(own: list[float], base: list[float]) -> dict[str, Any]:
+    """Return the median and the quartiles of the ratio of `own` to `base`, round by round."""
+    low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, base, strict=True)])
+    return {"ratio": middle, "ratio_quartiles": [low, middle, high], "rounds": len(own)}
 
 
 GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
@@ -110,18 +108,8 @@ where that makes 178 (docs/attention.md), and before `flex` because that is comp
 of biases are summed in any order; on the CPU it is an interpreter. `reference` is used only by name, because it needs
 O(N^2) memory.
 """
-LONG = 8192
-"""Tokens from which `merge` is expected to be faster for several bands on Hopper (docs/attention.md)."""
-
-
-def _long_on_hopper(needs: Needs) -> bool:
-    several = len(needs.bands) > 1 and not needs.packed and not needs.deterministic
-    return several and needs.length >= LONG and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
 PREFERRED: dict[str, Callable[[Needs], bool]] = {
     "triton": lambda needs: needs.packed or needs.deterministic,
-    "merge": _long_on_hopper,
     "flex": lambda needs: needs.softcap is not None,
 }
 """Backends that `auto` tries first, and when: `sdpa` takes a call per document, has no deterministic float32, and has

@@ -239,19 +239,15 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
     """`attend` applied to every document separately: exact, differentiable, [batch, heads, query_length, head_dim].
 
     For backends that do not support packed documents. Rows of the batch with the same documents share the calls.
-
-    Raises:
-        ValueError: the documents of a row do not cover its queries.
     """
     if inputs.documents is None:
         return attend(inputs)
     groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for row, spans in enumerate(inputs.documents.spans):
         groups.setdefault(spans, []).append(row)
-    batch, past, length = inputs.value.shape[0], inputs.past, inputs.value.shape[2]
+    batch, past = inputs.value.shape[0], inputs.past
     outputs = []
     for spans, rows in groups.items():
-        _check_cover(spans, past, length, rows[0])
 
         def rows_of(x: Tensor, rows: list[int] = rows) -> Tensor:
             return x[rows] if len(rows) < batch else x
@@ -277,19 +273,6 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
         return outputs[0]
     order = torch.tensor([row for rows in groups.values() for row in rows])
     return torch.cat(outputs).index_select(0, order.argsort().to(inputs.value.device))
-
-
-def _check_cover(spans: tuple[tuple[int, int], ...], past: int, length: int, row: int) -> None:
-    reached = past
-    for start, stop in spans:
-        if stop > past:
-            if start > reached:
-                break
-            reached = stop
-    if reached != length:
-        raise ValueError(
-            f"row {row}: the documents {spans} do not cover its tokens {past} to {length} one after another"
-        )
 
 
 def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:

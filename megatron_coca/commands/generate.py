@@ -3,10 +3,9 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_coca.commands import command_parser
 from megatron_coca.config import ConfigError, split_inputs
@@ -15,7 +14,6 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.evaluation.options import (
     add_batch_option,
     add_device_options,
-    add_dynamic_length_option,
     positive_int,
     resolve_device,
     whole_number,
@@ -23,12 +21,8 @@ from megatron_coca.evaluation.options import (
 from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
 from megatron_coca.remote_files import hub_hint, is_url
 
-if TYPE_CHECKING:
-    from megatron_coca.model import Sampling
-    from megatron_coca.text_generation import TextGenerator
-
 EPILOG = """\
-Without --prompt and --file, standard input is one prompt; on a terminal each line is one, until Ctrl-D.
+Without --prompt and --file, standard input is one prompt.
 
 examples:
     megatron-coca generate --checkpoint runs/coca --prompt "The sea was calm" --temperature 0.8 --top-p 0.95
@@ -50,7 +44,7 @@ def parser() -> ArgumentParser:
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     file = "a prompt per line; in NAME.jsonl an object per line with the key prompt or text"
     prompts.add_argument("--file", metavar="FILE", help=file)
-    chat = "prompts are messages to a chat, rendered by the tokenizer's template; on a terminal it remembers them"
+    chat = "every prompt is the message of a chat of its own, rendered by the tokenizer's template"
     add("--chat", action="store_true", help=chat)
     add("--system", metavar="TEXT", help="with --chat: the system message")
     start = "put this token before every prompt, such as '<bos>' for Gemma; a chat has that of its template"
@@ -63,16 +57,13 @@ def parser() -> ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
     penalty = "above 1, makes the tokens of prompt and continuation less likely; default: 1"
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
-    seed = "of the draws; on a terminal, each further prompt has the next; default: 0"
-    add("--seed", type=whole_number, default=0, metavar="N", help=seed)
+    add("--seed", type=whole_number, default=0, metavar="N", help="of the draws; default: 0")
     stop = "end a continuation before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--num-samples", type=positive_int, default=1, metavar="N", help="continuations of each prompt; default: 1")
     output = "write objects with prompt, text, finish (eod, stop or length) and the number of tokens"
     add("--output", type=Path, metavar="FILE.jsonl", help=output)
     add_batch_option(described, 16384)
-    add_dynamic_length_option(described)
-    add("--no-cache", action="store_true", help="run the complete sequence for every token, as GPT-NeoX's recompute")
     add_device_options(described)
     return described
 
@@ -99,12 +90,10 @@ def refuse_missing(args: Namespace) -> None:
         raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder{hint}")
 
 
-def read_prompts(args: Namespace) -> list[str] | None:
-    """The prompts of the options or of standard input; None if a person types them. Raises DataError."""
+def read_prompts(args: Namespace) -> list[str]:
+    """The prompts of the options or of standard input. Raises DataError."""
     if args.prompt is not None:
         return args.prompt
-    if args.file is None and sys.stdin.isatty():
-        return None
     try:
         text = sys.stdin.read() if args.file is None else Path(args.file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -130,7 +119,7 @@ def _prompt_of(line: str, place: str) -> str:
     return prompt
 
 
-def run(args: Namespace, prompts: list[str] | None) -> int:
+def run(args: Namespace, prompts: list[str]) -> int:
     """Load the checkpoint, continue `prompts` and show or write the texts. Raises EvaluationError and others."""
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
@@ -141,8 +130,6 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
         raise EvaluationError("--system: only with --chat")
     if args.chat and args.start_token is not None:
         raise EvaluationError("--start-token: a chat has that of its template")
-    if args.chat and (args.output is not None or args.num_samples > 1):
-        raise EvaluationError("--chat: prints one answer to each message; leave out --output and --num-samples")
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
         if "" in args.stop:
@@ -150,8 +137,9 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     files, overrides = split_inputs(args.changes)
-    options = {"max_new_tokens": args.max_new_tokens, "stops": args.stop, "dynamic_length": args.dynamic_length}
-    options["use_cache"] = not args.no_cache
+    asked = [prompt for prompt in prompts for _ in range(args.num_samples)]
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stops": args.stop}
+    options |= {"tokens_per_batch": args.tokens_per_batch, "progress": len(asked) > 1}
     device = resolve_device(args.device)
     try:
         generator = load_generator(args.checkpoint, overrides, files, device, DTYPES[args.dtype], args.start_token)
@@ -160,70 +148,29 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
             note = f"the model's own library puts {usual} before every prompt: --start-token '{usual}' does"
             print(f"megatron-coca generate: {note}", file=sys.stderr)
         if args.chat:
-            chat(generator, prompts, args.system, sampling, options)
-        elif prompts is None:
-            for number, prompt in enumerate(typed()):
-                own = replace(sampling, seed=sampling.seed + number)
-                show(generator.stream(prompt, sampling=own, **options))
-        elif args.output is None and len(prompts) * args.num_samples == 1:
-            show(generator.stream(prompts[0], sampling=sampling, **options))
+            opening = [] if args.system is None else [{"role": "system", "content": args.system}]
+            done = generator.answer([[*opening, {"role": "user", "content": text}] for text in asked], **options)
         else:
-            asked = [prompt for prompt in prompts for _ in range(args.num_samples)]
-            options |= {"tokens_per_batch": args.tokens_per_batch, "progress": True}
-            done = generator.complete(asked, sampling=sampling, **options)
-            records = [
-                {"prompt": prompt, "text": row.text, "finish": row.finish, "tokens": len(row.tokens)}
-                for prompt, row in zip(asked, done, strict=True)
-            ]
-            write(records, args.output)
+            done = generator.complete(asked, **options)
     except (PositionRangeError, FloatingPointError) as error:
         raise EvaluationError(str(error)) from error
+    records = [
+        {"prompt": prompt, "text": row.text, "finish": row.finish, "tokens": len(row.tokens)}
+        for prompt, row in zip(asked, done, strict=True)
+    ]
+    write(records, args.output)
     return 0
 
 
-def typed() -> Iterator[str]:
-    """Yield the lines that a person types, until the end of input."""
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-
-
-def chat(
-    generator: "TextGenerator",
-    prompts: list[str] | None,
-    system: str | None,
-    sampling: "Sampling",
-    options: dict[str, Any],
-) -> None:
-    """Answer messages: each of `prompts` as a chat of its own, or those that a person types as one chat."""
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(opening)
-    for number, prompt in enumerate(typed() if prompts is None else prompts):
-        messages = [*(messages if prompts is None else opening), {"role": "user", "content": prompt}]
-        own = replace(sampling, seed=sampling.seed + number) if prompts is None else sampling
-        answer = show(generator.answer(messages, sampling=own, **options))
-        messages.append({"role": "assistant", "content": answer})
-
-
-def show(pieces: Iterator[str]) -> str:
-    """Print a text as it is generated, and return it."""
-    text = ""
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        text += piece
-    print()
-    return text
-
-
 def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:
-    """Write one JSON object per line to `output`, or print the continuations below their prompts."""
+    """Write one JSON object per line to `output`, or print the continuations, several below their prompts."""
     if output is not None:
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         write_atomically(output, "".join(lines).encode())
         print(f"{output}: {len(records)} continuations")
+        return
+    if len(records) == 1:
+        print(records[0]["text"])
         return
     for number, record in enumerate(records, start=1):
         heading = " ".join(record["prompt"].split())

@@ -16,9 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
 WHATS: tuple[What, ...] = get_args(What)
 """The kinds of work that `speed` times."""
-CONTRACTION = "contraction"
-"""CoCA as its paper computes it, among the methods that `speed` compares."""
-METHODS = (*methods.TABLES["pos_emb"], CONTRACTION)
+METHODS = tuple(methods.TABLES["pos_emb"])
 RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
@@ -295,7 +293,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     overrides = "config overrides for all methods"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
-    add("--methods", type=names_of(METHODS), default=["rotary", "coca", CONTRACTION], help=", ".join(METHODS))
+    add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
     variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
     add("--what", type=names_of(WHATS), help="some of " + ", ".join(WHATS) + "; default: all")

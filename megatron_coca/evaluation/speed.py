@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import opt_einsum
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention, cache_bytes
-from megatron_coca.attention.positions.forms import RotaryTables, coefficients, rotate
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.weights import DTYPES
@@ -30,7 +28,7 @@ from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GAU
 from megatron_coca.console import track
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.options import CONTRACTION, WHATS, Variant, What, read_variants, resolve_device
+from megatron_coca.evaluation.options import WHATS, Variant, What, read_variants, resolve_device
 from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record
 from megatron_coca.model import GPT, build_model, keep_freed_memory
@@ -42,10 +40,6 @@ PROTOCOL = (
     "forward+backward: all gradients, no optimizer; decode: a token after `length` cached ones, its keys' rotation "
     "included; memory: the most that one call holds beside weights and inputs"
 )
-EINSUM = "opt_einsum"
-"""The name of the contraction among the backends."""
-WHOLE_SEQUENCES = "the contraction computes whole sequences only"
-"""The reason why the contraction has no cells of decoding."""
 PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
 """Tokens decoded in one call; a single one takes too little time to be measured well."""
@@ -71,8 +65,7 @@ class SpeedCell(Cell):
     quartiles: tuple[float, float]
     rounds: int
     tokens_per_second: float
-    to_rope: Ratio | None  # to RoPE by the same backend, of the contraction to the first; None: not measured
-    to_contraction: Ratio | None
+    to_rope: Ratio | None  # None: RoPE was not measured
     peak_memory_bytes: int | None  # besides weights and inputs; includes gradients
     cache_bytes_per_token: int | None  # of a row, all layers; in `decode`
 
@@ -86,8 +79,8 @@ class SpeedCell(Cell):
 
     @property
     def details(self) -> str:
-        """Time as a multiple of RoPE's and of the contraction's, peak memory, tokens a second; what was measured."""
-        shown = [f"×{ratio.median:.2f}" for ratio in (self.to_rope, self.to_contraction) if ratio is not None]
+        """Time as a multiple of RoPE's, peak memory, tokens a second; what was measured."""
+        shown = [f"×{self.to_rope.median:.2f}"] if self.to_rope is not None else []
         shown += [bytes_text(self.peak_memory_bytes)] if self.peak_memory_bytes is not None else []
         return " · ".join([*shown, f"{self.tokens_per_second:,.0f}/s"])
 
@@ -134,54 +127,9 @@ def bytes_text(count: float) -> str:
 # Models
 
 
-def contracted_attention(
-    q: Tensor, t: Tensor, v: Tensor, query: RotaryTables, key: RotaryTables, scale: float
-) -> Tensor:
-    """Causal CoCA-Slack attention [batch, heads, length, head_dim] in the dtype of q, with O(length^2) memory.
-
-    q is [batch, heads, length, head_dim], t (the T projection) and v are [batch, kv_heads, length, head_dim]; the
-    tables belong to their positions.
-    """
-    groups, length = q.shape[1] // t.shape[1], q.shape[2]
-    t, v = t.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    rotated_t = rotate(coefficients(t).repeat(1, 1, 1, 2), key).to(q.dtype)
-    rotated_q = rotate(q, query).to(q.dtype)
-    scores = opt_einsum.contract("bhmd,bhnd,bhmd->bhmn", q, rotated_t, rotated_q) * scale
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-    return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
-
-
-class Contraction:
-    """Replaces both the position method and the backend of an attention layer by `contracted_attention`."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def prepare(self, *operands: Any) -> tuple[Any, ...]:
-        return operands
-
-    def attend(self, operands: tuple[Any, ...]) -> Tensor:
-        q, t, v, frame, *_ = operands
-        tables = frame.segments[0]
-        return contracted_attention(q, t, v, tables.query, tables.key, self.scale)
-
-
-def contract(model: nn.Module) -> None:
-    """Make all layers of a CoCA model attend by the contraction; its output stays the same.
-
-    Raises BackendError unless the model is plain CoCA on all features, which is what the paper's listing computes.
-    """
-    for layer in [module for module in model.modules() if isinstance(module, SelfAttention)]:
-        method = layer.method
-        if method.name != "coca" or method.rotary_dim != method.head_dim or len(method.bands) > 1:
-            raise BackendError("the contraction computes only pos_emb coca with rotary_pct 1 and without a map")
-        layer.method = layer.backend = Contraction(method.scale)  # type: ignore[assignment]
-
-
 @dataclass(frozen=True)
 class TimedMethod:
-    """A method with its model, and the name of its attention backend, EINSUM for the contraction."""
+    """A method with its model, and the name of its attention backend."""
 
     label: str
     config: Config
@@ -197,10 +145,10 @@ class TimedMethod:
 def build_methods(
     base: Config, methods: Sequence[str], variants: Sequence[Variant], device: str, dtype: torch.dtype
 ) -> tuple[list[TimedMethod], list[Missing]]:
-    """Build the methods asked for (values of `pos_emb`, `contraction`, variants of the base config); also the refused.
+    """Build the methods asked for (values of `pos_emb`, variants of the base config) and RoPE; also the refused.
 
     Weights are drawn from the configuration's seed; parameters of the same name and shape are the first model's, in
-    memory once. Plain RoPE is added for every backend in use without it, except the contraction's, which has none.
+    memory once.
 
     Raises EvaluationError where two have one label.
     """
@@ -210,7 +158,7 @@ def build_methods(
     built: list[TimedMethod] = []
     refused: list[Missing] = []
 
-    def add(label: str, *overrides: Any, contracted: bool = False) -> None:
+    def add(label: str, *overrides: Any) -> None:
         try:
             config = base.override(*overrides)
             if GAU in config.layer_types:
@@ -218,29 +166,19 @@ def build_methods(
                     "attention_config: the speed of gated attention units (gau) is not measured; leave them out"
                 )
             model = build_model(config, device).to(dtype)
-            if contracted:
-                contract(model)
         except (BackendError, ConfigError) as error:
             refused.append(Missing(at=label, kind="refused", reason=str(error)))
             return
         if built:
             share_weights(model, built[0].model)
-        built.append(TimedMethod(label, config, model, EINSUM if contracted else backend_name(model)))
+        built.append(TimedMethod(label, config, model, backend_name(model)))
 
     for name in methods:
-        if name == CONTRACTION:
-            add(name, {"pos_emb": "coca", **PLAIN}, contracted=True)
-        else:
-            add(name, {"pos_emb": name})
+        add(name, {"pos_emb": name})
     for variant in variants:
         add(variant.label, variant.overrides, variant.files)
-    with_rope = {method.backend for method in built if method.is_plain_rope}
-    without = [name for name in dict.fromkeys(method.backend for method in built) if name not in (*with_rope, EINSUM)]
-    if built and not without and not with_rope:
-        without = ["auto"]
-    for backend in without:
-        label = f"rotary by {backend}" if "rotary" in [method.label for method in built] else "rotary"
-        add(label, {"pos_emb": "rotary", "attention_backend": backend, **PLAIN})
+    if built and not any(method.is_plain_rope for method in built):
+        add("plain rotary" if "rotary" in labels else "rotary", {"pos_emb": "rotary", **PLAIN})
     return built, refused
 
 
@@ -320,27 +258,17 @@ def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 
 
 def decode(model: GPT, length: int, batch: int) -> Workload:
-    """Tokens one by one after `length` cached ones, which are random numbers; afterwards the cache is cut back."""
+    """Tokens one by one after `length` cached ones; afterwards the cache is cut back."""
     model.eval()
-    cache = model.new_cache(length=length + DECODED)
-    first = first_layer(model)
-    weight = first.dense.weight
-    packed = first.query_key_value.weight
-    assert isinstance(packed, Tensor)
-    kv_heads = packed.shape[0] // first.head_dim // (first.queries_per_key + 2)
-    generator = torch.Generator().manual_seed(length)
-    for layer, name in zip(cache.layers, model.layer_types, strict=True):
-        method = model.methods[name]
-        tensors = 1 + (len(method.bands) if method.keys_stay(cache.length) else 1)
-        shape = batch, kv_heads, min(length, method.window or length), method.head_dim
-        layer.append(*(torch.randn(shape, generator=generator).to(weight) for _ in range(tensors)))
-    positions = torch.arange(length, device=weight.device)
-    ids = token_ids(model, DECODED, batch)
+    cache, ids = model.new_cache(length=length + DECODED), token_ids(model, length + DECODED, batch)
+    with torch.no_grad():
+        model.hidden_states(ids[:, :length], cache=cache, last=1)
+    positions = cache.positions
 
     def call() -> None:
         cache.positions = positions
         with torch.no_grad():
-            for step in range(DECODED):
+            for step in range(length, length + DECODED):
                 model(ids[:, step : step + 1], cache=cache)
         for layer, name in zip(cache.layers, model.layer_types, strict=True):
             if length < (model.methods[name].window or length + 1):  # a full window holds as much after any token
@@ -357,24 +285,6 @@ WORKLOADS: dict[What, Callable[[GPT, int, int], Workload]] = {
     "decode": decode,
 }
 """The call of each kind of work, of a model, length and batch size."""
-
-MAX_SHARE_OF_FREE = 0.8
-SCORES: dict[What, tuple[int, int]] = {
-    "layer forward": (5, 0),
-    "layer forward+backward": (8, 0),
-    "model forward": (5, 0),
-    "model forward+backward": (6, 2),
-    "decode": (0, 0),
-}
-"""N x N tensors that the reference backend and the contraction hold at most: while one layer is computed, and for each
-layer until the backward pass. This estimate excludes only what is far beyond the memory."""
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
 def measured_peak(call: Callable[[], object], device: torch.device) -> int:
@@ -396,32 +306,18 @@ def measured_peak(call: Callable[[], object], device: torch.device) -> int:
 
 
 def try_once(method: TimedMethod, what: What, length: int, batch: int) -> tuple[Workload, int] | Missing:
-    """Call one kind of work once: the call and its peak memory in bytes, or why it is not measured.
-
-    N x N scores that exceed the free memory by far are not tried.
-    """
-    weight = first_layer(method.model).dense.weight
+    """Call one kind of work once: the call and its peak memory in bytes, or why it is not measured."""
+    device = first_layer(method.model).dense.weight.device
     kind: Literal["refused", "out of memory"] = "refused"
     try:
-        if what == "decode" and method.backend == EINSUM:
-            raise ValueError(WHOLE_SEQUENCES)
-        if method.backend in ("reference", EINSUM):
-            shape, (working, kept) = method.config.model, SCORES[what]
-            tensors = (working + kept * shape.num_layers) * batch * shape.num_attention_heads
-            needed, free = tensors * length**2 * weight.element_size(), MAX_SHARE_OF_FREE * free_bytes(weight.device)
-            if needed > free:
-                needs = f"its {length} x {length} scores take about {bytes_text(needed)}"
-                raise MemoryError(f"{needs}, free are {bytes_text(free)}")
         work = WORKLOADS[what](method.model, length, batch)
-        return work, measured_peak(work.call, weight.device)
+        return work, measured_peak(work.call, device)
     except ValueError as error:
         reason = str(error)
     except (RuntimeError, MemoryError) as error:
         if not results.out_of_memory(error):
             raise
-        kind, free = "out of memory", free_bytes(weight.device)
-        full = f"the memory of {weight.device} does not suffice ({bytes_text(free)} were free)"
-        reason = str(error) if isinstance(error, MemoryError) and str(error) else full
+        kind, reason = "out of memory", f"the memory of {device} does not suffice"
     return Missing(at=f"{what}, length {length}, {method.label}", kind=kind, reason=reason)
 
 
@@ -430,21 +326,23 @@ def try_once(method: TimedMethod, what: What, length: int, batch: int) -> tuple[
 Key = TypeVar("Key")
 
 
-def interleaved(calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device) -> dict[Key, list[float]]:
-    """Seconds of one call of each in each of `rounds` rounds, after a round that does not count."""
+def interleaved(
+    calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, uncounted: int = 1
+) -> dict[Key, list[float]]:
+    """Seconds of one call of each in each of `rounds` rounds, after rounds that do not count."""
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     times: dict[Key, list[float]] = {key: [] for key in calls}
-    for index in range(rounds + 1):
+    for index in range(uncounted + rounds):
         for key, call in calls.items():
             synchronize()
             start = time.perf_counter()
             call()
             synchronize()
-            if index > 0:
+            if index >= uncounted:
                 times[key].append(time.perf_counter() - start)
     return times
 
@@ -476,15 +374,10 @@ def measure(
     device = first_layer(methods[0].model).dense.weight.device
     times = interleaved({label: work.call for label, work in works.items()}, rounds, device)
     fitting = [method for method in methods if method.label in works]
+    rope = next((method.label for method in fitting if method.is_plain_rope), None)
     for method in fitting:
         work, own = works[method.label], times[method.label]
         low, middle, high = (value / work.passes for value in quartiles(own))
-        # The contraction has a backend of its own; it is compared with the first RoPE.
-        ropes = [each.label for each in fitting if each.is_plain_rope and method.backend in (each.backend, EINSUM)]
-        contractions = [each.label for each in fitting if each.backend == EINSUM]
-        to_rope, to_contraction = (
-            ratio(own, times[others[0]], others[0]) if others else None for others in (ropes, contractions)
-        )
         kept = [method.model.methods[name] for name in method.model.layer_types]
         dtype = first_layer(method.model).dense.weight.dtype
         cache = cache_bytes(kept, method.config.model.num_kv_heads, length, dtype) // length
@@ -497,8 +390,7 @@ def measure(
             quartiles=(low, high),
             rounds=rounds,
             tokens_per_second=work.tokens / middle,
-            to_rope=to_rope,
-            to_contraction=to_contraction,
+            to_rope=ratio(own, times[rope], rope) if rope is not None else None,
             peak_memory_bytes=peaks[method.label],
             cache_bytes_per_token=cache if what == "decode" else None,
         )
@@ -535,9 +427,7 @@ def run(args: Namespace) -> int:
             f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}",
             file=sys.stderr,
         )
-    # Without --what, all work that a method can do is meant: decoding by the contraction is selected only by name.
-    asked_for = [item for item in store.result.missing if args.what is not None or item.reason != WHOLE_SEQUENCES]
-    return 2 if asked_for else 0
+    return 2 if store.result.missing else 0
 
 
 def empty_result(args: Namespace, config: Config, first: TimedMethod, device: str) -> SpeedResult:

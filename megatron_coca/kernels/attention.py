@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
-from megatron_coca.kernels.launch_constants import WIDEST, Blocks, Launch, Operands, Plan, blocks_for
+from megatron_coca.kernels.launch_constants import WIDEST, Operands, Plan, blocks_for
 from megatron_coca.kernels.operation import operation
 from megatron_coca.kernels.tiles import (
     block_and_head,
@@ -139,7 +139,6 @@ def flash_attention(
     formula: str | None = None,
     coefficients: Tensor | None = None,
     starts: Tensor | None = None,
-    blocks: Blocks | None = None,
 ) -> Tensor:
     """Causal attention, softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, head_dim] in the query's dtype.
 
@@ -149,7 +148,7 @@ def flash_attention(
         query: Q' [batch, heads, query_length, head_dim] of the pairs with r < window.
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`.
         value: V, like `key`.
-        scale: factor on the dot products.
+        scale: positive factor on the dot products: the kernels take a row's maximum before it.
         far_query, far_key: Q' and K' of the pairs with r >= window, in the same shapes; without them these pairs are
             not seen.
         window: None: every pair belongs to `query` and `key`.
@@ -158,26 +157,20 @@ def flash_attention(
         coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]; they get gradients where they require them.
         starts: int64 [batch, key_length], non-decreasing: the first token of the document of each token. Earlier ones
         are not seen.
-        blocks: sizes of the blocks in place of those in the table.
 
     The softmax is in float32, and the products of float32 operands are not rounded to TF32. Gradients are the same
     bits in every run.
 
     Raises:
-        ValueError: the arguments contradict each other, or head_dim or dtype are not served.
+        ValueError: shapes that do not fit, or a head_dim, dtype or formula that is not served.
     """
     _check_operands(query, key, value)
-    _check_bands(query, key, far_query, far_key, window, first_keys)
-    _check_bias(query.shape[1], formula, coefficients)
-    if scale <= 0:  # the kernels take a row's maximum before the scale
-        sign = -1 if scale < 0 else 0
-        query, far_query = query * sign, None if far_query is None else far_query * sign
-        scale = abs(scale) or 1.0
+    if formula is not None and formula not in FORMULAS:
+        raise ValueError(f"flash_attention: formula must be one of {FORMULAS}, not {formula!r}")
     tensors = [x if x is None else unit_stride(x) for x in (query, key, far_query, far_key, value)]
     table = None if coefficients is None else _two_columns(coefficients)
     documents = None if starts is None else starts.contiguous()
-    numbers = [number or 0 for launch in blocks or () for number in launch]
-    return _attention(*tensors, table, documents, scale, window, first_keys, formula or "none", numbers)[0]
+    return _attention(*tensors, table, documents, scale, window, first_keys, formula or "none")[0]
 
 
 def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -194,39 +187,6 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"flash_attention: {heads} query heads are not a multiple of {key.shape[1]} key heads")
     if query_length > key.shape[2]:
         raise ValueError(f"flash_attention: {query_length} queries are more than {key.shape[2]} keys")
-
-
-def _check_bands(
-    query: Tensor,
-    key: Tensor,
-    far_query: Tensor | None,
-    far_key: Tensor | None,
-    window: int | None,
-    first_keys: int | None,
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"flash_attention: window {window} must be at least 1, so that every query sees itself")
-    if far_query is None or far_key is None:
-        if far_query is not far_key or first_keys is not None:
-            raise ValueError("flash_attention: far_query, far_key and first_keys must be given together")
-        return
-    if window is None:
-        raise ValueError("flash_attention: far_query and far_key need a window")
-    for name, one, other in (("query", far_query, query), ("key", far_key, key)):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            raise ValueError(
-                f"flash_attention: far_{name} must be {other.dtype} {tuple(other.shape)} as {name} is, not "
-                f"{one.dtype} {tuple(one.shape)}"
-            )
-
-
-def _check_bias(heads: int, formula: str | None, coefficients: Tensor | None) -> None:
-    if formula is None and coefficients is None:
-        return
-    if formula not in FORMULAS or coefficients is None:
-        raise ValueError(f"flash_attention: a bias is a formula of {FORMULAS} with coefficients, not {formula!r}")
-    if tuple(coefficients.shape) not in {(heads, 1), (heads, 2)}:
-        raise ValueError(f"flash_attention: coefficients must be [{heads}, 1 or 2], not {tuple(coefficients.shape)}")
 
 
 def _two_columns(coefficients: Tensor) -> Tensor:
@@ -246,11 +206,10 @@ def _run(
     window: int | None,
     first_keys: int | None,
     formula: str,
-    blocks: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp to the base 2). `blocks`: of a `Blocks`, 0 for None."""
+    """(output, log-sum-exp to the base 2)."""
     operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
-    return forward(operands, _plan(operands, scale, window, first_keys, formula, blocks))
+    return forward(operands, _plan(operands, scale, window, first_keys, formula))
 
 
 def _run_gradients(
@@ -269,26 +228,18 @@ def _run_gradients(
     window: int | None,
     first_keys: int | None,
     formula: str,
-    blocks: list[int],
 ) -> list[Tensor]:
     """The gradients of query, key, value, far query and far key, and of the coefficients if they are `learned`."""
     operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
-    plan = _plan(operands, scale, window, first_keys, formula, blocks)
+    plan = _plan(operands, scale, window, first_keys, formula)
     grads, table = backward(operands, plan, out, lse, unit_stride(grad), learned)
     found = (grads.query, grads.key, grads.value, grads.far_query, grads.far_key, table)
     return [x for x in found if x is not None]
 
 
-def _plan(
-    operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str, blocks: list[int]
-) -> Plan:
-    width = len(Launch._fields)
-    fields: list[Any] = [number or None for number in blocks]
-    launches = [Launch(*fields[first : first + width]) for first in range(0, len(blocks), width)]
+def _plan(operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str) -> Plan:
     segments = 1 if operands.far_query is None else 2
-    return Plan(
-        scale, window, first_keys, formula, Blocks(*launches) if blocks else blocks_for(operands.query, segments)
-    )
+    return Plan(scale, window, first_keys, formula, blocks_for(operands.query, segments))
 
 
 def _fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -317,7 +268,7 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Tensor | None, ..
 
 _GIVEN = (
     "Tensor query, Tensor key, Tensor? far_query, Tensor? far_key, Tensor value, Tensor? coefficients, Tensor? starts, "
-    "float scale, int? window, int? first_keys, str formula, int[] blocks"
+    "float scale, int? window, int? first_keys, str formula"
 )
 _attention = operation(
     "flash_attention", f"({_GIVEN}) -> (Tensor, Tensor)", _run, _fake, keep=_keep, backward=_backward

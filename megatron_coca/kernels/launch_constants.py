@@ -76,7 +76,7 @@ CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
 """Architecture -> (number of segments, bytes of an operand's row as `row_class` counts them) -> block sizes on CUDA.
 
 Not yet timed on a GPU: chosen from what the compiler reports, which benchmarks/kernels/budgets.json records, so that
-no register spills and loads are pipelined. `python -m megatron_coca.kernels.tune` times candidates and prints rows.
+no register spills and loads are pipelined.
 """
 
 

@@ -4,12 +4,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.layer import Cache
 from megatron_coca.model.gpt import GPT
 
 NOT_GENERATED = -1
@@ -92,43 +91,23 @@ class Sampling:
 GREEDY = Sampling()
 
 
-class Decoder(Protocol):
-    """The methods of `GPT` that generation uses."""
-
-    training: bool
-
-    def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        """An empty cache for `capacity` tokens; `length` as in `Cache`."""
-
-    def hidden_states(
-        self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
-    ) -> Tensor:
-        """[batch, length] int64 -> [batch, last, hidden_size] of the last tokens (None: of all); with a cache, the
-        tokens follow its own.
-        """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> [..., padded vocabulary]."""
-
-
 @torch.inference_mode()
 def generate_tokens(
-    model: GPT | Decoder,
+    model: GPT,
     prompts: Tensor,
     max_new_tokens: int,
     *,
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
-    use_cache: bool = True,
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times; each waits once.
 
     Prompts have one length and no padding, because not every position method is shift-invariant. Length-dependent ones
-    take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are the same with and without the
-    cache. With "current" frequencies change at each step, as in transformers: keys in the cache are rotated again,
-    hidden states of earlier tokens stay; without it every step computes all tokens anew.
+    take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are those of full passes without
+    a cache. With "current" frequencies change at each step, as in transformers: keys in the cache are rotated again,
+    hidden states of earlier tokens stay.
 
     The random numbers of a row follow from its seed alone, so a sample does not depend on the other rows, except that
     rounding depends on the size of the batch: where a draw lies at the border of two tokens, the other may follow.
@@ -138,8 +117,7 @@ def generate_tokens(
         prompts: int64 [batch, length], both at least 1; so is `max_new_tokens`.
         sampling: by default the token of the largest logit.
         seeds: of the rows; by default those of `row_seeds`.
-        use_cache: if False, each step runs the complete sequence again.
-        vocab_size: ids from here on are never generated; by default those that pad a GPT's vocabulary.
+        vocab_size: ids from here on are never generated; by default those that pad the model's vocabulary.
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
 
     Raises:
@@ -147,19 +125,15 @@ def generate_tokens(
         FloatingPointError: logits are NaN: the computation overflowed its dtype.
     """
     _check(model, prompts, max_new_tokens, dynamic_length)
-    limit = vocab_size or (model._config.vocab_size if isinstance(model, GPT) else None)
+    limit = vocab_size or model._config.vocab_size
     length = DYNAMIC_LENGTHS[dynamic_length](prompts.shape[1], max_new_tokens)
-    cache = model.new_cache(length=length, capacity=prompts.shape[1] + max_new_tokens) if use_cache else None
+    cache = model.new_cache(length=length, capacity=prompts.shape[1] + max_new_tokens)
     uniforms = seen = None
     if sampling.temperature > 0:
         uniforms = uniform_draws(seeds or row_seeds(prompts.tolist(), sampling.seed), max_new_tokens).to(prompts.device)
-    tokens = new = prompts
+    new = prompts
     for step in range(max_new_tokens):
-        if cache is not None:
-            hidden = model.hidden_states(new, cache=cache, last=1)
-        else:
-            hidden = model.hidden_states(tokens, length=length, last=1)
-        logits = model.logits(hidden[:, -1])
+        logits = model.logits(model.hidden_states(new, cache=cache, last=1)[:, -1])
         finite = logits[:, :limit].amax(dim=-1, keepdim=True) < torch.inf  # False for NaN
         if sampling.repetition_penalty != 1:
             seen = (torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen).scatter(1, new, True)
@@ -169,8 +143,6 @@ def generate_tokens(
             new = logits.argmax(dim=-1, keepdim=True)
         else:
             new = draw(sampling.filtered(logits), uniforms[:, step])
-        if cache is None:
-            tokens = torch.cat((tokens, new), dim=1)
         yield _on_host(new, finite, logits.dtype)
 
 
@@ -187,12 +159,11 @@ def _on_host(new: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.inference_mode()
 def generate(
-    model: GPT | Decoder,
+    model: GPT,
     prompts: Tensor,
     max_new_tokens: int,
     *,
     sampling: Sampling = GREEDY,
-    use_cache: bool = True,
     finished: Finished | None = None,
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
@@ -206,7 +177,6 @@ def generate(
         prompts,
         max_new_tokens,
         sampling=sampling,
-        use_cache=use_cache,
         vocab_size=vocab_size,
         dynamic_length=dynamic_length,
     )
@@ -264,7 +234,7 @@ def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per
         yield from (indices[first : first + size] for first in range(0, len(indices), size))
 
 
-def _check(model: GPT | Decoder, prompts: Tensor, max_new_tokens: int, dynamic_length: str) -> None:
+def _check(model: GPT, prompts: Tensor, max_new_tokens: int, dynamic_length: str) -> None:
     if model.training:
         raise ValueError("the model is in training mode, dropout would change what it generates: call model.eval()")
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or 0 in prompts.shape:

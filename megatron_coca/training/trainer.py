@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.files import ServiceError, UnreadableError
+from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import BatchSizes, Config, RunStage, stage_at
 from megatron_coca.console import set_up_logging
@@ -38,7 +38,6 @@ from megatron_coca.training.neox_resume import starts_from_neox, take_over
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from megatron_coca.training.resume import (
-    Choice,
     begins_optimizer,
     candidates,
     first_valid,

@@ -13,7 +13,6 @@ from tests.parity.triton_cases import Case, check, run
 triton = pytest.importorskip("triton")
 
 from megatron_coca.attention.backends.triton import TritonBackend  # noqa: E402
-from megatron_coca.kernels.attention import flash_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
@@ -117,29 +116,6 @@ def test_gradients_are_the_same_bits_each_time() -> None:
     case = Case(63, window=16, far=True, formula="log", documents=3, batch=1)
     first, second = (run(case, TritonBackend(), torch.float32, DEVICE) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_a_scale_that_is_not_positive(scale: float) -> None:
-    """The kernels take a row's maximum before the scale, which only a positive one allows."""
-    value, query, key, coefficients = Case(40, kv_heads=2, formula="linear", batch=1).leaves()
-    bias = -coefficients[:, 0, None, None] * (torch.arange(40)[:, None] - torch.arange(40)).clamp(min=0)
-
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (scale * q @ k.mT + bias).masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
-        return scores.softmax(-1) @ v
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q, k, v, scale, formula="linear", coefficients=coefficients.to(q.device).float())
-
-    def results(attend: Callable[..., Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(device, dtype).detach().requires_grad_() for x in (query, key, value)]
-        out = attend(*leaves)
-        return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out.square().sum(), leaves))]
-
-    exact = results(dense, "cpu", torch.float64)
-    for mine, true in zip(results(kernel, DEVICE, torch.float32), exact, strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
 
 
 def test_keys_that_no_band_serves_are_not_read() -> None:

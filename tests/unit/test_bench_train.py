@@ -17,7 +17,6 @@ from tools.bench_train import (
     peer,
     peer_keys,
     race,
-    record,
     transformers_step,
 )
 from tools.records import append_records
@@ -50,10 +49,8 @@ def test_records_are_complete(tmp_path: Path) -> None:
 
         return Contestant(name, config, step, peak_of(step))
 
-    entrants = [contestant("one", 20), contestant("other", 60)]
     options = parse(["x=1", "--methods", "one", "other", "--rounds", "9"])
-    race(entrants, options)
-    append_records(tmp_path / "new/train.jsonl", [record(entrant, entrants[0], options) for entrant in entrants])
+    append_records(tmp_path / "new/train.jsonl", race([contestant("one", 20), contestant("other", 60)], options))
     first, second = map(json.loads, (tmp_path / "new/train.jsonl").read_text().splitlines())
     assert first.keys() == second.keys() == EVERY_RECORD
     assert first["ratio"] == 1 and second["ratio"] > 1.3 and second["rounds"] == 9

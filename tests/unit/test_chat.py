@@ -1,6 +1,5 @@
 """Chats: rendered and masked as transformers does, prepared into label shards, and trained on as by a loop by hand."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -178,13 +177,6 @@ def test_wrong_preparations_are_refused(folder: Path, tmp_path: Path) -> None:
     assert bytes(labels[labels >= 0].astype(np.uint8)) == b"Still.<|im_end|>\n\0"
 
 
-class Typed(io.StringIO):
-    """Standard input on a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of bytes with a template whose turns end with a full stop."""
@@ -206,25 +198,25 @@ def test_answers_continue_the_rendered_chat(checkpoint: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == wanted + "\n"
 
 
-def test_a_typed_chat_remembers(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", Typed("one\ntwo\n"))
-    assert generate.main(["--checkpoint", str(checkpoint), "--chat", "--max-new-tokens", "10"]) == 0
-    shown = capsys.readouterr().out
-    generator = load_generator(checkpoint)
-    chat = [{"role": "user", "content": "one"}]
-    chat.append({"role": "assistant", "content": "".join(generator.answer(chat, 10))})
-    second = "".join(generator.answer([*chat, {"role": "user", "content": "two"}], 10))
-    assert shown == f"> {chat[1]['content']}\n> {second}\n> \n"
+def test_answers_to_several_messages_go_to_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    """Each is a chat of its own; the last messages of a longer chat are answered in Python."""
+    output, generator = tmp_path / "out.jsonl", load_generator(checkpoint)
+    given = ["--checkpoint", str(checkpoint), "--chat", "--prompt", "one", "--prompt", "two", "--max-new-tokens", "10"]
+    assert generate.main([*given, "--output", str(output)]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    chats = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    answers = generator.answer(chats, 10)
+    assert [record["text"] for record in records] == [row.text for row in answers]
+    assert answers[0].text == generator.complete(["user:one.assistant:"], 10)[0].text.partition(".")[0]
 
 
 def test_a_special_token_ends_an_answer(ours: Tokenizer) -> None:
     """Its id ends it, because it is not in the text."""
     end = ours.encode_rendered("<|im_end|>")[0]
     row = Continuation(ours, [], (), end)
-    pieces = [row.push(token) for token in (*ours.encode("Hi"), *end)]
-    assert "".join(pieces) == "Hi" and row.finish == "eod"
+    for token in (*ours.encode("Hi"), *end):
+        row.push(token)
+    assert row.text == "Hi" and row.finish == "eod"
 
 
 def test_a_model_without_a_template_does_not_chat(checkpoint: Path) -> None:
@@ -233,7 +225,7 @@ def test_a_model_without_a_template_does_not_chat(checkpoint: Path) -> None:
     generator = load_generator(checkpoint)
     generator.tokenizer.chat = None
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
-        next(generator.answer(CHAT))
+        generator.answer([CHAT])
 
 
 @pytest.fixture

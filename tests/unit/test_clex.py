@@ -137,9 +137,3 @@ def test_the_positions_of_training_name_the_factor(length: int, reached: int, t:
     positions = torch.tensor([[0, 7, reached - 1]])
     factor, rotated = Clex(8, 1e4, 512, max_factor=4).in_training(positions, length, reached)
     assert factor == t and rotated.dtype == torch.float64 and torch.equal(rotated * scale, positions.double())
-
-
-@pytest.mark.parametrize("keys", [{"max_factor": 0}, {"ode_step": 0.0}])
-def test_impossible_settings_are_refused(keys: dict) -> None:
-    with pytest.raises(ValueError, match="max_factor >= 1 and ode_step > 0"):
-        Clex(8, 1e4, 512, **keys)

@@ -39,14 +39,7 @@ def expected(
     return generator.complete([prompt], 10, sampling or Sampling(), **options)[0].text
 
 
-class Typed(io.StringIO):
-    """Standard input on a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_one_prompt_is_streamed(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_is_answered_by_its_text(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--repetition-penalty", "1.1", "--seed", "5"]
     assert generate.main(["--checkpoint", checkpoint, "--prompt", LONG, *TEN, *options]) == 0
     wanted = expected(checkpoint, LONG, Sampling(0.8, 40, 0.9, 1.1, 5))
@@ -84,16 +77,6 @@ def test_standard_input_is_one_prompt(
     assert capsys.readouterr().out == expected(checkpoint, "the sea\nwas calm") + "\n"
 
 
-def test_lines_that_a_person_types(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", Typed("the sea\nthe sea\n"))
-    assert generate.main(["--checkpoint", checkpoint, "--temperature", "1", *TEN]) == 0
-    texts = [expected(checkpoint, "the sea", Sampling(1.0, seed=seed)) for seed in (0, 1)]
-    assert texts[0] != texts[1]
-    assert capsys.readouterr().out == f"> {texts[0]}\n> {texts[1]}\n> \n"
-
-
 def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overlay = str(ROOT / "configs" / "extend" / "dynamic_ntk.yml")
     shown = []
@@ -114,9 +97,9 @@ def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: p
     assert "cannot be evaluated with another num_layers" in capsys.readouterr().err
 
 
-def test_a_stop_string_and_no_cache(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_string(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = expected(checkpoint, LONG, Sampling(1.0))
-    arguments = ["--checkpoint", checkpoint, "--prompt", LONG, "--temperature", "1", "--no-cache", *TEN]
+    arguments = ["--checkpoint", checkpoint, "--prompt", LONG, "--temperature", "1", *TEN]
     assert generate.main([*arguments, "--stop", text[4:6]]) == 0
     assert capsys.readouterr().out == text[: text.index(text[4:6])] + "\n"
 

@@ -13,12 +13,11 @@ from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs,
 
 pytest.importorskip("triton")
 
-from megatron_coca.kernels import attention, attention_backward, tune
+from megatron_coca.kernels import attention, attention_backward
 from megatron_coca.kernels.attention import flash_attention
 from megatron_coca.kernels.launch_constants import (
     CONFIGS,
     SMALL,
-    Launch,
     Operands,
     Plan,
     architecture,
@@ -198,14 +197,8 @@ def test_attention_refuses_arguments_that_contradict_each_other() -> None:
         flash_attention(x, x, x.double(), 1.0)
     with pytest.raises(ValueError, match="more than 3 keys"):
         flash_attention(x, x[:, :, :3], x[:, :, :3], 1.0)
-    with pytest.raises(ValueError, match="need a window"):
-        flash_attention(x, x, x, 1.0, far_query=x, far_key=x)
-    with pytest.raises(ValueError, match="given together"):
-        flash_attention(x, x, x, 1.0, window=2, first_keys=1)
-    with pytest.raises(ValueError, match="at least 1"):
-        flash_attention(x, x, x, 1.0, window=0)
-    with pytest.raises(ValueError, match=r"coefficients must be \[2, 1 or 2\]"):
-        flash_attention(x, x, x, 1.0, formula="linear", coefficients=torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="formula must be one of"):
+        flash_attention(x, x, x, 1.0, formula="buckets", coefficients=torch.zeros(2, 1))
 
 
 def test_there_are_block_sizes_for_every_operand() -> None:
@@ -216,39 +209,6 @@ def test_there_are_block_sizes_for_every_operand() -> None:
             for table in CONFIGS.values():
                 assert {(1, row_class(query)), (2, row_class(query))} <= table.keys()
     assert blocks_for(torch.zeros(1, 1, 1, 16), 1) is SMALL
-
-
-def test_tuning_takes_the_fastest_that_fits() -> None:
-    """What the device cannot hold is told and passed over; where nothing fits it is an error."""
-    times = {Launch(32, 32, 4, 1): 3.0, Launch(64, 32, 4, 1): 2.0}
-    told: list[str] = []
-
-    def measure(launch: Launch) -> float:
-        if launch not in times:
-            raise tune.OutOfResources(2, 1, "shared memory")
-        return times[launch]
-
-    large = Launch(128, 128, 4, 1)
-    assert tune.best(measure, [*times, large], told.append) == Launch(64, 32, 4, 1)
-    assert "OutOfResources" in told[-1]
-    with pytest.raises(RuntimeError, match="none of 1 block sizes fits"):
-        tune.best(measure, [large], told.append)
-
-
-def test_tuning_measures_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole of it in small: calls of the real kernels, with times by the clock of the test."""
-    ticks = iter(range(100, 0, -1))
-
-    def clock(call: object, return_mode: str) -> float:
-        call()  # type: ignore[operator]
-        return float(next(ticks))
-
-    monkeypatch.setattr(tune, "do_bench", clock)
-    timed = tune.shapes([20, 40], 40, 1, 16, torch.float32, DEVICE)
-    assert [query.shape for query, _ in timed] == [(2, 1, 20, 16), (1, 1, 40, 16)], "the same tokens at every length"
-    launches = [Launch(16, 16, 4, 1), Launch(16, 32, 4, 1)]
-    for segments in (1, 2):
-        assert set(tune.tune(timed, segments, launches, lambda line: None)) == {launches[1]}, "the clock runs backwards"
 
 
 def test_grids_beyond_what_the_second_dimension_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,15 +59,16 @@ NEWER_THAN_PYTHON_3_10 = {
 }
 
 IN_TORCH_2_3 = {
-    *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange", "are_deterministic_algorithms_enabled"),
-    *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.logsigmoid"),
+    *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange"),
+    *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.linear"),
+    "nn.functional.logsigmoid",
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
     *("device", "dropout", "ones_like", "utils.checkpoint.checkpoint"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
     *("distributed.all_reduce", "distributed.get_backend"),
     *("distributed.get_rank", "distributed.get_world_size", "distributed.is_initialized", "dtype", "empty"),
     *("empty_like", "equal", "exp", "finfo", "float16", "float32", "float64", "full_like", "inf", "inference_mode"),
-    *("int32", "int64", "is_grad_enabled", "log", "log1p", "logaddexp", "long", "mul", "nn.Module", "nn.Parameter"),
+    *("int32", "is_grad_enabled", "log", "log1p", "logaddexp", "long", "mul", "nn.Module", "nn.Parameter"),
     *("nn.attention.bias.causal_lower_right", "nn.functional.pad", "nn.functional.scaled_dot_product_attention"),
     *("nn.init.xavier_normal_", "no_grad", "ops.aten._scaled_dot_product_efficient_attention", "promote_types"),
     *("ops.aten._scaled_dot_product_efficient_attention_backward", "ops.aten._scaled_dot_product_flash_attention"),
@@ -80,11 +81,9 @@ IN_TORCH_2_3 = {
 OPTIONAL = {
     *(f"nn.attention.flex_attention.{name}" for name in ("BlockMask", "BlockMask.from_kv_blocks", "flex_attention")),
     *("_dynamo.config.patch", "compile", "library.custom_op"),
-    *("backends.cuda.SDPAParams", "backends.cuda.can_use_cudnn_attention"),
     *("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
-    *("ops.aten._scaled_dot_product_cudnn_attention", "ops.aten._scaled_dot_product_cudnn_attention_backward"),
 }
-"""Names behind a check that PyTorch has them, FlexAttention or attention by cuDNN."""
+"""Names behind a check that PyTorch has them, FlexAttention or the switch of cuDNN."""
 
 
 def run(python: str, cases: dict[str, Any], folder: Path, *denied: str) -> dict[str, dict[str, list[float]]]:

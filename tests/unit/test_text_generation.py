@@ -1,4 +1,4 @@
-"""Text of generated tokens: characters that are complete, stop strings, streams, batches of texts."""
+"""Text of generated tokens: by every kind of tokenizer, with stop strings, in batches of texts."""
 
 import json
 from pathlib import Path
@@ -62,52 +62,36 @@ def tokenizers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, To
     return {"bytes": BYTES} | {name: load_tokenizer(kind, folder / name) for name, kind in kinds.items()}
 
 
-def pieces_of(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stops: tuple[str, ...] = ()) -> list[str]:
+def text_of(tokenizer: Tokenizer, prompt: list[int], ids: list[int], *stops: str) -> tuple[str, str]:
     row = Continuation(tokenizer, prompt, stops)
-    pieces = [row.push(token) for token in ids if row.finish == "length"]
-    pieces.append(row.flush() if row.finish == "length" else "")
-    assert "".join(pieces) == row.text
-    return pieces
+    for token in ids:
+        if row.finish == "length":
+            row.push(token)
+    return row.text, row.finish
 
 
 @pytest.mark.parametrize("name", ["bytes", "plain.model", "llama.model", "tokenizer.json", "llama.json"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_whole_characters_and_make_the_text(
-    tokenizers_by_name: dict[str, Tokenizer], name: str, text: str
-) -> None:
+def test_the_text_continues_the_prompt(tokenizers_by_name: dict[str, Tokenizer], name: str, text: str) -> None:
     tokenizer = tokenizers_by_name[name]
     ids = tokenizer.encode("the sea" + text + "!")
     for size in (1, 2, 5):
         prompt = tokenizer.decode(ids[:size])
-        if "\ufffd" in prompt:
-            continue
-        pieces = pieces_of(tokenizer, ids[:size], ids[size:])
-        assert prompt + "".join(pieces) == tokenizer.decode(ids) == "the sea" + text + "!"
-        assert not any("\ufffd" in piece for piece in pieces)
-        assert sum(map(bool, pieces)) > 5, "text comes as it is generated"
+        if "\ufffd" not in prompt:
+            found = prompt + text_of(tokenizer, ids[:size], ids[size:])[0]
+            assert found == tokenizer.decode(ids) == "the sea" + text + "!"
 
 
 def test_a_space_between_prompt_and_continuation_is_kept(tokenizers_by_name: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers_by_name["llama.model"]
     ids = tokenizer.encode("the boat")
     size = len(tokenizer.encode("the"))
-    assert "".join(pieces_of(tokenizer, ids[:size], ids[size:])) == " boat"
+    assert text_of(tokenizer, ids[:size], ids[size:])[0] == " boat"
 
 
-def test_bytes_that_are_no_character_come_at_the_end() -> None:
-    pieces = pieces_of(BYTES, [97], [0xE6, 0x97])
-    assert pieces[:-1] == ["", ""] and set(pieces[-1]) == {"\ufffd"}
-    assert "".join(pieces_of(BYTES, [97], [0xFF, 98])) == "\ufffdb"
-
-
-def stopped(text: str, *stops: str) -> tuple[str, str]:
-    row = Continuation(BYTES, [97], stops)
-    for token in BYTES.encode(text):
-        if row.finish == "length":
-            row.push(token)
-    if row.finish == "length":
-        row.flush()
-    return row.text, row.finish
+def test_bytes_that_are_no_character_are_kept() -> None:
+    assert set(text_of(BYTES, [97], [0xE6, 0x97])[0]) == {"\ufffd"}
+    assert text_of(BYTES, [97], [0xFF, 98])[0] == "\ufffdb"
 
 
 @pytest.mark.parametrize(
@@ -124,24 +108,21 @@ def stopped(text: str, *stops: str) -> tuple[str, str]:
     ],
 )
 def test_stop_strings_over_several_tokens(text: str, stops: tuple[str, ...], wanted: tuple[str, str]) -> None:
-    """Each token is a byte. No piece has a part of the stop string, and what only began like one is passed on."""
-    assert stopped(text, *stops) == wanted
-
-
-def test_text_that_may_become_a_stop_string_waits() -> None:
-    assert pieces_of(BYTES, [97], BYTES.encode("x\n\ny"), ("\n\nQ",)) == ["x", "", "", "\n\ny", ""]
+    """Each token is a byte."""
+    assert text_of(BYTES, [97], BYTES.encode(text), *stops) == wanted
 
 
 def test_a_stop_string_within_one_token(tokenizers_by_name: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers_by_name["tokenizer.json"]
     ids = tokenizer.encode(" near the shore")
     assert len(ids) < 6
-    assert "".join(pieces_of(tokenizer, tokenizer.encode("lay"), ids, ("sho",))) == " near the "
+    assert text_of(tokenizer, tokenizer.encode("lay"), ids, "sho") == (" near the ", "stop")
 
 
 def test_the_end_of_a_document_ends_the_text() -> None:
     row = Continuation(BYTES, [97], ("xyz",))
-    assert [row.push(token) for token in (98, ord("x"), BYTES.eod)] == ["b", "", "x"]
+    for token in (98, ord("x"), BYTES.eod):
+        row.push(token)
     assert (row.text, row.finish, row.tokens) == ("bx", "eod", [98, ord("x"), BYTES.eod])
 
 
@@ -171,11 +152,11 @@ def test_a_text_does_not_depend_on_the_others(generator: TextGenerator) -> None:
     assert all(len(row.tokens) == 20 or row.finish == "eod" for row in rows)
 
 
-def test_a_stream_is_the_text(generator: TextGenerator) -> None:
+def test_a_stop_string_ends_a_sample(generator: TextGenerator) -> None:
     (row,) = generator.complete(["the sea"], 30, WARM)
-    assert "".join(generator.stream("the sea", 30, WARM)) == row.text
     stop = row.text[5:7]
-    assert "".join(generator.stream("the sea", 30, WARM, [stop])) == row.text[: row.text.index(stop)]
+    (stopped,) = generator.complete(["the sea"], 30, WARM, [stop])
+    assert stopped.text == row.text[: row.text.index(stop)] and len(stopped.tokens) < len(row.tokens)
 
 
 def test_an_empty_prompt_begins_a_document(generator: TextGenerator) -> None:
@@ -187,7 +168,6 @@ def test_a_token_before_every_prompt(generator: TextGenerator) -> None:
     begun = TextGenerator(generator.model, BYTES, ord("#"))
     rows, expected = begun.complete(["the sea", ""], 10, WARM), generator.complete(["#the sea", "#"], 10, WARM)
     assert [row.tokens for row in rows] == [row.tokens for row in expected]
-    assert "".join(begun.stream("the sea", 10)) == "".join(generator.stream("#the sea", 10))
 
 
 def test_loading(tmp_path: Path) -> None:

@@ -143,18 +143,10 @@ def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
 
 
 def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
-    """A linear bias is computed in the kernel; any other is looked up in a vector [heads, key_length], because
-    gradients of learned coefficients would need an atomic addition per pair, and tensors created in a score_mod
-    miscompile.
+    """The bias is looked up in a vector [heads, key_length], because gradients of learned coefficients would need an
+    atomic addition per pair, and tensors created in a score_mod miscompile.
     """
     past = inputs.past
-    if bias.formula == "linear":
-        slopes = bias.coefficients[:, 0].to(inputs.value.device)
-
-        def add_linear(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score - slopes[head] * (query + past - key)
-
-        return add_linear
     values = bias.at(torch.arange(inputs.value.shape[2], dtype=torch.float32, device=inputs.value.device))
 
     def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.gated import attend_gated
-from megatron_coca.attention.backends.sdpa import flash_op
+from megatron_coca.attention.backends.sdpa import flash_op, with_key_heads
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
 from megatron_coca.kernels.operation import operation
 
@@ -161,14 +161,14 @@ class MergeBackend:
             )
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
-        return attend_by_document(_attend_row, inputs)
+        return attend_by_document(_attend_row, with_key_heads(inputs))
 
 
 def _attend_row(inputs: AttentionInputs) -> Tensor:
     operands = [x for segment in inputs.segments for x in (segment.query, segment.key)]
-    bands, repeated = _numbers([segment.band for segment in inputs.segments]), torch.is_grad_enabled()
+    bands = _numbers([segment.band for segment in inputs.segments])
     sinks = [] if inputs.sinks is None else [inputs.sinks]
-    return _operation(inputs.scale, bands, repeated, inputs.value, operands, sinks)[0]
+    return _operation(inputs.scale, bands, inputs.value, operands, sinks)[0]
 
 
 def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
@@ -238,19 +238,14 @@ class _Accumulator:
 
 
 def merge(
-    scale: float,
-    bands: Sequence[int],
-    repeated: bool,
-    value: Tensor,
-    operands: Sequence[Tensor],
-    sinks: Sequence[Tensor],
+    scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor], sinks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
 
-    `operands` are query and key of each segment; `bands` four numbers of each, as `_numbers` gives them; `repeated` as
-    in `flash_op`; `sinks` none or one tensor [heads], which counts in the log-sum-exp.
+    `operands` are query and key of each segment; `bands` four numbers of each, as `_numbers` gives them; `sinks` none
+    or one tensor [heads], which counts in the log-sum-exp.
     """
-    op, query = flash_op(value, repeated), operands[0]
+    op, query = flash_op(value), operands[0]
     out, lse = (_Accumulator(x) for x in _results(value, query))
     for index, piece in _pieces(bands, query, value):
         q, k = operands[2 * index : 2 * index + 2]
@@ -329,12 +324,7 @@ def _numbers(bands: Sequence[Band]) -> list[int]:
 
 
 def _fake(
-    scale: float,
-    bands: Sequence[int],
-    repeated: bool,
-    value: Tensor,
-    operands: Sequence[Tensor],
-    sinks: Sequence[Tensor],
+    scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor], sinks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     out, lse = _results(value, operands[0])
     return out.to(value.dtype), lse
@@ -347,7 +337,7 @@ def _fake_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    scale, bands, _, value, operands, sinks = inputs
+    scale, bands, value, operands, sinks = inputs
     ctx.save_for_backward(*output, *sinks, value, *operands)
     ctx.options, ctx.has_sinks = (scale, bands), bool(sinks)
 
@@ -356,7 +346,7 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
     out, lse, *saved = ctx.saved_tensors  # read once: recomputation gives them once
     sinks, (value, *operands) = saved[: ctx.has_sinks], saved[ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
-    return None, None, None, value_grad, grads, [_sink_gradient(sink, grad, out, lse) for sink in sinks]
+    return None, None, value_grad, grads, [_sink_gradient(sink, grad, out, lse) for sink in sinks]
 
 
 def _sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -374,7 +364,7 @@ _gradient_operation = operation(
 )
 _operation = operation(
     "merge",
-    f"({_GIVEN}, bool repeated, Tensor value, Tensor[] operands, Tensor[] sinks) -> (Tensor, Tensor)",
+    f"({_GIVEN}, Tensor value, Tensor[] operands, Tensor[] sinks) -> (Tensor, Tensor)",
     merge,
     _fake,
     _keep,

@@ -5,7 +5,7 @@ Its kernels have no soft-capping, and no bias of more than the distance: both ar
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -30,36 +30,27 @@ GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class FlashOp(Protocol):
-    """One flash kernel. Operands are [batch, heads, length, head_dim], the log-sum-exp [batch, heads, length]."""
+class CpuFlash:
+    """The CPU kernel: float64, float32, bfloat16, float16, grouped heads.
+
+    Operands are [batch, heads, length, head_dim], the log-sum-exp [batch, heads, length].
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """(output, log-sum-exp of the scaled scores, natural base)."""
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Gradients:
-        """Gradients of q, k and v."""
-        ...
-
-
-class CpuFlash:
-    """The CPU kernel: float64, float32, bfloat16, float16, grouped heads."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
+        """Gradients of q, k and v."""
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
 
 
 class CudaFlash:
-    """PyTorch's FlashAttention-2: bfloat16 and float16, grouped heads."""
+    """PyTorch's FlashAttention-2, as the CPU kernel: bfloat16 and float16, grouped heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -76,102 +67,34 @@ class CudaFlash:
         )
 
 
-class EqualHeads:
-    """A kernel without grouped heads; keys and values are repeated for it."""
-
-    def __init__(self, kernel: FlashOp) -> None:
-        self._kernel = kernel
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return self._kernel.forward(q, k, v, causal, scale)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Gradients:
-        groups = q.shape[1] // k.shape[1]
-        wide_k, wide_v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        dq, dk, dv = self._kernel.backward(grad, q, wide_k, wide_v, out, lse, causal, scale)
-        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
-
-
-class CudaCudnn:
-    """cuDNN's kernel where PyTorch offers it for these operands, from Hopper on, and FlashAttention-2 elsewhere.
-
-    Both kernels have the same log-sum-exp, so a backward pass need not know which was used. cuDNN's gradients differ
-    in bits between runs, so `deterministic: true` leaves it out.
-    """
-
-    OLDEST = (9, 0)
-    ROWS = 128
-    """Queries of the smallest call: below it cuDNN gains nothing."""
-
-    def __init__(self) -> None:
-        self._flash = CudaFlash()
-
-    def serves(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-        """cuDNN is preferred, and nothing speaks against it: its library's version, a shape, `enable_cudnn_sdp`."""
-        if q.shape[2] < self.ROWS or torch.are_deterministic_algorithms_enabled():
-            return False
-        if torch.cuda.get_device_capability(q.device) < self.OLDEST:
-            return False
-        if not hasattr(torch.backends.cuda, "can_use_cudnn_attention"):  # PyTorch 2.3, with which the plugin runs too
-            return False
-        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-        return torch.backends.cuda.can_use_cudnn_attention(parameters)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        if not self.serves(q, k, v, causal):
-            return self._flash.forward(q, k, v, causal, scale)
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        return out, lse.view(q.shape[:3])
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Gradients:
-        if not self.serves(q, k, v, causal):
-            return self._flash.backward(grad, q, k, v, out, lse, causal, scale)
-        lengths, seed = (q.shape[2], k.shape[2]), torch.zeros((), dtype=torch.int64, device=q.device)
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous()[..., None],
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            *lengths,
-            0.0,
-            causal,
-            scale=scale,
-        )
-
-
-_HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-_CPU: dict[tuple[str, torch.dtype], FlashOp] = {
-    ("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, *_HALF)
+_KERNELS: dict[tuple[str, torch.dtype], CpuFlash | CudaFlash] = {
+    **{("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
+    **{("cuda", dtype): CudaFlash() for dtype in (torch.bfloat16, torch.float16)},
 }
-_PLANNED = _CPU | {("cuda", dtype): CudaCudnn() for dtype in _HALF}
-_UNPLANNED = _CPU | {("cuda", dtype): CudaFlash() for dtype in _HALF}
 
 
-def flash_op(x: Tensor, repeated: bool = True) -> FlashOp:
-    """The kernel for the device and dtype of `x`, for shapes that are `repeated` (see `varying_lengths`) or not.
+def flash_op(x: Tensor) -> CpuFlash | CudaFlash:
+    """The kernel for the device and dtype of `x`.
 
     Raises:
         TypeError: there is none.
     """
-    kernel = (_PLANNED if repeated else _UNPLANNED).get((x.device.type, x.dtype))
+    kernel = _KERNELS.get((x.device.type, x.dtype))
     if kernel is None:
         raise TypeError(
             f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
             "set attention_backend: triton on CUDA or reference, or use another precision"
         )
-    return kernel if GROUPED else EqualHeads(kernel)
+    return kernel
+
+
+def with_key_heads(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs, before PyTorch 2.5 with keys and values repeated for every query head."""
+    groups = inputs.query.shape[1] // inputs.value.shape[1]
+    if GROUPED or groups == 1:
+        return inputs
+    segments = tuple(replace(each, key=each.key.repeat_interleave(groups, dim=1)) for each in inputs.segments)
+    return inputs.replace(segments=segments, value=inputs.value.repeat_interleave(groups, dim=1))
 
 
 BANDS_REASON = "it takes one query and one key operand, and every key up to the query's own"
@@ -198,6 +121,7 @@ class SdpaBackend:
                 was built for evaluation.
             RuntimeError: there is a bias, off the CPU.
         """
+        inputs = with_key_heads(inputs)
         if inputs.softcap is not None or (inputs.bias is not None and inputs.bias.formula in PAIRWISE):
             return attend_by_document(attend_in_blocks, inputs)
         if inputs.gates is not None:
@@ -266,16 +190,12 @@ def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = Fa
 
 
 def _call_sdpa(inputs: AttentionInputs, mask: Tensor | None, causal: bool) -> Tensor:
-    key, value, options = inputs.key, inputs.value, {}
-    groups = inputs.query.shape[1] // key.shape[1]
-    if groups > 1 and GROUPED:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    grouped = inputs.query.shape[1] > inputs.key.shape[1]
+    options = {"enable_gqa": True} if grouped else {}  # unknown before 2.5, where no heads are grouped here
     return F.scaled_dot_product_attention(
         inputs.query,
-        key,
-        value,
+        inputs.key,
+        inputs.value,
         attn_mask=mask,
         dropout_p=inputs.dropout,
         is_causal=causal,

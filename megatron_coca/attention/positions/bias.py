@@ -221,12 +221,9 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     Computed in integers, because a floating-point logarithm can round a distance at a border to either side: bucket
     E + k contains r where (r/E)^(B - E) >= (max_distance/E)^k.
 
-    Raises:
-        ValueError: fewer than 2 buckets, or `max_distance` not above half of them.
+    There are at least 2 buckets, and `max_distance` is above half of them.
     """
     exact = buckets // 2
-    if buckets < 2 or max_distance <= exact:
-        raise ValueError(f"buckets {buckets} must be at least 2 and max_distance {max_distance} above half of them")
     rest = buckets - exact
     starts, distance = list(range(exact)), exact
     for k in range(rest):
@@ -380,14 +377,10 @@ class LearnedBuckets(LearnedBias):
     """T5's bias, one for all layers: `weight` [buckets, heads], named, shaped and drawn as in GPT-NeoX.
 
     GPT-NeoX multiplies the table by sqrt(head_dim) and adds it to scores already divided by sqrt(head_dim).
-
-    Raises:
-        ValueError: `max_distance` is not above half of `buckets`, or `buckets` below 2.
     """
 
     def __init__(self, heads: int, head_dim: int, buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__()
-        bucket_starts(buckets, max_distance)
         self.max_distance = max_distance
         self.scale = math.sqrt(head_dim)
         self.weight = nn.Parameter(torch.empty(buckets, heads))

@@ -38,8 +38,6 @@ class Clex(nn.Module):
         self, dim: int, base: float, original_length: int, max_factor: int = 16, ode_step: float = 0.1
     ) -> None:
         super().__init__()
-        if max_factor < 1 or ode_step <= 0:
-            raise ValueError(f"clex needs max_factor >= 1 and ode_step > 0, got {max_factor} and {ode_step}")
         self.dim, self.base, self.original_length = dim, base, original_length
         self.max_factor, self.ode_step = max_factor, ode_step
         self.up = nn.Parameter(torch.empty(dim // 2, dim))

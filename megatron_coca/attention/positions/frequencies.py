@@ -64,22 +64,11 @@ def temperature(factor: float) -> float:
 
 
 class Scaling:
-    """A declared extension with its options as attributes; hashable.
-
-    Raises:
-        ValueError: a required option is missing.
-        TypeError: the extension has no such option.
-    """
+    """A declared extension with its options as attributes; hashable. The configuration has checked the options."""
 
     def __init__(self, rope_type: str = "default", **given: Any) -> None:
         self.declaration: methods.FrequencyExtension = methods.find("rope_scaling", rope_type)
         self.rope_type = rope_type
-        for name in given:
-            if self.declaration.option(name) is None:
-                raise TypeError(f"rope_type {rope_type} has no option {name}")
-        for option in self.declaration.options:
-            if option.required and option.default is None and given.get(option.name) is None:
-                raise ValueError(f"rope_type {rope_type} needs {option.name}")
         self.options = self.declaration.resolved(given, 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,9 +92,6 @@ class Scaling:
 class Rotary:
     """The frequencies of a model: rotary dimension d (even), base, L in tokens (the length that the scaling's
     formula measures against) and scaling. Formulas compute on `device`.
-
-    Raises:
-        ValueError: the scaling's options do not fit.
     """
 
     dim: int
@@ -113,13 +99,6 @@ class Rotary:
     original_length: int = 2048
     scaling: Scaling = field(default_factory=Scaling)
     device: ClassVar[torch.device] = torch.device("cpu")
-
-    def __post_init__(self) -> None:
-        rotary = methods.find("pos_emb", "rotary")
-        length = self.original_length
-        use = methods.Use(self.scaling.options, length, length, self.dim, rotary, {})
-        if reason := next((found for check in self.scaling.declaration.checks if (found := check(use))), None):
-            raise ValueError(reason)
 
     def inverse_frequencies(self, length: int) -> Tensor:
         """The frequencies for an input of `length` tokens, shape [dim/2], float64, in radians per position."""

@@ -16,7 +16,7 @@ from megatron_coca.evaluation.report.reading import RESULT_TYPES, LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.short_sections import harness_blocks
 from megatron_coca.evaluation.results import EvaluationError, Missing
-from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES, SpeedResult
+from megatron_coca.evaluation.speed import WHATS, SpeedResult
 
 # Speed and memory
 
@@ -49,8 +49,6 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
     """Milliseconds of one kind of work by method and length; ratios and memory in small print."""
     cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
     missing = {entry.at: entry for entry in result.missing}
-    if what == "decode":
-        missing[CONTRACTION] = Missing(at=CONTRACTION, kind="refused", reason=WHOLE_SEQUENCES)
     lengths, rows = sorted({cell.length for cell in result.results}), []
     # In the order of the file; methods without any cell last.
     without = [entry.at.rpartition(", ")[2] for entry in result.missing]
@@ -65,7 +63,7 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         cache = next((size for size in sizes if size is not None), None)
         rows.append(TableRow(method, tuple(row), detail="" if cache is None else f"cache: {cache:,} bytes a token"))
     against = next((cell.to_rope.against for cell in cells.values() if cell.to_rope is not None), None)
-    small_print = f"Small print: time against {against}, and against the contraction; peak memory; tokens a second."
+    small_print = f"Small print: time against {against}; peak memory; tokens a second."
     caption = f"{what[0].upper()}{what[1:]}: milliseconds by length"
     header, notes = ("method", *map(str, lengths)), () if against is None else (small_print,)
     return Table(name, caption, header, tuple(rows), notes)
