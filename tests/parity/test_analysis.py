@@ -278,8 +278,8 @@ def test_swept_pairs_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor
         for block, (q, k) in zip(model.blocks, projections(model, tokens), strict=True):
             learned = block.attention.position_factor
             for head in range(HEADS):
-                own = factor * (1.0 if learned is None else float(learned.weight[head]))
-                own += 0.0 if learned is None or learned.bias is None else float(learned.bias[head])
+                own = factor * (1.0 if learned is None else learned.weight[head].item())
+                own += 0.0 if learned is None or learned.bias is None else learned.bias[head].item()
                 for m, n in zip(*pairs, strict=True):
                     one, other = q[head, m], k[head, n]
                     mapped = [min(r, furthest) for r in decay.distances]
