@@ -164,11 +164,14 @@ def _method(options: argparse.Namespace) -> Result:
 
 
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
-    """The files of each model: one that describes a model alone begins the next, others are added to the last."""
+    """The files of each model: one that describes a model alone begins the next, others are added to the last.
+
+    Overrides count for the first file only: those of a whole shape would make a model of every overlay.
+    """
     models: list[list[str]] = []
     for file in files:
         try:
-            load_config([file], overrides)
+            load_config([file], () if models else overrides)
         except ConfigError:
             if not models:
                 raise

@@ -54,6 +54,14 @@ def _lists(use: Use) -> str | None:
     return None
 
 
+def _some_rotate(use: Use) -> str | None:
+    share = use.options["proportion"]
+    none = int(share * use.rotated // 2) == 0
+    return (
+        f"proportion {share} of {use.rotated // 2} pairs rotates none; raise it, or set pos_emb none" if none else None
+    )
+
+
 def _logarithm(use: Use) -> str | None:
     short = use.original_length < 2
     return "longrope divides by ln L, which is 0 for a training length of 1" if short else None
@@ -186,6 +194,7 @@ declare(
                 Option("proportion", "share", "Share p of the pairs that are rotated.", required=True),
                 Option("factor", "factor", "Scaling factor s.", default=1.0),
             ),
+            checks=(_some_rotate,),
         ),
         FrequencyExtension(
             "clex",

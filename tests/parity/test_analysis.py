@@ -245,7 +245,8 @@ def test_falling_scores_of_pairs_put_apart(
             learned = block.attention.position_factor
             own = torch.full((HEADS,), factor, dtype=torch.float64)
             if learned is not None:
-                own = factor * learned.weight.double() + (0.0 if learned.bias is None else learned.bias.double())
+                own = factor * learned.weight.detach().double()
+                own += 0.0 if learned.bias is None else learned.bias.detach().double()
             for m, n in zip(*pairs, strict=True):
                 for head in range(HEADS):
                     one, other = q[head, m], k[head, n]

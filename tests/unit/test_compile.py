@@ -104,6 +104,20 @@ def test_gates_in_several_blocks_of_queries(backend: str, monkeypatch: pytest.Mo
     test_one_graph_without_a_break(backend, {"pos_emb": "coca", "forgetting_gate": "fox"})
 
 
+@pytest.mark.usefixtures("traced")
+def test_layers_that_differ_are_a_graph_for_each_type() -> None:
+    types = {
+        "near": {"sliding_window_width": 5, "sink_logits": True},
+        "biased": {"pos_emb": "sandwich", "logit_scaling": "ssmax"},
+    }
+    pattern = {"num_layers": 4, "attention_config": [[["near", "biased"], 2]], "layer_types": types}
+    config = configured(torch_compile=True, **pattern)
+    compiled = steps(config)
+    assert dict(counters["graph_break"]) == {} and counters["stats"]["unique_graphs"] == 2
+    for name, value in steps(config.override({"torch_compile": False})).items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_every_backend_is_traced_or_refused() -> None:
     assert set(CASES) | set(building.UNCOMPILED) == set(BACKENDS)
     for backend in building.UNCOMPILED:

@@ -167,6 +167,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "rope_scaling: short_factor has 1 numbers, but there are 16 frequencies",
         ),
         (
+            "pos_emb: coca\nrope_scaling: {rope_type: proportional, proportion: 0.06}",
+            "rope_scaling: proportion 0.06 of 16 pairs rotates none",
+        ),
+        (
             "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",
             "rope_scaling: beta_fast 1.0 must exceed beta_slow 1.0",
         ),

@@ -121,6 +121,15 @@ def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary
     np.testing.assert_allclose(values(facts, "biases"), -np.arange(65) * 2.0**-4, rtol=1e-6)
 
 
+def test_a_shape_on_the_command_line_makes_no_model_of_an_overlay(tmp_path: Path, rotary: str) -> None:
+    overlay = write(
+        tmp_path, "layers.yml", "attention_config: [[[near, global], 2]]\nlayer_types: {near: {pos_emb: none}}\n"
+    )
+    shape = [line.replace(": ", "=") for line in MODEL.split("\n") if line]
+    facts = drawn(tmp_path, rotary, overlay, *shape, "--length", "65")
+    assert [panel["title"] for panel in facts["scores"]] == ["rotary + layers: near", "rotary + layers: global"]
+
+
 def test_what_cannot_be_built_is_left_out_with_its_reason(tmp_path: Path, rotary: str, capsys) -> None:
     alibi = write(tmp_path, "alibi.yml", MODEL + "pos_emb: alibi\n")
     yarn = ["YaRN", "rope_scaling={rope_type: yarn, factor: 4}"]
