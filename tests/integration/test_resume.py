@@ -44,6 +44,7 @@ PLAIN = {"zero_stage": 3, "attention_dropout": 0.0}
 SYNTHETIC = {
     "synthetic": {"task": "recall", "facts": 2, "keys": 4, "values": 4, "filler_tokens": 8},
     "training_positions": {"type": "randomized", "max": "16L"},
+    **dict.fromkeys(("train_data_paths", "valid_data_paths", "test_data_paths")),
 }
 LAYOUTS = [
     layout("a synthetic task with drawn positions", 1, STOPS, slow=False, **SYNTHETIC),

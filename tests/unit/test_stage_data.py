@@ -105,11 +105,11 @@ def test_what_a_stage_lacks_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_synthetic_samples_are_new_in_every_stage(folder: Path) -> None:
-    task = {"task": "copy", "filler_tokens": 50}
-    found = list(samples(opened(folder, {"until": 5}, {"seq_length": 8}, synthetic=task, vocab_size=None)))
+    keys = {"synthetic": {"task": "copy", "filler_tokens": 50}, "vocab_size": None, "train_data_paths": None}
+    found = list(samples(opened(folder, {"until": 5}, {"seq_length": 8}, **keys)))
     assert len({sample[:3] for sample in found}) > 40
-    whole = list(samples(opened(folder, synthetic=task, vocab_size=None)))
-    assert list(samples(opened(folder, {"until": 5}, {}, synthetic=task, vocab_size=None))) == whole
+    whole = list(samples(opened(folder, **keys)))
+    assert list(samples(opened(folder, {"until": 5}, {}, **keys))) == whole
 
 
 def test_finished_stages_are_compared() -> None:
