@@ -278,8 +278,8 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
 def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:
     """`function` of hashable arguments, which makes tensors on a device, with a cache.
 
-    Results of training stay, because a CUDA graph reads them at the same address, and its lengths are few. Of those of
-    evaluation, whose lengths are many, the last `evaluated` stay.
+    Results of training stay: its lengths are few. Of those of evaluation, whose lengths are many, the last `evaluated`
+    stay.
     """
     training, evaluation = cache(function), lru_cache(evaluated)(function)
     return lambda *arguments: (training if torch.is_grad_enabled() else evaluation)(*arguments)

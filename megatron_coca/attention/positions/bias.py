@@ -116,7 +116,7 @@ class FixedBias:
         return replace(self, index=self.index * count + index, count=self.count * count)
 
 
-@cache  # a CUDA graph reads it at the same address
+@cache  # a copy from the host would wait for the device
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be saved for a later backward
         return torch.tensor(values, dtype=dtype, device=device)[:, None]
