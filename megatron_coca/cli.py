@@ -22,7 +22,7 @@ COMMANDS = {
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
     "estimate": ("commands.estimate", "parameters, memory and days of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
-    "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
+    "quickstart": ("commands.quickstart", "train small models, kill and resume one, evaluate all"),
     "configs": ("commands.configs", "copy the configuration files"),
 }
 """Module with `main`, and help, of every subcommand."""

@@ -149,7 +149,6 @@ PRELUDES = {
         "config = Gemma3Config(text_config=text, vision_config=seen, **tokens)\n"
         "AutoModelForImageTextToText.from_config(config).save_pretrained('models/gemma3')\n"
     ),
-    "docs/harness.md": 'open(\'d-dev.json\', \'w\').write(\'[[["A."], [{"question": "Q?"}], "1"]]\')\n',
     "docs/retrieval.md": (
         "import torch\nfrom megatron_coca import load_model\nfrom megatron_coca.data import load_tokenizer\n"
         "model = load_model('runs/quickstart/roformer_coca')\nprompts = torch.ones(1, 4, dtype=int)\n"

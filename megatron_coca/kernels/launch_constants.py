@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_coca.kernels.tiles import OPTIONS, operand
 
-LOG2_E = 1.4426950408889634
 WIDEST = 256
 """The largest head_dim that CONFIGS serves."""
 

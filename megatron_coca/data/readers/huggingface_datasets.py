@@ -30,12 +30,12 @@ class HuggingFaceReader(Reader):
     option, a key that this reader does not use, and as ``FileReader``.
     """
 
-    def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
+    def __init__(self, spec: SourceSpec) -> None:
         check_keys(spec, "huggingface")
         if unknown := sorted(set(spec.options) - set(OPTIONS)):
             raise DataError(f"{spec.name}: unknown options {unknown} of huggingface. Known are {', '.join(OPTIONS)}.")
-        self.spec, self._block = spec, block
-        self._files = FileReader(replace(spec, options={}), block)
+        self.spec = spec
+        self._files = FileReader(replace(spec, options={}))
         self._split = spec.options.get("split", DEFAULT_SPLIT)
 
     def units(self) -> list[ReadUnit]:
@@ -74,7 +74,7 @@ class HuggingFaceReader(Reader):
         with _reported(unit.path):
             for table in self._stream(unit).with_format("arrow").iter(batch_size=_ROWS):
                 for batch in table.combine_chunks().to_batches():
-                    for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
+                    for rows, data in packed(batch, 2 * BLOCK, self.spec.max_record):
                         payload = (self._files.typed_chunk(_FORM, unit.path, number, data),)
                         yield Chunk(unit.path, number, payload, 0)
                         number += rows

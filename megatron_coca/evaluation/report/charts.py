@@ -54,11 +54,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _style(background: str, foreground: str = "#1b1f24") -> dict[str, Any]:
+FOREGROUND = "#1b1f24"
+
+
+def _style(background: str) -> dict[str, Any]:
     lines = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
     faces = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    grid = {"grid.color": foreground, "grid.alpha": 0.14, "grid.linewidth": 0.7}
-    colours = dict.fromkeys(lines, foreground) | dict.fromkeys(faces, background)
+    grid = {"grid.color": FOREGROUND, "grid.alpha": 0.14, "grid.linewidth": 0.7}
+    colours = dict.fromkeys(lines, FOREGROUND) | dict.fromkeys(faces, background)
     return SIZES | colours | grid | {"axes.prop_cycle": cycler(color=COLOURS)}
 
 
