@@ -22,7 +22,7 @@ from megatron_coca.training.resume import runs_of
 logger = logging.getLogger(__name__)
 
 KEPT_LOCALLY = 2
-"""Checkpoints kept in the local folder of a `save` on an object store: the newest, and one to roll back to. Those that
+"""Checkpoints kept in the local folder of a `save` on an object store: the newest, and the one before. Those that
 are not uploaded yet are kept too.
 """
 AGREE_SECONDS = 1.0
