@@ -110,6 +110,8 @@ NOT_RUN = {
     "python train.py -d ~/gpt-neox": "needs a checkout of GPT-NeoX; tests load its files where there is one",
     "python train.py configs/350M/roformer_coca.yml save=s3:": STORE,
     "python evaluate.py perplexity --checkpoint s3:": STORE,
+    "python evaluate.py perplexity --checkpoint runs/coca --data s3:": STORE,
+    "python train.py configs/350M/roformer_coca.yml data_path=s3:": STORE,
     "python train.py configs/350M/roformer_coca.yml configs/cluster/slurm.yml": "needs srun",
     "python train.py configs/350M/roformer_coca.yml configs/data/pile_books_wiki_code.yml": PILE,
     "python tools/prepare_data.py configs/data/recipes/pile_books_wiki_code.yml": PILE,
@@ -173,7 +175,7 @@ LLAMA: dict[str, Any] = SHAPE | BATCH | STEPS | {"intermediate_size": 192, "sequ
 SHORT_STAGES = [{"until": 2, "trainable": ["key"]}, {"reset_optimizer": True}]
 EXTENDED = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64}
 SMALLER: dict[str, dict[str, Any]] = {
-    "350M/*.yml": SHAPE | BATCH | STEPS | {"seq_length": 64},
+    "350M/*.yml": SHAPE | {"num_layers": 6} | BATCH | STEPS | {"seq_length": 64},
     "quickstart/*.yml": SHAPE | STEPS | {"train_micro_batch_size_per_gpu": 4},
     "cluster/a100x8.yml": BATCH | LOCAL | {"num_gpus": 2, "gradient_accumulation_steps": 1},
     "cluster/a100x32.yml": BATCH | LOCAL | {"num_gpus": None, "gradient_accumulation_steps": 2},
