@@ -45,34 +45,37 @@ LONGEST = (
 """Files that take minutes with their slow tests: they begin first, so that none runs alone at the end."""
 
 
-EVERY_THIRD = frozenset(
+THINNED = frozenset(
     {
-        "test_attention.py::test_float32_in_several_blocks",
-        "test_attention_layouts.py::test_late_queries_in_several_blocks",
+        "test_backend_flex.py::test_its_definition_is_attention",
+        "test_block_switches.py::test_backends_and_cached_decoding_agree_and_parameters_are_counted",
+        "test_block_switches.py::test_gradients_are_those_of_dense_attention_and_an_unchunked_loss",
+        "test_cache.py::test_cached_decoding_is_the_full_forward",
+        "test_compile.py::test_one_graph_without_a_break",
         "test_config_strange.py::test_a_key_takes_a_strange_value_or_refuses_it_by_name",
-        "test_export_generation.py::test_padding_on_the_left_changes_nothing",
-        "test_export_keys.py::test_gpt_neox",
-        "test_export_keys.py::test_hugging_face",
-        "test_export_remote.py::test_logits_and_weights",
         "test_faults.py::test_checkpoints",
-        "test_forgetting_gates.py::test_triton",
+        "test_kernels.py::test_operands_and_their_gradients",
+        "test_kernels.py::test_segments_share_one_launch",
         "test_neox_resume.py::test_no_bit_is_lost_on_the_way",
         "test_preparation_blocks.py::test_pieces_of_large_files",
-        "test_triton.py::test_values_and_all_gradients",
+        "test_signals.py::test_ctrl_c_saves",
     }
 )
-"""Tests of many alike cases, each of which takes long: the fast suite runs every third case."""
+"""Tests of many alike cases, each of which takes long, outside tests/parity."""
+MANY = 4
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    cases: Counter[str] = Counter()
-    for item in items:
-        name = f"{item.path.name}::{getattr(item, 'originalname', '')}"
-        if name in EVERY_THIRD and item.get_closest_marker("slow") is None:
-            if cases[name] % 3:
+    """Mark as slow all but every third case of the tests in tests/parity with MANY cases, and of those in THINNED."""
+    fast = [item for item in items if item.get_closest_marker("slow") is None]
+    names = [f"{item.path.name}::{getattr(item, 'originalname', '')}" for item in fast]
+    counts, seen = Counter(names), Counter[str]()
+    for item, name in zip(fast, names, strict=True):
+        if name in THINNED or (item.path.parent.name == "parity" and counts[name] >= MANY):
+            if seen[name] % 3:
                 item.add_marker(pytest.mark.slow)
-            cases[name] += 1
+            seen[name] += 1
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 

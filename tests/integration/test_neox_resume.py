@@ -122,6 +122,7 @@ def test_no_bit_is_lost_on_the_way(
     assert_same_state(ended, expected)
 
 
+@pytest.mark.slow
 def test_an_optimizer_begins_anew_at_their_step(stopped: Path, live: Any, open_run: Any, tmp_path: Path) -> None:
     theirs = export_neox(stopped / f"stopped/global_step{STOP}", tmp_path / "theirs").folder
     keys = PLAIN | {"no_load_optim": True, "exit_interval": 6}

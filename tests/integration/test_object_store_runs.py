@@ -107,6 +107,7 @@ def test_a_kill_inside_an_upload_costs_one_checkpoint(train: Train, uninterrupte
     assert RemoteFolder(url).steps() == [2, 4, 6] and digest(url, STEPS) == local_digest(uninterrupted, STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_on_shards_of_a_store_has_the_weights_of_one_on_a_disk(
     train: Train, corpus: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_run_that_is_preempted_during_an_outage_does_not_wait_for_it(train: Tr
     assert RemoteFolder(url).steps() == [2, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_behind_the_store_costs_nothing(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     url, keys = "s3://bucket/caches", {"save": "s3://bucket/caches", "keep_last_n_checkpoints": 9}
     for cache, end in (("a", 2), ("b", 4)):

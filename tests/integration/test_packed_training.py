@@ -44,6 +44,7 @@ def compare_with_plain(packed: Any, plain: Any) -> None:
     assert share["epochs"] == mixture["epochs/words_train"]
 
 
+@pytest.mark.slow
 def test_answers_in_whole_documents_train_and_resume(
     live: Any, corpus: Path, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ STAGES = [
 KEYS = {"stages": STAGES, "train_iters": STEPS, "auto_resume": True}
 
 
+@pytest.mark.slow
 def test_stages_that_change_nothing_leave_every_bit(
     live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_later_stages_may_change_and_finished_ones_may_not(live: Any, open_run: 
     assert native.steps(tmp_path) == [4, 6, 10, 11]
 
 
+@pytest.mark.slow
 def test_a_stage_is_added_to_a_finished_run(live: Any, open_run: Any, tmp_path: Path) -> None:
     live({"save": str(tmp_path)})
     live({"save": str(tmp_path), "auto_resume": True, "train_iters": 14, "stages": [{"until": 12}, {"seq_length": 64}]})
@@ -119,6 +121,7 @@ def test_parts_are_trained_in_turn(live: Any, open_run: Any, tmp_path: Path) -> 
     assert [each["step"] for each in counters] == [4, 3], "the second stage has an optimizer of its own"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_an_optimizer_that_begins_anew(live: Any, open_run: Any, tmp_path: Path) -> None:
     """As a stage with `reset_optimizer` does, also where it is killed; another optimizer is no other run then."""
     stages = [{"until": 4}, {"reset_optimizer": True}]
@@ -139,6 +142,7 @@ def test_a_run_goes_on_with_an_optimizer_that_begins_anew(live: Any, open_run: A
     assert "no_load_optim: load is the folder of save" in refused.output
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_validation_at_a_border(live: Any, open_run: Any, tmp_path: Path) -> None:
     live(KEYS | {"save": str(tmp_path / "whole")})
     keys = KEYS | {"save": str(tmp_path / "run")}

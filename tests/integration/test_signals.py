@@ -62,6 +62,7 @@ def test_a_signal_that_comes_late_in_a_validation_or_without_a_place_to_save(liv
     assert "validation" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", [Hook("evaluation", "terminate twice", [2]), Hook("step", "ask to leave", [12])])
 def test_a_validation_that_was_due_at_the_end_is_made_up_for_once(
     hook: Hook, live: Any, whole: Any, open_run: Any, tmp_path: Path
@@ -73,6 +74,7 @@ def test_a_validation_that_was_due_at_the_end_is_made_up_for_once(
     assert "nothing to do" in live(keys).output and open_run(tmp_path).records == whole.records
 
 
+@pytest.mark.slow
 def test_a_kill_after_a_validation_does_not_report_it_twice(
     live: Any, whole: Any, open_run: Any, tmp_path: Path
 ) -> None:
