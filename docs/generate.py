@@ -172,14 +172,14 @@ def _other_keys() -> Iterator[str]:
     yield _table(("alias", "key"), ((f"`{alias}`", f"`{key}`") for alias, key in ALIASES.items()))
     yield "## GPT-NeoX's keys without effect\n"
     yield _table(("key", "reason"), ((f"`{key}`", reason) for key, reason in INERT.items()))
-    yield "## GPT-NeoX's values that are not supported yet\n"
+    yield "## GPT-NeoX's values that are not supported\n"
     choices = (
         (f"`{key}: {choice}`", why)
         for key, unsupported in UNSUPPORTED_CHOICES.items()
         for choice, why in unsupported.items()
     )
     yield _table(("value", "feature"), choices)
-    yield "## GPT-NeoX's keys that are not supported yet\n"
+    yield "## GPT-NeoX's keys that are not supported\n"
     unsupported = ((f"`{key}`", f"`{default!r}`", feature) for key, (default, feature) in UNSUPPORTED.items())
     yield _table(("key", "accepted value", "feature"), unsupported)
 

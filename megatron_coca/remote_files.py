@@ -36,7 +36,8 @@ HUB = "hf://"
 
 def hub_hint(path: str | Path) -> str:
     """The end of a message on a missing folder whose name is like one of the Hugging Face hub, otherwise nothing."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    local = Path(path).parts[:1] in (("runs",), ("models",)) or Path(path).parent.is_dir()
+    if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
     return (
         f"; a model of the Hugging Face hub is downloaded by `hf download {path} --local-dir "

@@ -217,7 +217,7 @@ def _unknown_names(file: AblationFile) -> list[str]:
     """Return a line for every model, label and variant that the file names and does not have."""
     problems = []
     if file.baseline is not None and file.baseline not in file.models:
-        problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
+        problems.append(f"baseline: {file.baseline}: unknown; models are {' | '.join(file.models)}")
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
         problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
     labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
@@ -263,7 +263,7 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     names = {cell.name for cell in cells} | {cell.model for cell in cells}
     if unknown := [word for word in only if word not in seeds | names]:
         known = [*dict.fromkeys(cell.model for cell in cells), *sorted(seeds), *(cell.name for cell in cells)]
-        raise EvaluationError(f"--only {unknown[0]}: unknown; known: {', '.join(known)}")
+        raise EvaluationError(f"--only {unknown[0]}: unknown; known: {' | '.join(known)}")
     models = {cell.model for cell in cells}
     groups = [chosen for chosen in (models & set(only), seeds & set(only)) if chosen]
 

@@ -166,7 +166,9 @@ def locate(path: str | Path, step: int | None = None) -> Path:
             raise CheckpointError(f"{path}: no checkpoint of step {step}; there are {available or 'none'}")
         return step_folder(path, step)
     if not available:
-        raise CheckpointError(f"{path}: holds no complete checkpoint (no global_step<N>/{MANIFEST})")
+        raise CheckpointError(
+            f"{path}: holds no complete checkpoint: no global_step<N>/{MANIFEST}, and no config.json of Hugging Face"
+        )
     latest = read_latest(path)
     if latest is not None and parse_step(latest) is not None and _has_manifest(path / latest):
         return path / latest
@@ -322,7 +324,10 @@ def _check_file(folder: Path, name: str, size: Any, links: bool) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError(f"{path}: cannot be read, it is not a regular file; it is left unchanged")
     if status.st_size != size:
-        raise CheckpointError(f"{path}: has {status.st_size} bytes, the checkpoint was written with {size}")
+        raise CheckpointError(
+            f"{path}: has {status.st_size} bytes, the checkpoint was written with {size};"
+            " take another step of the run (`megatron-coca inspect checkpoint` verifies all), or copy the file again"
+        )
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

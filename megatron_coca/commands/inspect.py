@@ -6,8 +6,7 @@
     megatron-coca inspect verify data/mine
     megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
     megatron-coca inspect checkpoint runs/350M_roformer_coca/global_step5000 --no-verify
-    megatron-coca inspect method configs/350M/roformer.yml configs/350M/roformer_coca.yml configs/layers/gemma3.yml \
-        --variant plain --variant YaRN configs/extend/yarn.yml --output methods.html
+    megatron-coca inspect method configs/350M/roformer.yml configs/350M/roformer_coca.yml --output page.html
 
 The exit status is 1 where verify finds a fault or a checkpoint is damaged, and 2 after input that cannot be used.
 """

@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recall(keys: Sequence[str]) -> list[Path]:
-    """Train every method of RECALL on the recall task, and return the result files of it with its repairs."""
+    """Train every method of RECALL on the recall task, and evaluate it without and with what repairs it.
+
+    Returns the result files.
+    """
     from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 

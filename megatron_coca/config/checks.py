@@ -91,9 +91,7 @@ def _attention_types(settings: Settings) -> str | None:
         return str(error)
     absent = sorted(set(named) - {GLOBAL, GAU, *settings.position.layer_types})
     if absent:
-        return (
-            f"attention type {absent[0]:.80} is not supported yet (global | flash | gau) and not named by layer_types"
-        )
+        return f"attention type {absent[0]:.80} is not supported (global | flash | gau) and not named by layer_types"
     return None
 
 
@@ -172,17 +170,21 @@ def _choice(key: str, settings: Settings) -> str | None:
     return None
 
 
-def _window(settings: Settings) -> str | None:
+_KEYS_SEEN = ("sliding_window_width", "attention_chunk_size", "relative_positions")
+"""Each of them says which keys a query sees, or at which distance."""
+
+
+def _keys_seen(key: str, settings: Settings) -> str | None:
     for position in _types(settings).values():
-        names = ("sliding_window_width", "attention_chunk_size", "relative_positions")
-        given = [name for name in names if getattr(position, name) is not None]
-        first = f"{given[0]} " if given and given[0] != names[0] else ""
-        if len(given) > 1:
-            return f"{first}contradicts {given[1]}: both say which keys a query sees; set one of them to null"
-        if position.embedding.by_query and given:
+        if getattr(position, key) is None:
+            continue
+        for other in _KEYS_SEEN[_KEYS_SEEN.index(key) + 1 :]:
+            if getattr(position, other) is not None:
+                return f"contradicts {other}: both say which keys a query sees; set one of them to null"
+        if position.embedding.by_query:
             return (
-                f"{first}not available with pos_emb {position.pos_emb}, whose bias counts the tokens of the document:"
-                " those that a query does not see are not kept; set it to null"
+                f"not available with pos_emb {position.pos_emb}, whose bias counts the tokens of the document: those"
+                " that a query does not see are not kept; set it to null"
             )
     return None
 
@@ -567,7 +569,10 @@ CHECKS: tuple[Check, ...] = (
         ),
         _gau,
     ),
-    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", "pos_emb", *_LAYERS), _window),
+    *(
+        Check((key, *(other for other in _KEYS_SEEN if other != key), "pos_emb", *_LAYERS), partial(_keys_seen, key))
+        for key in _KEYS_SEEN
+    ),
     Check(("forgetting_gate", "sink_logits", *_LAYERS), _forgetting_gate),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),

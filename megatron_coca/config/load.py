@@ -262,7 +262,7 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
         elif key in UNSUPPORTED:
             default, feature = UNSUPPORTED[key]
             if not is_inert(value, default):
-                problems.add(key, f"{feature} is not supported yet; leave the key out")
+                problems.add(key, f"{feature} is not supported; leave the key out")
         elif key not in KEYS and key not in INERT:
             problems.add(key, unknown_key(key))
         elif hashable and choice in RENAMED_CHOICES.get(key, {}):
@@ -270,7 +270,7 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
         elif hashable and choice in UNSUPPORTED_CHOICES.get(key, {}):
             names = [str(name) for name in _choices_of(key)]
             choices = f" ({' | '.join(names)})" if names else ""
-            problems.add(key, f"`{value}`: {UNSUPPORTED_CHOICES[key][choice]} is not supported yet{choices}")
+            problems.add(key, f"`{value}`: {UNSUPPORTED_CHOICES[key][choice]} is not supported{choices}")
         elif key in KEYS and value is not None:
             known[key] = value
     return known

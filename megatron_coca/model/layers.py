@@ -398,7 +398,9 @@ onehot, 0 for ignored tokens, in the logits' dtype.
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of the losses; the forward pass computes both gradients up to a factor."""
+    """The sum of the losses. The forward pass also computes the gradients of hidden states and weights; the backward
+    pass multiplies them by the gradient of the sum.
+    """
 
     @staticmethod
     def forward(
@@ -447,7 +449,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _result(a: Tensor, total: Tensor) -> dict[str, Any]:
-    """On CUDA a product of half precision is added to float32 by the matrix product itself."""
+    """Return the arguments of `torch.mm` with which CUDA adds a product of half precision to a float32 `total`."""
     return {"out_dtype": total.dtype} if a.dtype != total.dtype else {}
 
 

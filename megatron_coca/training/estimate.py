@@ -33,7 +33,7 @@ CONTEXT = 1.5 * GIB
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step on the rank that holds most, and on its host for what is offloaded.
+    """Bytes at the peak of a step, of the rank that needs most; `host` is CPU memory, the others are of its GPU.
 
     Attributes:
         weights: in the training dtype, and what ZeRO 3 gathers of other ranks' weights.

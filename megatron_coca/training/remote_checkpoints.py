@@ -75,8 +75,8 @@ class RemoteCheckpoints:
             self._pool = ThreadPoolExecutor(1, "transfers")  # one after the other, in no collective
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """While all ranks wait for transfers, report progress to `beat`; once `stopping` is true on any rank, because
-        the run was asked to stop, a transfer that fails is not tried again.
+        """Set what later waits for transfers call: `beat` with their progress, and `stopping`, which says whether this
+        rank was asked to stop. Once one rank was, a transfer that fails is not tried again.
         """
         self._beat, self._stopping = beat, stopping
 

@@ -175,8 +175,8 @@ def _ntk_mixed(rotary: Rotary, length: int) -> Tensor:
 
 
 def _dynamic(rotary: Rotary, length: int) -> Tensor:
-    """Dynamic NTK (emozilla 2023; Peng et al. 2023, "YaRN", section 3.3): theta_j up to L, beyond it the base of
-    alpha = s*l/L - (s-1).
+    """Dynamic NTK (emozilla 2023; Peng et al. 2023, "YaRN", section 3.3): inputs of up to L tokens have
+    theta_j, inputs of l > L tokens the frequencies of NTK with alpha = s*l/L - (s-1).
     """
     factor = rotary.scaling.factor
     alpha = factor * max(length, rotary.original_length) / rotary.original_length - (factor - 1)

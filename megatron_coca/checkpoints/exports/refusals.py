@@ -31,7 +31,7 @@ def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
         shared = kind.embedding.weights == "shared" or kind.extension.learned
         if name == GAU:
             yield f"layer_types: layers of type {name} are gated attention units, which it does not have"
-        elif kind.sink_logits or kind.gate or (differ and shared):
+        elif differ and (kind.sink_logits or kind.gate or shared):
             yield f"layer_types: layers of type {name} have weights that it has no place for"
     known, flat = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}, config.flat()
     for key, place in KEYS.items():

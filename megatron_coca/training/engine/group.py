@@ -274,7 +274,7 @@ def broadcast_text(text: str) -> str:
 
 
 def send_to_main(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Send a CPU tensor to rank 0, which calls `receive`, in a background group."""
+    """Send a CPU tensor to rank 0 through a background group; rank 0 calls `receive`."""
     dist.send(tensor.contiguous().view(torch.uint8), group=group, group_dst=0)
 
 
