@@ -74,6 +74,10 @@ def ended(ranks: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
+    # What every run imports on its way, which costs more than its steps.
+    import torch._inductor
+    import torch.utils.tensorboard  # noqa: F401
+
     import megatron_coca.training.trainer  # noqa: F401
     from megatron_coca.commands.train import main as train_main
 

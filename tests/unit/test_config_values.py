@@ -16,7 +16,7 @@ SHIPPED = sorted(
     path
     for path in CONFIGS.rglob("*.yml")
     if path.parent.name not in OF_OTHER_COMMANDS
-    and path.name not in {"grid.yml", "text.yml", "books.yml", "books_rates.yml", "books_grid.yml"}
+    and path.name not in {"grid.yml", "text.yml", "books.yml", "books_rates.yml", "books_grid.yml", "extensions.yml"}
 )
 OVERLAYS = {"coca"}  # of finetune: the network is that of a folder
 COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}
