@@ -15,6 +15,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in found if name in line]
 
 
+@pytest.mark.slow
 def test_training_has_the_same_bits_with_and_without(
     live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_the_ratio_is_of_rounds_that_alternate(monkeypatch: pytest.MonkeyPatch) 
     assert compared([3.0, 30.0], [2.0, 20.0])["ratio"] == 1.5
 
 
+@pytest.mark.slow
 def test_a_step_and_its_memory_are_measured() -> None:
     bench_methods.stepper("dual_chunk")()
     assert ChildProcess(memory_of, "rotary")(4096) > 4096 * 256 * 4 * 3, "queries, keys and values at least"
