@@ -131,6 +131,7 @@ def test_a_run_on_shards_of_a_store_has_the_weights_of_one_on_a_disk(
 AWAY = Hook("transfer", "no answer", [])
 
 
+@pytest.mark.slow
 def test_what_a_kill_before_the_last_upload_leaves_behind_is_uploaded_by_the_next_start(
     train: Train, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_training_goes_on_while_the_store_is_away(train: Train, tmp_path: Path) 
     assert RemoteFolder(url).steps() == [10, 20, 30, 40]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_preempted_during_an_outage_does_not_wait_for_it(train: Train, tmp_path: Path) -> None:
     url = "s3://bucket/preempted"
     keys = {"save": url, "checkpoint_cache": str(tmp_path), "object_store_timeout": 1e4}

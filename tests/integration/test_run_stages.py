@@ -110,6 +110,7 @@ def test_a_stage_is_added_to_a_finished_run(live: Any, open_run: Any, tmp_path: 
     assert load_config(tmp_path / "global_step14" / "config.yml").model.seq_length == 64
 
 
+@pytest.mark.slow
 def test_parts_are_trained_in_turn(live: Any, open_run: Any, tmp_path: Path) -> None:
     stages = [{"until": 4, "trainable": ["key"]}, {"reset_optimizer": True, "restart_schedule": True}]
     live({"save": str(tmp_path / "whole"), "stages": stages})
