@@ -203,7 +203,7 @@ class Soak:
         visits, failed = self._shim.disarm()
         hit = cached or hit or bool(failed)
         resumed = resumed_at(launch.output())
-        replaced = _identity(run.log / "metrics.jsonl")[0] != metrics[0]
+        replaced = _identity(run.log / "metrics.jsonl") != metrics
         reached = run.last_step() if replaced or resumed is None else resumed
         changed = resumed is not None and run.began(resumed, layout)
         lost = None if resumed is None else max(0, run.reached - resumed)
@@ -332,21 +332,20 @@ class Soak:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Inode and size of a file; zeros if there is none."""
+    """Inode and time of change of a file (a new file may have the inode of a removed one); zeros if there is none."""
     try:
         status = path.stat()
     except OSError:
         return 0, 0
-    return status.st_ino, status.st_size
+    return status.st_ino, status.st_ctime_ns
 
 
 def _has_grown(path: Path, known: tuple[int, int]) -> bool:
     """Whether a launch has replaced the file of metrics and reported a step since."""
-    inode, size = _identity(path)
-    if inode in (0, known[0]) or not size:
+    if _identity(path) in ((0, 0), known):
         return False
     with path.open("rb") as file:
-        file.seek(max(0, size - 2000))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
         lines = file.read().splitlines()
     return any(b'"step_seconds"' in line or b'"loss"' in line for line in lines[-1:])
 
