@@ -337,7 +337,7 @@ def _identity(path: Path) -> tuple[int, int]:
         status = path.stat()
     except OSError:
         return 0, 0
-    return status.st_ino, status.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _has_grown(path: Path, known: tuple[int, int]) -> bool:
