@@ -35,7 +35,10 @@ HUB = "hf://"
 
 
 def hub_hint(path: str | Path) -> str:
-    """The end of a message on a missing folder whose name is like one of the Hugging Face hub, otherwise nothing."""
+    """The end of a message on a missing folder whose name is like one of the Hugging Face hub, otherwise nothing.
+
+    Nothing too in folders that exist, and in runs/ and models/, where runs and models are local.
+    """
     local = Path(path).parts[:1] in (("runs",), ("models",)) or Path(path).parent.is_dir()
     if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""

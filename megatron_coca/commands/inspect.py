@@ -7,6 +7,7 @@
     megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
     megatron-coca inspect checkpoint runs/350M_roformer_coca/global_step5000 --no-verify
     megatron-coca inspect method configs/350M/roformer.yml configs/350M/roformer_coca.yml --output page.html
+    megatron-coca inspect method configs/350M/roformer.yml --variant YaRN configs/extend/yarn.yml --output yarn.html
 
 The exit status is 1 where verify finds a fault or a checkpoint is damaged, and 2 after input that cannot be used.
 """
@@ -133,6 +134,8 @@ def _checkpoint(options: argparse.Namespace) -> Result:
 
 
 def _method(options: argparse.Namespace) -> Result:
+    if options.output.suffix != ".html":
+        raise ConfigError(f"--output: {options.output}: a page is written as HTML; name it {options.output.stem}.html")
     from megatron_coca.attention.inputs import BackendError
     from megatron_coca.evaluation.analysis import method_page
     from megatron_coca.evaluation.options import read_variants

@@ -72,7 +72,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         model, rest = None, options.inputs
     files, keys = split_inputs(rest, options.conf_dir)
     first = options.inputs[0]
-    if files[:1] == [f"{first}.yml"] and not os.path.isdir(os.path.dirname(first)) and (hint := hub_hint(first)):
+    if files[:1] == [f"{first}.yml"] and (hint := hub_hint(first)):
         raise ConfigError(f"{first}: no such file or folder{hint}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")

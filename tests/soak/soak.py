@@ -332,7 +332,7 @@ class Soak:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Inode and time of change of a file (a new file may have the inode of a removed one); zeros if there is none."""
+    """Inode and time of writing of a file (a new file may have the inode of a removed one); zeros if there is none."""
     try:
         status = path.stat()
     except OSError:

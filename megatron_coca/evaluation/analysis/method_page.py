@@ -317,13 +317,7 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
 
 
 def write_page(document: ReportDocument, page: Path) -> list[Path]:
-    """Write the page, and every figure beside it as SVG; return the files.
-
-    Raises:
-        ConfigError: the name does not end in .html.
-    """
-    if page.suffix != ".html":
-        raise ConfigError(f"{page}: a page is written as HTML; name it {page.stem}.html")
+    """Write the page, and every figure beside it as SVG; return the files."""
     page.parent.mkdir(parents=True, exist_ok=True)
     drawings = {figure.name: svg(figure, "print") for figure in document.figures()}
     page.write_text(html_page(document, drawings))
