@@ -68,13 +68,13 @@ MANY = 4
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but every fourth case of the tests in tests/parity with MANY cases, and of those in THINNED."""
+    """Mark as slow all but every third case of the tests in tests/parity with MANY cases, and of those in THINNED."""
     fast = [item for item in items if item.get_closest_marker("slow") is None]
     names = [f"{item.path.name}::{getattr(item, 'originalname', '')}" for item in fast]
     counts, seen = Counter(names), Counter[str]()
     for item, name in zip(fast, names, strict=True):
         if name in THINNED or (item.path.parent.name == "parity" and counts[name] >= MANY):
-            if seen[name] % 4:
+            if seen[name] % 3:
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
     places = {name: place for place, name in enumerate(LONGEST)}
