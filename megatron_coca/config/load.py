@@ -354,7 +354,7 @@ class Config(Settings):
         problems: list[str] = []
         own = Layer("configuration", self._nested(only_set=True), {})
         layers = [layer for file in files if (layer := read_file(file, problems)) is not None]
-        return self._from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
+        return self.from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
 
     def run_stages(self) -> list[RunStage[Self]]:
         """Return the stages of the run; one, with this configuration, where `stages` gives none."""
@@ -386,7 +386,8 @@ class Config(Settings):
         return values
 
     @classmethod
-    def _from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
+    def from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
+        """Merge layers and validate the result; `problems` are errors so far. Raises ConfigError with all errors."""
         source = merge(layers)
         groups, errors = validate(source)
         if problems or errors:
@@ -424,7 +425,7 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
     if None in read:  # a key that seems to be missing may be in the unreadable file
         _, errors = validate(merge(layers))
         raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
-    return Config._from_layers(layers, problems)
+    return Config.from_layers(layers, problems)
 
 
 def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) -> list[str]:

@@ -27,6 +27,11 @@ FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "v
 """Keys in these groups that it may not."""
 OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
 """Keys that only stages have."""
+NEVER = {
+    "stages": "a stage has no stages of its own; list them one after the other",
+    "imports": "cannot differ between stages; set it for the whole run",
+}
+"""Keys that a stage is not even tried with, and why: the first is of the whole run, the second runs files."""
 
 
 C = TypeVar("C", bound=Settings)
@@ -118,6 +123,9 @@ def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tup
     for number, entry in enumerate(given):
         switches = [key for key in OWN_KEYS[1:] if not isinstance(entry.get(key, False), bool)]
         faults += [(f"stages[{number}].{key}", "expected true or false") for key in switches]
+        if barred := [key for key in NEVER if key in entry]:
+            faults += [(f"stages[{number}].{key}", NEVER[key]) for key in barred]
+            continue
         try:
             override(_changes(entry) | {"stages": None})
         except ConfigError as error:

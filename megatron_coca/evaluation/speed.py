@@ -410,7 +410,7 @@ def run(args: Namespace) -> int:
     if args.config is not None:
         config = load_config(args.config, args.overrides)
     else:
-        config = open_checkpoint(args.checkpoint).trained.override(args.overrides)
+        config = open_checkpoint(args.checkpoint, overrides=args.overrides).trained.override(args.overrides)
     variants = read_variants(args) if args.variant else ()
     methods, refused = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
     if not methods:

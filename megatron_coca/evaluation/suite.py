@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from pydantic import Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.config import ConfigError
+from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.console import write
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
@@ -132,7 +132,10 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
     lengths, problems = {}, {}
     for name, entry in suite.checkpoints.items():
         try:
-            lengths[name] = open_checkpoint(str(entry.path), verify=False).trained.model.seq_length
+            changes = [*entry.set, *(change for given in entry.variants.values() for change in given or ())]
+            files, keys = split_inputs(changes)
+            opened = open_checkpoint(str(entry.path), verify=False, overrides=keys, files=files)
+            lengths[name] = opened.trained.model.seq_length
         except (CheckpointError, ConfigError) as error:
             problems[name] = str(error)
     return lengths, problems

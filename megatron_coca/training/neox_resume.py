@@ -48,7 +48,8 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
             f"load: {keys.load} is of GPT-NeoX, whose state is written as a checkpoint of this run "
             "first; set save=FOLDER, or finetune=true to start from its weights"
         )
-    source, save = open_checkpoint(str(keys.load), step=keys.iteration), Path(keys.save)
+    own = {"imports": stages[0].corpus.config.position.imports}
+    source, save = open_checkpoint(str(keys.load), step=keys.iteration, overrides=own), Path(keys.save)
     step = source.step or 0
     opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
     corpus, config = opened.corpus, opened.corpus.config
@@ -57,7 +58,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     check_fit(config, source.weights())
     differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)
     if not keys.no_load_optim:
-        optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder)))
+        optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder), own))
         differing += _differing_options(optimizer, config)
     if differing:
         raise CheckpointError(
