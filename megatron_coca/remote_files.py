@@ -59,6 +59,7 @@ def local_folder(url: str, cache: str | Path, refused: type[InputError]) -> Path
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
         raise refused(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
+    parts[0] = re.sub(r":.*@", "@", parts[0])  # a password is no part of a folder's name
     return Path(cache, scheme, *parts)
 
 

@@ -19,6 +19,7 @@ from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import empty_model
+from megatron_coca.plain_text import masked
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def import_checkpoint(
             tokenizer.save(step / native.TOKENIZER)
             final = native.step_folder(folder, 0) / native.TOKENIZER
             config = config.override(_tokenizer_keys(step / native.TOKENIZER, final))
-        (step / native.CONFIG).write_text(config.to_yaml())
+        (step / native.CONFIG).write_text(masked(config.to_yaml()))
         imported = {name: value for name, value in imported.items() if value is not None}
         meta = {"step": 0, "imported": imported, "versions": native.code_versions()}
         native.write_json(step / native.META, meta)

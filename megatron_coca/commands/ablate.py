@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, positive_int
+from megatron_coca.plain_text import plain
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -86,9 +87,9 @@ def run(options: Namespace) -> int:
         print(f"\n{files.overview(cells)}")
     if options.report or not options.only:
         try:
-            print(f"\n{reporting.write_report(file, everything)}")
+            print(plain(f"\n{reporting.write_report(file, everything)}"))
         except EvaluationError as error:  # the failed cells are listed all the same
             problems.append(f"report: {error}")
     for problem in problems:
-        print(f"megatron-coca ablate: {problem}", file=sys.stderr)
+        print(plain(f"megatron-coca ablate: {problem}"), file=sys.stderr)
     return 2 if problems else 0

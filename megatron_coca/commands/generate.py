@@ -19,6 +19,7 @@ from megatron_coca.evaluation.options import (
     whole_number,
 )
 from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.plain_text import plain
 from megatron_coca.remote_files import hub_hint, is_url
 
 EPILOG = """\
@@ -146,7 +147,7 @@ def run(args: Namespace, prompts: list[str]) -> int:
         if not args.chat and args.start_token is None and (start := generator.tokenizer.start) is not None:
             usual = generator.tokenizer.piece(start)
             note = f"the model's own library puts {usual} before every prompt: --start-token '{usual}' does"
-            print(f"megatron-coca generate: {note}", file=sys.stderr)
+            print(plain(f"megatron-coca generate: {note}"), file=sys.stderr)
         if args.chat:
             opening = [] if args.system is None else [{"role": "system", "content": args.system}]
             done = generator.answer([[*opening, {"role": "user", "content": text}] for text in asked], **options)
@@ -169,10 +170,11 @@ def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:
         write_atomically(output, "".join(lines).encode())
         print(f"{output}: {len(records)} continuations")
         return
+    show = plain if sys.stdout.isatty() else str  # a file or another program gets the text as it is
     if len(records) == 1:
-        print(records[0]["text"])
+        print(show(records[0]["text"]))
         return
     for number, record in enumerate(records, start=1):
         heading = " ".join(record["prompt"].split())
-        print(f"[{number}/{len(records)}] {heading if len(heading) <= SHOWN else heading[: SHOWN - 3] + '...'}")
-        print(f"{record['text']}\n")
+        heading = heading if len(heading) <= SHOWN else heading[: SHOWN - 3] + "..."
+        print(show(f"[{number}/{len(records)}] {heading}\n{record['text']}\n"))

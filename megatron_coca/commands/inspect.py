@@ -28,6 +28,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
 from megatron_coca.markdown_tables import format_table, percent
+from megatron_coca.plain_text import plain
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     try:
         result = options.run(options)
-        print(result.text)
+        print(plain(result.text))
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(result.facts, indent=1) + "\n")

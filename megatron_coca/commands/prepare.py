@@ -26,6 +26,7 @@ from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.plain_text import plain
 from megatron_coca.program import part_of
 from megatron_coca.remote_files import is_url
 
@@ -178,5 +179,5 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0. Raises DataError."""
-    print(_run(parser().parse_args(arguments)))
+    print(plain(_run(parser().parse_args(arguments))))
     return 0

@@ -24,6 +24,7 @@ from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
 from megatron_coca.model import GPT, keep_freed_memory
+from megatron_coca.plain_text import masked, plain
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class Evaluation:
     ) -> Header:
         trained = self.opened.trained
         checkpoint = CheckpointRecord(
-            path=str(self.options.checkpoint),
+            path=masked(str(self.options.checkpoint)),
             identity=self.opened.identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
@@ -174,10 +175,8 @@ class Evaluation:
                 self.options.show(store.result)
             for missing in store.noted:
                 self.status = 2
-                print(
-                    f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}",
-                    file=sys.stderr,
-                )
+                said = f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}"
+                print(plain(said), file=sys.stderr)
 
 
 def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:

@@ -28,6 +28,7 @@ from megatron_coca.evaluation.results import (
     read_yaml_file,
     validated,
 )
+from megatron_coca.plain_text import plain
 from megatron_coca.program import PROGRAM
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
@@ -99,9 +100,9 @@ def run(args: Namespace) -> int:
     problems += run_commands([command for command in planned if not args.only or command.task in args.only])
     measured = [file for command in planned for file in command.files if file.is_file()]
     if measured:
-        print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
+        print(plain(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written"))
     for problem in problems:
-        print(f"megatron-coca evaluate: {problem}", file=sys.stderr)
+        print(plain(f"megatron-coca evaluate: {problem}"), file=sys.stderr)
     return 2 if problems else 0
 
 
@@ -257,7 +258,7 @@ def run_commands(commands: Sequence[Command]) -> list[str]:
     problems = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
-        print(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}", flush=True)
+        print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
         if status == 2:  # the command said what is missing
             problems.append(f"{command.name}: incomplete, see its messages above")

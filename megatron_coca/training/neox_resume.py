@@ -18,6 +18,7 @@ from megatron_coca.checkpoints.neox_optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
+from megatron_coca.plain_text import masked
 from megatron_coca.training.engine.state import MOMENTS
 from megatron_coca.training.initial_model import refuse_other_tokenizer
 from megatron_coca.training.optimizer import OPTIMIZERS
@@ -81,7 +82,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         partial = native.begin(save, step)
         _write_state(partial, source.weights(), optimizer, config)
         write_safetensors(partial / native.WEIGHTS, source.weights().to(DTYPES[config.precision.dtype]))
-        (partial / native.CONFIG).write_text(config.to_yaml())
+        (partial / native.CONFIG).write_text(masked(config.to_yaml()))
         native.write_json(partial / native.META, meta)
         if corpus.tokenizer is not None:
             corpus.tokenizer.save(partial / native.TOKENIZER)
