@@ -58,7 +58,8 @@ class Description:
 
 
 def checkpoints_in(path: str | Path) -> list[Path]:
-    """The step folder `path`, or all in a save folder, also those without a manifest; a URL is downloaded.
+    """The step folder `path`, or all in a save folder, also those without a manifest but with a file; a URL is
+    downloaded.
 
     Raises CheckpointError if there are none.
     """
@@ -67,7 +68,16 @@ def checkpoints_in(path: str | Path) -> list[Path]:
     path = Path(path)
     if native.is_step_folder(path):
         return [path]
-    return [native.step_folder(path, step) for step in native.begun_steps(path)] or [native.locate(path)]
+    folders = [native.step_folder(path, step) for step in native.begun_steps(path)]
+    return [folder for folder in folders if _has_files(folder)] or [native.locate(path)]
+
+
+def _has_files(folder: Path) -> bool:
+    """False for an empty tree of folders, which a store without a way to remove folders leaves of a pruned step."""
+    try:
+        return bool(native.files(folder))
+    except OSError:  # describing it reports the reason
+        return True
 
 
 def describe(folder: Path, verify: bool = True) -> Description:

@@ -119,6 +119,7 @@ class RemoteFolder(RemoteFiles):
         """Remove a checkpoint, complete or not, its manifest first."""
         self.remove_object(f"{_folder(step)}/{native.MANIFEST}")
         self.each((f"{_folder(step)}/{name}" for name in self._listing().get(step, [])), self.remove_object)
+        self.remove_folders(_folder(step))
 
     def set_aside(self, step: int) -> str:
         """Move a checkpoint to quarantine/ under an unused name; returns its new URL."""
