@@ -14,11 +14,11 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.evaluation.options import (
     add_batch_option,
     add_device_options,
-    positive_int,
     resolve_device,
+    token_count,
     whole_number,
 )
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.evaluation.results import EvaluationError, check_writable, out_of_memory, write_atomically
 from megatron_coca.plain_text import plain
 from megatron_coca.remote_files import hub_hint, is_url
 
@@ -32,6 +32,10 @@ examples:
 """
 SHOWN = 60
 """Characters of a prompt in the heading of its continuation."""
+
+
+def sample_count(text: str) -> int:
+    return whole_number(text, 1, 1_000_000)
 
 
 def parser() -> ArgumentParser:
@@ -50,7 +54,7 @@ def parser() -> ArgumentParser:
     add("--system", metavar="TEXT", help="with --chat: the system message")
     start = "put this token before every prompt, such as '<bos>' for Gemma; a chat has that of its template"
     add("--start-token", metavar="TOKEN", help=start)
-    add("--max-new-tokens", type=positive_int, default=64, metavar="N", help="default: 64")
+    add("--max-new-tokens", type=token_count, default=64, metavar="N", help="default: 64")
     greedy = "divisor of the logits; default: 0, the likeliest token at every step"
     add("--temperature", type=float, default=0.0, metavar="T", help=greedy)
     add("--top-k", type=whole_number, default=0, metavar="K", help="draw from the K likeliest tokens only; 0: from all")
@@ -61,7 +65,7 @@ def parser() -> ArgumentParser:
     add("--seed", type=whole_number, default=0, metavar="N", help="of the draws; default: 0")
     stop = "end a continuation before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--num-samples", type=positive_int, default=1, metavar="N", help="continuations of each prompt; default: 1")
+    add("--num-samples", type=sample_count, default=1, metavar="N", help="continuations of each prompt; default: 1")
     output = "write objects with prompt, text, finish (eod, stop or length) and the number of tokens"
     add("--output", type=Path, metavar="FILE.jsonl", help=output)
     add_batch_option(described, 16384)
@@ -155,6 +159,11 @@ def run(args: Namespace, prompts: list[str]) -> int:
             done = generator.complete(asked, **options)
     except (PositionRangeError, FloatingPointError) as error:
         raise EvaluationError(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "lower --max-new-tokens or --tokens-per-batch, or use --dtype bfloat16"
+        raise EvaluationError(f"the memory of {device} does not suffice; {remedy}") from error
     records = [
         {"prompt": prompt, "text": row.text, "finish": row.finish, "tokens": len(row.tokens)}
         for prompt, row in zip(asked, done, strict=True)

@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_coca.atomic_write import write_file
 from megatron_coca.commands import command_parser, count
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(plain(result.text))
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result.facts, indent=1) + "\n")
+            write_file(options.json, json.dumps(result.facts, indent=1) + "\n")
     except OSError as error:
         print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
