@@ -11,8 +11,11 @@ import yaml
 from megatron_coca import cli, load_model, methods
 from megatron_coca.ablation.grid import expand, read_ablation
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.config import ConfigError, load_config
+from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.subject import Evaluation
 from megatron_coca.model import build_model
 from tests.checkpoint_files import TINY, write_checkpoint
 from tests.neox_files import write_neox
@@ -80,7 +83,10 @@ def test_commands(command: list[str], marker: Path, tmp_path: Path, capsys: pyte
     ids=["beside it", "text", "mapping", "in a stage", "in a type of layers"],
 )
 @pytest.mark.parametrize("by", ["path", "URL"])
-def test_spellings(keys: dict[str, Any], by: str, marker: Path, tmp_path: Path) -> None:
+def test_spellings(
+    keys: dict[str, Any], by: str, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where downloads are kept
     text = json.dumps(keys).replace("EVIL", str(tmp_path / "evil.py"))
     run = crafted(tmp_path, **json.loads(text))
     with pytest.raises(ConfigError, match="imports"):
@@ -128,3 +134,33 @@ def test_weights_that_an_ablation_or_a_suite_names(marker: Path, tmp_path: Path,
     own = arguments[arguments.index("--set") + 1]
     assert own.startswith(f'imports=["{tmp_path / "evil.py"}#sha256=')
     assert marker.exists()
+
+
+def test_a_hugging_face_model(marker: Path, tmp_path: Path) -> None:
+    folder = export(write_checkpoint(tmp_path / "run", load_config([], TINY)), tmp_path / "hf").folder
+    config = json.loads((folder / "config.json").read_text())
+    config["position"] |= {"imports": [str(tmp_path / "evil.py")]}
+    (folder / "config.json").write_text(json.dumps(config))
+    load_model(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"imports": [str(tmp_path / "evil.py")]}))
+    with pytest.raises(CheckpointError, match="imports: not understood here"):
+        load_model(folder)
+    assert not marker.exists()
+
+
+def test_a_result_names_a_file_with_other_contents(marker: Path, tmp_path: Path) -> None:
+    """The user's file serves all variants; a file moved elsewhere is the same method."""
+    file = tmp_path / "mine.py"
+    file.write_text(METHOD)
+    run = write_checkpoint(tmp_path / "run", load_config([], TINY | {"imports": [str(file)], "logit_scaling": "mine"}))
+    file = file.rename(tmp_path / "moved.py")
+    variants = (Variant("one", (), (f"imports=[{file}]",)), Variant("two", (), ("attention_backend=reference",)))
+    options = SubjectOptions(str(run), variants, "cpu", "float32", None, False)
+
+    def overrides() -> list[dict[str, Any]]:
+        return [subject.header.overrides for subject in Evaluation(options, "passkey").subjects()]
+
+    assert overrides() == [{}, {"attention_backend": "reference"}]
+    file.write_text(f"{METHOD}\nchanged = 1\n")
+    named = [each["imports"] for each in overrides()]
+    assert named[0] == named[1] and named[0][0].startswith(f"{file}#sha256=")
