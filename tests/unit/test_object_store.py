@@ -403,6 +403,10 @@ def test_a_pruned_step_leaves_no_folders_on_a_disk(tmp_path: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["global_step2"]
     remote.upload(checkpoint(tmp_path, 1, "others"))
     assert remote.steps() == [1, 2]
+    (place / "quarantine").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="run/quarantine: is a link"):
+        remote.set_aside(1)
+    (place / "quarantine").unlink()
     remote.set_aside(1)
     assert sorted(path.name for path in place.iterdir()) == ["global_step2", "quarantine"]
     (place / "global_step3" / "state").mkdir(parents=True)

@@ -20,6 +20,9 @@ from tests.checkpoint_files import TINY, write_checkpoint
 HOSTILE = "a\x1b]0;owned\x07\x1b[31mb\x9b2J\u202ecod.exe\rz"
 
 
+WRITER = "native.CONFIG).write_text("
+
+
 def test_control_characters_become_escapes_and_text_stays() -> None:
     assert plain(HOSTILE) == r"a\x1b]0;owned\x07\x1b[31mb\x9b2J\u202ecod.exe\rz"
     assert plain("surrogate \udcff") == r"surrogate \udcff"
@@ -89,3 +92,9 @@ def test_the_configuration_beside_a_checkpoint_has_no_password(tmp_path: Path) -
     done = import_checkpoint(saved, tmp_path / "imported")
     text = (done.folder / "global_step0" / "config.yml").read_text()
     assert "secret" not in text and "https://me:***@host/shard" in text
+
+
+def test_no_checkpoint_is_written_with_a_password() -> None:
+    package = Path(__file__).parents[2] / "megatron_coca"
+    written = [line for path in package.rglob("*.py") for line in path.read_text().splitlines() if WRITER in line]
+    assert len(written) == 3 and all(f"{WRITER}masked(" in line for line in written)
