@@ -17,8 +17,8 @@ def command_parser(name: str, description: str | None, epilog: str | None = None
 
 
 def count(text: str) -> int:
-    """An argparse type: an integer from 1 to 2,147,483,647."""
+    """An argparse type: an integer of at least 1."""
     value = int(text)
-    if not 1 <= value < 2**31:
-        raise ArgumentTypeError(f"{text:.40}: must be at least 1 and at most {2**31 - 1:,}")
+    if value < 1:
+        raise ArgumentTypeError(f"{text}: must be at least 1")
     return value

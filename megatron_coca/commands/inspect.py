@@ -28,6 +28,7 @@ from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
+from megatron_coca.evaluation.options import token_count
 from megatron_coca.markdown_tables import format_table, percent
 from megatron_coca.plain_text import plain
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
@@ -213,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
         added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
-    method.add_argument("--length", type=count, help="tokens of the input that is drawn; default: 4 times L")
+    method.add_argument("--length", type=token_count, help="tokens of the input that is drawn; default: 4 times L")
     changed = "a label, then YAML overlays and KEY=VALUE that every configuration is evaluated with; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
     method.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page; figures beside it")

@@ -54,6 +54,7 @@ REFUSED = {
     "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "keys have no dashes: `train_iters=1000`"),
     "a folder and a name": (["train", "-d", "nowhere", "125M"], "nowhere/125M.yml: no such file"),
     "a length of no machine": (["evaluate", "passkey", *AT, "--lengths", "64,99999999999"], "be at most 134,217,728"),
+    "a drawing of it": (["inspect", "method", "a.yml", "--output", "a.html", "--length", "9" * 11], "134,217,728"),
     "as many new tokens": (["generate", *AT, "--max-new-tokens", "100000000000000"], "must be at most 134,217,728"),
     "as many samples": (["generate", *AT, "--num-samples", "9" * 23], "must be at most 1,000,000"),
     "jobs of no machine": (["evaluate", "passkey", *AT, "--lengths", "64", "--jobs", "9" * 23], "be at most 1,024"),
