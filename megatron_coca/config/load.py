@@ -285,10 +285,27 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
         return  # validation says what is wrong
     file = problems.source.where.get("imports", "").rpartition(":")[0]
     folder = Path(file).parent if file and os.path.isfile(file) else Path()
+    if file and names and _may_be_others(folder):
+        problems.add("imports", not_run(names))
+        return
     try:
         known["imports"] = [methods.import_file(name, folder) for name in names]
     except methods.ImportedFileError as error:
         problems.add("imports", str(error))
+
+
+def _may_be_others(folder: Path) -> bool:
+    """True for the folder of a checkpoint, here or of GPT-NeoX, or of prepared data: its YAML files come with it."""
+    return (folder / "manifest.json").is_file() or (folder.name == "configs" and "global_step" in folder.parent.name)
+
+
+def not_run(names: Sequence[str]) -> str:
+    """Return the error for files of Python that a checkpoint names in `imports`."""
+    files = ", ".join(name.partition(methods.MARK)[0] for name in names)
+    return (
+        f"{files}: not run, because a checkpoint may come from anybody; read the file, then name it with imports=[FILE]"
+        " as an override (--set imports=[FILE]) or in your own configuration"
+    )
 
 
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:

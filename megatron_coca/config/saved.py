@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.load import Config
+from megatron_coca.config.load import Config, not_run
 from megatron_coca.config.source import OVERRIDES, Layer, Overrides, given_layer, merge, read_file, read_overrides
 from megatron_coca.methods import MARK
 
 logger = logging.getLogger(__name__)
 
 IMPORTS = "imports"
-NOT_RUN = (
-    "{files}: not run, because a checkpoint may come from anybody; read the file, then name it with imports=[FILE] as"
-    " an override (--set imports=[FILE]) or in your own configuration"
-)
 
 
 class SavedConfig(NamedTuple):
@@ -65,8 +61,7 @@ def load_saved_config(
         where = {IMPORTS: given.where.get(IMPORTS, given.label)}
         layers.append(Layer(given.label, {IMPORTS: given.values[IMPORTS]}, where))
     elif recorded:
-        named = ", ".join(name.partition(MARK)[0] for name in recorded)
-        problems.append(f"{saved.where.get(IMPORTS, label)}: {IMPORTS}: {NOT_RUN.format(files=named)}")
+        problems.append(f"{saved.where.get(IMPORTS, label)}: {IMPORTS}: {not_run(recorded)}")
         raise ConfigError(*problems)
     config = Config.from_layers(layers, problems)
     digests = {name.partition(MARK)[2] for name in recorded} - {""}

@@ -94,6 +94,22 @@ def test_spellings(
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("place", ["run/global_step7/config.yml", "data/data.yml", "neox/global_step7/configs/a.yml"])
+def test_a_file_of_a_checkpoint_or_of_data_as_configuration(place: str, marker: Path, tmp_path: Path) -> None:
+    """Such files come with what they describe; the same key in one's own file, or as an override, is run."""
+    file = tmp_path / place
+    file.parent.mkdir(parents=True)
+    if "configs" not in place:
+        (file.parent / "manifest.json").write_text("{}")
+    keys = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
+    file.write_text(yaml.safe_dump(keys | {"imports": [str(tmp_path / "evil.py")]}))
+    with pytest.raises(ConfigError, match=f"{file.name}:.*imports: {tmp_path / 'evil.py'}: {NOT_RUN}"):
+        load_config([file])
+    assert not marker.exists()
+    load_config([file], [f"imports=[{tmp_path / 'evil.py'}]"])
+    assert marker.exists()
+
+
 def test_inspect_shows_it_without_running_it(marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = crafted(tmp_path, imports=["../evil.py"], logit_scaling="mine")
     assert cli.main(["inspect", "checkpoint", str(run), "--json", str(tmp_path / "facts.json")]) == 0
