@@ -3,6 +3,7 @@
 Content is written under a hidden name in the same folder, flushed to disk and renamed.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ Error = type[Exception]
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Write a file atomically. Raises OSError; an earlier file is then unchanged.
+    """Write a file atomically. Raises OSError; an earlier file is then unchanged. A FIFO or a device is never replaced.
 
     Without `durable` nothing is flushed to disk: the file is complete after a kill, but not after a power loss.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     remove(partial)
     try:

@@ -14,6 +14,8 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from megatron_coca.plain_text import plain
+
 if TYPE_CHECKING:  # rich takes 0.1 s to import: only a terminal needs it
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.live import Live
@@ -73,6 +75,7 @@ def display(renderable: "RenderableType") -> "Live":
 
 def write(text: str) -> None:
     """Write lines that stay: above what is redrawn on a terminal, each with the time elsewhere."""
+    text = plain(text)
     if on_terminal():
         terminal().print(text)
     else:
@@ -189,7 +192,7 @@ class Progress:
         from rich.text import Text
 
         width = options.max_width - 1  # terminals differ in what follows a character in the last column
-        texts, title = self._texts(), Text(self.title)
+        texts, title = self._texts(), Text(plain(self.title))
         room = width - min(title.cell_len, width // 2) - bool(title)
         bar = 1 + SHORTEST_BAR if self.total is not None else 0
         while texts and sum(map(len, texts)) + len(texts) - 1 + bar * (len(texts) > BEFORE_BAR) > room:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from megatron_coca.plain_text import plain
+
 _MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
 """Characters with a meaning in Markdown or in GitHub's formulas; ``_`` within a word has none."""
 _LINE_ENDS = re.compile(r"\s*[\r\n]+\s*")
@@ -15,7 +17,7 @@ def number(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
+        return plain(str(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 

@@ -6,6 +6,8 @@ from argparse import ArgumentTypeError
 from multiprocessing import connection, parent_process
 from pathlib import Path
 
+from megatron_coca.plain_text import plain
+
 MAIN = str(Path(__file__).with_name("__main__.py"))
 """`python MAIN train ...` is `megatron-coca train ...`, installed or in a checkout, from any working folder."""
 PROGRAM = (sys.executable, "-u", MAIN)
@@ -19,6 +21,9 @@ class InputError(Exception):
     """
 
     status = UNUSABLE
+
+    def __str__(self) -> str:
+        return plain(super().__str__())
 
 
 def report(name: str, error: InputError) -> None:

@@ -30,6 +30,8 @@ REFUSED = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCre
 """The same, of libraries that set no number."""
 TRANSFERS = 8
 """Concurrent transfers."""
+WITH_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "webdav"})
+"""Kinds of stores that keep folders without files."""
 HUB = "hf://"
 """Prefix of a name of the Hugging Face hub."""
 
@@ -59,6 +61,7 @@ def local_folder(url: str, cache: str | Path, refused: type[InputError]) -> Path
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
         raise refused(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
+    parts[0] = re.sub(r":.*@", "@", parts[0])  # a password is no part of a folder's name
     return Path(cache, scheme, *parts)
 
 
@@ -180,6 +183,18 @@ class RemoteFiles:
                 logger.debug("%s: %s was already removed", self.url, name)
 
         self._attempt(f"{name} cannot be removed", remove)
+
+    def remove_folders(self, root: str) -> None:
+        """Remove the folder `root` and those in it, if they are empty; object stores have none."""
+        kinds = self._fs.protocol
+        if WITH_FOLDERS.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
+            return
+        folder = self._path(root)
+        try:
+            for path in sorted([folder, *self._fs.find(folder, withdirs=True)], key=len, reverse=True):
+                self._fs.rmdir(path)
+        except OSError as error:
+            logger.debug("%s: %s stays (%s)", self.url, root, error)
 
     def each(self, names: Iterable[str], transfer: Callable[[str], Any]) -> None:
         """Call `transfer` for every name concurrently; raises the first error when all have ended."""

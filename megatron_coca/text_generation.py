@@ -178,7 +178,7 @@ def load_generator(
         ConfigError: an invalid override.
         DataError: the tokenizer is damaged, or has no such symbol.
     """
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(path, overrides=overrides, files=files)
     tokenizer, note = opened.tokenizer(overrides, files)
     if tokenizer is None:
         raise CheckpointError(f"{path}: {note}; prompts are text: set tokenizer_type and vocab_file to the model's")

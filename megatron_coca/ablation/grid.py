@@ -193,7 +193,7 @@ def expand(
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
-            plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
+            plan = partial(_commands, label, entry, config, device, dtype)
             digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
             problems += refused
             data = _data_of(config, known)
@@ -363,16 +363,18 @@ def _check_arguments(command: Command, check_data: bool) -> None:
 def _commands(
     label: str,
     entry: ModelEntry,
-    length: int,
+    config: Config,
     device: str,
     dtype: str,
     tasks: Mapping[str, dict[str, Any] | None],
     run: Path,
     results: Path,
 ) -> list[Command]:
-    checkpoint = CheckpointEntry(path=str(run), variants=entry.variants)
+    imports = config.position.imports  # which evaluation does not run because the checkpoint names them
+    own = [f"imports={json.dumps(imports)}"] if imports else []
+    checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
-    return plan_commands(suite, {label: length}, results, device, dtype)
+    return plan_commands(suite, {label: config.model.seq_length}, results, device, dtype)
 
 
 def _cell(
@@ -382,7 +384,8 @@ def _cell(
     config = config.override({"seed": seed, "load": given})
     ranks = configured_ranks(config.launch)
     batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
-    weights = open_checkpoint(given, verify=False).identity if given is not None else None
+    own = {"imports": config.position.imports}
+    weights = open_checkpoint(given, verify=False, overrides=own).identity if given is not None else None
     name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data.identity, weights)}"
     run, results = file.runs / name, file.results / name
     commands = plan(file.tasks, run, results)

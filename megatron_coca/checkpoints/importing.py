@@ -3,6 +3,7 @@
 Weights are copied one at a time, so that memory does not depend on the size of the model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import empty_model
+from megatron_coca.plain_text import masked
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def import_checkpoint(
     refuse_existing(folder, CheckpointError)
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not known; known: {', '.join(DTYPES)}")
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(source, overrides=overrides)
     config, weights = opened.configure(overrides), opened.weights()
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
@@ -77,7 +79,7 @@ def import_checkpoint(
             tokenizer.save(step / native.TOKENIZER)
             final = native.step_folder(folder, 0) / native.TOKENIZER
             config = config.override(_tokenizer_keys(step / native.TOKENIZER, final))
-        (step / native.CONFIG).write_text(config.to_yaml())
+        (step / native.CONFIG).write_text(masked(config.to_yaml()))
         imported = {name: value for name, value in imported.items() if value is not None}
         meta = {"step": 0, "imported": imported, "versions": native.code_versions()}
         native.write_json(step / native.META, meta)
@@ -86,13 +88,13 @@ def import_checkpoint(
     return Imported(folder, config, parameters, tokenizer_note, theirs)
 
 
-def starting_config(folder: str | Path) -> Config:
+def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
     """Return the configuration of a run that starts from the weights in `folder`: its network, positions and
     tokenizer, with `load` and `finetune`.
 
-    Raises CheckpointError as `open_checkpoint`.
+    Args and errors as of `open_checkpoint`.
     """
-    opened = open_checkpoint(folder, verify=False)
+    opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
     keys = {
         key: flat[key]

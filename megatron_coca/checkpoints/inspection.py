@@ -11,7 +11,8 @@ from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.object_store import fetch
 from megatron_coca.checkpoints.weights import open_safetensors_file
-from megatron_coca.config import ConfigError, load_config
+from megatron_coca.config import ConfigError, load_saved_config, named_imports
+from megatron_coca.config.source import given_values
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.regular_files import open_regular
 from megatron_coca.remote_files import is_url
@@ -32,6 +33,7 @@ class Description:
         holds: "run" for all that resuming needs, "weights" for a model alone; None without a manifest.
         meta: content of meta.json: step, topology, versions, progress, samples read.
         keys: `SHOWN_KEYS` of the configuration.
+        imports: files of methods that the configuration names; they are not run, and its keys not checked.
         parameters: of the model; None if its weights are missing or unreadable.
         sizes: bytes by top-level entry of the folder.
         unlisted: files in the folder that its manifest does not list.
@@ -43,6 +45,7 @@ class Description:
     holds: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
+    imports: list[str] = field(default_factory=list)
     parameters: int | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)
@@ -55,7 +58,8 @@ class Description:
 
 
 def checkpoints_in(path: str | Path) -> list[Path]:
-    """The step folder `path`, or all in a save folder, also those without a manifest; a URL is downloaded.
+    """The step folder `path`, or all in a save folder, also those without a manifest but with a file; a URL is
+    downloaded.
 
     Raises CheckpointError if there are none.
     """
@@ -64,7 +68,16 @@ def checkpoints_in(path: str | Path) -> list[Path]:
     path = Path(path)
     if native.is_step_folder(path):
         return [path]
-    return [native.step_folder(path, step) for step in native.begun_steps(path)] or [native.locate(path)]
+    folders = [native.step_folder(path, step) for step in native.begun_steps(path)]
+    return [folder for folder in folders if _has_files(folder)] or [native.locate(path)]
+
+
+def _has_files(folder: Path) -> bool:
+    """False for an empty tree of folders, which a store without a way to remove folders leaves of a pruned step."""
+    try:
+        return bool(native.files(folder))
+    except OSError:  # describing it reports the reason
+        return True
 
 
 def describe(folder: Path, verify: bool = True) -> Description:
@@ -79,8 +92,10 @@ def describe(folder: Path, verify: bool = True) -> Description:
         found.holds = native.read_json(folder / native.MANIFEST).get("holds", native.EVERYTHING)
         found.meta = native.read_meta(folder)
         open_regular(folder / native.CONFIG).close()
-        flat = load_config([folder / native.CONFIG]).flat()
-        found.keys = {name: flat[name] for name in SHOWN_KEYS}
+        saved = given_values((), [folder / native.CONFIG])
+        found.imports = named_imports(saved)
+        flat = saved if found.imports else load_saved_config(folder / native.CONFIG).config.flat()
+        found.keys = {name: flat.get(name) for name in SHOWN_KEYS}
         entries = open_safetensors_file(folder / native.WEIGHTS, folder).entries
         found.parameters = sum(prod(entry.shape) for entry in entries.values())
     except (CheckpointError, ConfigError) as error:
@@ -102,6 +117,7 @@ def describe_text(found: Description) -> str:
     lines = [f"{found.folder}: step {meta.get('step', '?')}, {status}"]
     lines += [f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted]
     lines += [f"  {name}: {value}" for name, value in found.keys.items() if value is not None]
+    lines += [f"  imports: {name}: a file of methods (Python), which was not run" for name in found.imports]
     lines += [f"  imported, {name}: {value}" for name, value in (meta.get("imported") or {}).items()]
     if found.parameters is not None:
         lines.append(f"  parameters: {found.parameters:,}")

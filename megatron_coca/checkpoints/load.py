@@ -23,7 +23,7 @@ from megatron_coca.checkpoints.huggingface_import import (
 from megatron_coca.checkpoints.object_store import fetch
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
-from megatron_coca.config import Config, load_config
+from megatron_coca.config import Config, load_saved_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
@@ -89,6 +89,7 @@ class OpenedCheckpoint:
         guessed: warnings by guessed keys of `trained`, each logged once unless overrides set the key.
         document_end: the token that ended documents in training, if it is known.
         imported: what is known of the folder that ours was imported from.
+        changed_imports: the user's files of methods with other contents than those that the weights were trained with.
     """
 
     folder: Path
@@ -101,6 +102,7 @@ class OpenedCheckpoint:
     guessed: dict[str, str] = field(default_factory=dict)
     document_end: str | None = None
     imported: Mapping[str, Any] = field(default_factory=dict)
+    changed_imports: tuple[str, ...] = ()
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
         """The trained configuration with YAML files, then overrides, applied; what becomes of an extension is logged.
@@ -153,23 +155,28 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(
-    path: str | Path, verify: bool = True, step: int | None = None, overrides: Overrides = ()
+    path: str | Path,
+    verify: bool = True,
+    step: int | None = None,
+    overrides: Overrides = (),
+    files: Sequence[str | Path] = (),
 ) -> OpenedCheckpoint:
     """Open our checkpoint (also by URL, then it is downloaded), a Hugging Face folder or a GPT-NeoX checkpoint.
 
     Args:
         verify: compare our files with their checksums; otherwise their sizes only.
         step: one of a save folder's steps; by default the newest.
-        overrides: only `imports` is read, in place of the files that the checkpoint's configuration names.
+        overrides, files: of the user; only `imports` is read. A checkpoint's own `imports` are never run.
 
-    Raises CheckpointError, or ConfigError where a file of `imports` is missing or has changed.
+    Raises CheckpointError, or ConfigError if `imports` is needed and not given, or cannot be run.
     """
     folder = _local_folder(path, step)
     if is_huggingface_folder(folder):
         return _open_huggingface(folder)
     neox_folder = neox.find_step(folder)
-    imports = {name: value for name, value in given_values(overrides).items() if name == "imports"}
-    return _open_native(folder, verify, imports) if neox_folder is None else _open_neox(neox_folder)
+    if neox_folder is not None:
+        return _open_neox(neox_folder, overrides, files)
+    return _open_native(folder, verify, overrides, files)
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
@@ -211,18 +218,20 @@ def _from_hub(name: str) -> Path:
         raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
 
 
-def _open_native(path: Path, verify: bool, imports: Overrides) -> OpenedCheckpoint:
+def _open_native(path: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path]) -> OpenedCheckpoint:
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify, links=True)
     tokenizer, meta = folder / native.TOKENIZER, native.read_meta(folder)
+    saved = load_saved_config(folder / native.CONFIG, overrides, files)
     return OpenedCheckpoint(
         folder=folder,
-        trained=load_config([folder / native.CONFIG], imports),
+        trained=saved.config,
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
         step=meta["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
         weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
         imported=meta.get("imported", {}),
+        changed_imports=saved.changed,
     )
 
 
@@ -246,9 +255,9 @@ def _open_huggingface(folder: Path) -> OpenedCheckpoint:
     )
 
 
-def _open_neox(folder: Path) -> OpenedCheckpoint:
+def _open_neox(folder: Path, overrides: Overrides, given: Sequence[str | Path]) -> OpenedCheckpoint:
     files = neox.NeoxFiles(folder)
-    config, ranks = neox.configure(folder, files)
+    config, ranks = neox.configure(folder, files, overrides, given)
     tokenizer = folder / native.TOKENIZER
     return OpenedCheckpoint(
         folder=folder,

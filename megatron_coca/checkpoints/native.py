@@ -15,6 +15,7 @@ An imported checkpoint holds weights only (no state/, no rng/), as its manifest 
 hidden name, hashed, flushed to disk and only then renamed; `latest` changes last.
 """
 
+import errno
 import logging
 import os
 import re
@@ -250,11 +251,14 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def set_aside(folder: Path) -> Path:
     """Move a checkpoint to `quarantine/` under an unused name, which it returns.
 
-    A folder without write permission cannot be moved into another folder; it is renamed where it is.
+    A folder without write permission cannot be moved into another folder; it is renamed where it is, as is every folder
+    if `quarantine` is a link, which may lead out of `save`.
     """
     quarantine = folder.parent / QUARANTINE
-    quarantine.mkdir(exist_ok=True)
     try:
+        if quarantine.is_symlink():
+            raise PermissionError(errno.EPERM, "is a link", str(quarantine))
+        quarantine.mkdir(exist_ok=True)
         target = folder.rename(_unused_name(quarantine / folder.name))
     except PermissionError:
         target = folder.rename(_unused_name(folder.with_name(f"{folder.name}.{QUARANTINE}")))

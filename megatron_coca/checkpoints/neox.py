@@ -28,6 +28,7 @@ from megatron_coca.checkpoints.neox_layout import (
 )
 from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
+from megatron_coca.config.source import Overrides
 from megatron_coca.neox_plugin.checkpoints import plain_name
 from megatron_coca.regular_files import open_regular
 
@@ -183,8 +184,12 @@ def identity(files: NeoxFiles) -> str:
     return digest.hexdigest()
 
 
-def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
+def configure(
+    folder: Path, files: NeoxFiles, overrides: Overrides = (), given: Sequence[str | Path] = ()
+) -> tuple[Config, int]:
     """Return the model's configuration and its number of tensor ranks.
+
+    `overrides` and the YAML files `given` are the user's; only `imports` is read.
 
     Raises CheckpointError if the configuration is absent, or describes a network that this package does not have, or
     other files than are present.
@@ -193,7 +198,7 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
     states = [files.state(EMBEDDING, rank) for rank in range(ranks)]
     if any(WORDS not in state for state in states):
         raise CheckpointError(f"{files.path(EMBEDDING, 0)}: has no {WORDS}")
-    config, expected = read_config(folder, sum(state[WORDS].shape[0] for state in states))
+    config, expected = read_config(folder, sum(state[WORDS].shape[0] for state in states), overrides, given)
     if expected != ranks:
         raise CheckpointError(
             f"{folder}: has files of {ranks} tensor ranks, its configuration says model_parallel_size: {expected}"

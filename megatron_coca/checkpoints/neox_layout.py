@@ -17,11 +17,11 @@ from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.state import TensorShard, layer_shards
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
+from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_saved_config
 from megatron_coca.config.base import shown
 from megatron_coca.config.model import GATED_ACTIVATIONS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
-from megatron_coca.config.source import OVERRIDES, dump, merge, read_file
+from megatron_coca.config.source import OVERRIDES, Overrides, dump, merge, read_file
 from megatron_coca.neox_plugin.keys import EXTENDING
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,15 @@ ABSENT = {"use_qk_layernorm": False, "opt_pos_emb_offset": 0}
 """Values that are not written."""
 
 
-def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
+def read_config(
+    folder: Path, vocab_size: int, overrides: Overrides = (), given: Sequence[str | Path] = ()
+) -> tuple[Config, int]:
     """Read the model's configuration from the YAML files in a step's folder, and its number of tensor ranks.
 
     Keys of the run that trained it are ignored, except for those that name its tokenizer and its data. `vocab_size` is
-    the number of rows of the embedding, padding included. Raises CheckpointError if there are no such files, or they
-    describe a network that this package does not have.
+    the number of rows of the embedding, padding included. `overrides` and the YAML files `given` are the user's; only
+    `imports` is read. Raises CheckpointError if there are no such files, or they describe a network that this package
+    does not have.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
@@ -84,7 +87,8 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
     try:
         if problems:
             raise ConfigError(*problems)
-        config = load_config([], kept | {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1})
+        rows = {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1}
+        config = load_saved_config(kept | rows, overrides, given).config
     except ConfigError as error:
         listed = "; ".join(line.removeprefix(f"{OVERRIDES}: ") for line in error.problems)
         raise CheckpointError(f"{configs}: {listed}") from error

@@ -119,10 +119,13 @@ class RemoteFolder(RemoteFiles):
         """Remove a checkpoint, complete or not, its manifest first."""
         self.remove_object(f"{_folder(step)}/{native.MANIFEST}")
         self.each((f"{_folder(step)}/{name}" for name in self._listing().get(step, [])), self.remove_object)
+        self.remove_folders(_folder(step))
 
     def set_aside(self, step: int) -> str:
         """Move a checkpoint to quarantine/ under an unused name; returns its new URL."""
         source, target = _folder(step), f"{native.QUARANTINE}/{_folder(step)}.{uuid4().hex[:8]}"
+        if "file" in self._fs.protocol and Path(self._path(native.QUARANTINE)).is_symlink():
+            raise CheckpointError(f"{self.url}/{native.QUARANTINE}: is a link, which may lead elsewhere; remove it")
 
         def copy(name: str) -> None:
             paths = self._path(f"{source}/{name}"), self._path(f"{target}/{name}")

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
-from megatron_coca.evaluation.options import DTYPES, positive_int
+from megatron_coca.evaluation.options import DTYPES, job_count
+from megatron_coca.plain_text import plain
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -39,7 +40,7 @@ def parser() -> ArgumentParser:
     add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
     add("--only", nargs="+", default=[], metavar="NAME", help="models, cells, or seeds such as s1234; writes no report")
     jobs = "cells at a time; cores and GPUs are divided among them"
-    add("--jobs", type=positive_int, default=1, metavar="N", help=jobs)
+    add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
     add("--output", type=Path, metavar="DIR", help="folder of the results instead of the file's `results`")
     add("--runs", type=Path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
     instead = parser.add_mutually_exclusive_group()
@@ -86,9 +87,9 @@ def run(options: Namespace) -> int:
         print(f"\n{files.overview(cells)}")
     if options.report or not options.only:
         try:
-            print(f"\n{reporting.write_report(file, everything)}")
+            print(plain(f"\n{reporting.write_report(file, everything)}"))
         except EvaluationError as error:  # the failed cells are listed all the same
             problems.append(f"report: {error}")
     for problem in problems:
-        print(f"megatron-coca ablate: {problem}", file=sys.stderr)
+        print(plain(f"megatron-coca ablate: {problem}"), file=sys.stderr)
     return 2 if problems else 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
+from megatron_coca.plain_text import plain
 
 
 def parser() -> ArgumentParser:
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0. Raises CheckpointError, ConfigError, DataError."""
     args = parser().parse_args(arguments)
     for note in args.write(args):
-        print(f"megatron-coca export: {note}", file=sys.stderr)
+        print(plain(f"megatron-coca export: {note}"), file=sys.stderr)
     return 0
 
 

@@ -14,11 +14,12 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.evaluation.options import (
     add_batch_option,
     add_device_options,
-    positive_int,
     resolve_device,
+    token_count,
     whole_number,
 )
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.evaluation.results import EvaluationError, check_writable, out_of_memory, write_atomically
+from megatron_coca.plain_text import plain
 from megatron_coca.remote_files import hub_hint, is_url
 
 EPILOG = """\
@@ -31,6 +32,10 @@ examples:
 """
 SHOWN = 60
 """Characters of a prompt in the heading of its continuation."""
+
+
+def sample_count(text: str) -> int:
+    return whole_number(text, 1, 1_000_000)
 
 
 def parser() -> ArgumentParser:
@@ -49,7 +54,7 @@ def parser() -> ArgumentParser:
     add("--system", metavar="TEXT", help="with --chat: the system message")
     start = "put this token before every prompt, such as '<bos>' for Gemma; a chat has that of its template"
     add("--start-token", metavar="TOKEN", help=start)
-    add("--max-new-tokens", type=positive_int, default=64, metavar="N", help="default: 64")
+    add("--max-new-tokens", type=token_count, default=64, metavar="N", help="default: 64")
     greedy = "divisor of the logits; default: 0, the likeliest token at every step"
     add("--temperature", type=float, default=0.0, metavar="T", help=greedy)
     add("--top-k", type=whole_number, default=0, metavar="K", help="draw from the K likeliest tokens only; 0: from all")
@@ -60,7 +65,7 @@ def parser() -> ArgumentParser:
     add("--seed", type=whole_number, default=0, metavar="N", help="of the draws; default: 0")
     stop = "end a continuation before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--num-samples", type=positive_int, default=1, metavar="N", help="continuations of each prompt; default: 1")
+    add("--num-samples", type=sample_count, default=1, metavar="N", help="continuations of each prompt; default: 1")
     output = "write objects with prompt, text, finish (eod, stop or length) and the number of tokens"
     add("--output", type=Path, metavar="FILE.jsonl", help=output)
     add_batch_option(described, 16384)
@@ -146,7 +151,7 @@ def run(args: Namespace, prompts: list[str]) -> int:
         if not args.chat and args.start_token is None and (start := generator.tokenizer.start) is not None:
             usual = generator.tokenizer.piece(start)
             note = f"the model's own library puts {usual} before every prompt: --start-token '{usual}' does"
-            print(f"megatron-coca generate: {note}", file=sys.stderr)
+            print(plain(f"megatron-coca generate: {note}"), file=sys.stderr)
         if args.chat:
             opening = [] if args.system is None else [{"role": "system", "content": args.system}]
             done = generator.answer([[*opening, {"role": "user", "content": text}] for text in asked], **options)
@@ -154,6 +159,11 @@ def run(args: Namespace, prompts: list[str]) -> int:
             done = generator.complete(asked, **options)
     except (PositionRangeError, FloatingPointError) as error:
         raise EvaluationError(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "lower --max-new-tokens or --tokens-per-batch, or use --dtype bfloat16"
+        raise EvaluationError(f"the memory of {device} does not suffice; {remedy}") from error
     records = [
         {"prompt": prompt, "text": row.text, "finish": row.finish, "tokens": len(row.tokens)}
         for prompt, row in zip(asked, done, strict=True)
@@ -169,10 +179,11 @@ def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:
         write_atomically(output, "".join(lines).encode())
         print(f"{output}: {len(records)} continuations")
         return
+    show = plain if sys.stdout.isatty() else str  # a file or another program gets the text as it is
     if len(records) == 1:
-        print(records[0]["text"])
+        print(show(records[0]["text"]))
         return
     for number, record in enumerate(records, start=1):
         heading = " ".join(record["prompt"].split())
-        print(f"[{number}/{len(records)}] {heading if len(heading) <= SHOWN else heading[: SHOWN - 3] + '...'}")
-        print(f"{record['text']}\n")
+        heading = heading if len(heading) <= SHOWN else heading[: SHOWN - 3] + "..."
+        print(show(f"[{number}/{len(records)}] {heading}\n{record['text']}\n"))

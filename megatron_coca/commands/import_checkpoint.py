@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
+from megatron_coca.plain_text import plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,5 +28,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = "chat template, special tokens around and within texts, and generation defaults are not taken over"
     remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to have those of the source"
     for note in filter(None, (done.tokenizer_note, remedy if done.huggingface_folder is not None else None)):
-        print(f"megatron-coca import: {note}", file=sys.stderr)
+        print(plain(f"megatron-coca import: {note}"), file=sys.stderr)
     return 0

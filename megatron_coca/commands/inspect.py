@@ -21,13 +21,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_coca.atomic_write import write_file
 from megatron_coca.commands import command_parser, count
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
+from megatron_coca.evaluation.options import token_count
 from megatron_coca.markdown_tables import format_table, percent
+from megatron_coca.plain_text import plain
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
@@ -211,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
         added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
-    method.add_argument("--length", type=count, help="tokens of the input that is drawn; default: 4 times L")
+    method.add_argument("--length", type=token_count, help="tokens of the input that is drawn; default: 4 times L")
     changed = "a label, then YAML overlays and KEY=VALUE that every configuration is evaluated with; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
     method.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page; figures beside it")
@@ -240,10 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     try:
         result = options.run(options)
-        print(result.text)
+        print(plain(result.text))
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result.facts, indent=1) + "\n")
+            write_file(options.json, json.dumps(result.facts, indent=1) + "\n")
     except OSError as error:
         print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -26,8 +26,11 @@ from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.plain_text import plain
 from megatron_coca.program import part_of
 from megatron_coca.remote_files import is_url
+
+MOST_WORKERS = 1024
 
 _RECIPE_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "chat_template", "valid_fraction", "test_fraction")
 _SOURCE_KEYS = ("messages", "documents", "max_record_mib", "duplicates")
@@ -119,8 +122,8 @@ def _run(arguments: argparse.Namespace) -> str:
     """Do what the command line describes; return what to print."""
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
         raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
-    if arguments.workers < 0:
-        raise DataError(f"--workers {arguments.workers}: must be at least 0")
+    if not 0 <= arguments.workers <= MOST_WORKERS:
+        raise DataError(f"--workers {arguments.workers}: must be at least 0 and at most {MOST_WORKERS}")
     if arguments.builtin:
         others = (*_OF_INPUT, "root", "strict", "part")
         _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
@@ -178,5 +181,5 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0. Raises DataError."""
-    print(_run(parser().parse_args(arguments)))
+    print(plain(_run(parser().parse_args(arguments))))
     return 0

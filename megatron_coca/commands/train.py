@@ -84,7 +84,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     else:
         from megatron_coca.checkpoints.importing import starting_config
 
-        config = starting_config(model).override(given, files)
+        config = starting_config(model, given, files).override(given, files)
     chosen = given_values(keys, files)
     if selecting := [name for name in ("include", "exclude") if chosen.get(name)]:
         raise ConfigError(

@@ -5,6 +5,7 @@ from megatron_coca.config.load import Config, keys_without_effect, load_config, 
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.run_stages import RunStage, stage_at
+from megatron_coca.config.saved import SavedConfig, load_saved_config, named_imports
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS
 from megatron_coca.config.training import (
     BatchSizes,
@@ -31,9 +32,12 @@ __all__ = [
     "ParallelConfig",
     "PositionConfig",
     "RunStage",
+    "SavedConfig",
     "ScheduleConfig",
     "keys_without_effect",
     "load_config",
+    "load_saved_config",
+    "named_imports",
     "split_inputs",
     "split_shares",
     "stage_at",

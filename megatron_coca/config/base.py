@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_coca.plain_text import plain
 from megatron_coca.program import InputError
 
 
@@ -21,7 +22,7 @@ class ConfigError(InputError, ValueError):
         super().__init__(*problems)
 
     def __str__(self) -> str:
-        return "\n".join(self.problems)
+        return plain("\n".join(self.problems))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -285,10 +285,27 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
         return  # validation says what is wrong
     file = problems.source.where.get("imports", "").rpartition(":")[0]
     folder = Path(file).parent if file and os.path.isfile(file) else Path()
+    if file and names and _may_be_others(folder):
+        problems.add("imports", not_run(names))
+        return
     try:
         known["imports"] = [methods.import_file(name, folder) for name in names]
     except methods.ImportedFileError as error:
         problems.add("imports", str(error))
+
+
+def _may_be_others(folder: Path) -> bool:
+    """True for the folder of a checkpoint, here or of GPT-NeoX, or of prepared data: its YAML files come with it."""
+    return (folder / "manifest.json").is_file() or (folder.name == "configs" and "global_step" in folder.parent.name)
+
+
+def not_run(names: Sequence[str]) -> str:
+    """Return the error for files of Python that a checkpoint names in `imports`."""
+    files = ", ".join(name.partition(methods.MARK)[0] for name in names)
+    return (
+        f"{files}: not run, because a checkpoint may come from anybody; read the file, then name it with imports=[FILE]"
+        " as an override (--set imports=[FILE]) or in your own configuration"
+    )
 
 
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
@@ -354,7 +371,7 @@ class Config(Settings):
         problems: list[str] = []
         own = Layer("configuration", self._nested(only_set=True), {})
         layers = [layer for file in files if (layer := read_file(file, problems)) is not None]
-        return self._from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
+        return self.from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
 
     def run_stages(self) -> list[RunStage[Self]]:
         """Return the stages of the run; one, with this configuration, where `stages` gives none."""
@@ -386,7 +403,8 @@ class Config(Settings):
         return values
 
     @classmethod
-    def _from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
+    def from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
+        """Merge layers and validate the result; `problems` are errors so far. Raises ConfigError with all errors."""
         source = merge(layers)
         groups, errors = validate(source)
         if problems or errors:
@@ -424,7 +442,7 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
     if None in read:  # a key that seems to be missing may be in the unreadable file
         _, errors = validate(merge(layers))
         raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
-    return Config._from_layers(layers, problems)
+    return Config.from_layers(layers, problems)
 
 
 def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) -> list[str]:

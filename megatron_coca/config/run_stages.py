@@ -27,6 +27,13 @@ FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "v
 """Keys in these groups that it may not."""
 OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
 """Keys that only stages have."""
+MOST_STAGES = 500
+"""Each has a configuration of its own, which is validated."""
+NEVER = {
+    "stages": "a stage has no stages of its own; list them one after the other",
+    "imports": "cannot differ between stages; set it for the whole run",
+}
+"""Keys that a stage is not even tried with, and why: the first is of the whole run, the second runs files."""
 
 
 C = TypeVar("C", bound=Settings)
@@ -71,17 +78,20 @@ def stage_at(stages: Sequence[RunStage[C]], step: int) -> int:
     return next((index for index, stage in enumerate(stages) if step < stage.last), len(stages) - 1)
 
 
-def resolve_stages(config: C, override: Override[C]) -> list[RunStage[C]]:
-    """Return the stages of a valid configuration; one, with the configuration itself, where none are given."""
+def resolve_stages(config: C, override: Override[C], known: Sequence[C] = ()) -> list[RunStage[C]]:
+    """Return the stages of a valid configuration; one, with the configuration itself, where none are given.
+
+    `known` are their configurations, if these were made before: each takes milliseconds.
+    """
     train_iters, schedule = config.schedule.train_iters or 0, config.schedule
     if schedule.stages is None:
         return [RunStage(0, train_iters, config, schedule, False, False, {})]
     stages: list[RunStage[C]] = []
-    for entry in schedule.stages:
+    for number, entry in enumerate(schedule.stages):
         first, last = stages[-1].last if stages else 0, _border(entry.get("until", "100%"), train_iters)
         changes, restart = _changes(entry), bool(entry.get("restart_schedule"))
         given = {key: value for key, value in entry.items() if key != "until"}
-        own = override(changes | {"stages": None})
+        own = known[number] if known else override(changes | {"stages": None})
         schedule = (
             override(changes | {"stages": None, "train_iters": last - first}).schedule if restart else own.schedule
         )
@@ -114,17 +124,23 @@ def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tup
     if iters is None:
         yield "stages", "needs train_iters, of which `until` is a share or at most the number"
         return
-    faults = [*_border_faults(given, iters)]
+    if len(given) > MOST_STAGES:
+        yield "stages", f"{len(given):,} are given, at most {MOST_STAGES} are supported; join those that are alike"
+        return
+    faults, known = [*_border_faults(given, iters)], list[Settings]()
     for number, entry in enumerate(given):
         switches = [key for key in OWN_KEYS[1:] if not isinstance(entry.get(key, False), bool)]
         faults += [(f"stages[{number}].{key}", "expected true or false") for key in switches]
+        if barred := [key for key in NEVER if key in entry]:
+            faults += [(f"stages[{number}].{key}", NEVER[key]) for key in barred]
+            continue
         try:
-            override(_changes(entry) | {"stages": None})
+            known.append(override(_changes(entry) | {"stages": None}))
         except ConfigError as error:
             lines = [line.removeprefix("overrides: ").removeprefix("configuration: ") for line in error.problems]
             faults += [(f"stages[{number}]", line) for line in lines]
     if not faults:
-        faults += _differences(config, resolve_stages(config, override))
+        faults += _differences(config, resolve_stages(config, override, known))
     yield from faults
 
 

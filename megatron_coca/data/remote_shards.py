@@ -14,6 +14,7 @@ import numpy as np
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.remote import DataFiles
+from megatron_coca.plain_text import masked
 from megatron_coca.remote_files import is_url, local_folder
 
 SMALL_BYTES = 256 << 20
@@ -83,7 +84,7 @@ class RemoteTokens:
 
     @property
     def prefix(self) -> str:
-        return f"{self._files.url}/{self._name.removesuffix('.bin')}"
+        return masked(f"{self._files.url}/{self._name.removesuffix('.bin')}")
 
     def __len__(self) -> int:
         return self._size // self._dtype.itemsize

@@ -9,6 +9,7 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.results import Result
+from megatron_coca.plain_text import plain
 from megatron_coca.program import InputError, report
 
 INTERRUPTED = 130
@@ -19,7 +20,7 @@ def show(result: Result) -> None:
     """Print the tables of a result as its report has them."""
     from megatron_coca.evaluation.report import tables_of_result
 
-    print(tables_of_result(result), end="\n\n", flush=True)
+    print(plain(tables_of_result(result)), end="\n\n", flush=True)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ DYNAMIC_LENGTHS = {
 }
 """The length that a length-dependent extension uses during generation, by the key of `model.DYNAMIC_LENGTHS`."""
 
+MOST_TOKENS = 2**27
+"""Tokens of an input, or new ones: more than any machine holds, so that a mistyped number does not run for days."""
+MOST_JOBS = 1024
 MAX_SLUG_BYTES = 120
 """File systems allow 255 bytes in a name; other names are derived from a slug."""
 
@@ -57,19 +60,29 @@ class SubjectOptions:
         return self.output / f"{task}_{slug(label)}.json"
 
 
-def whole_number(text: str, least: int = 0) -> int:
+def whole_number(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
     """Parse a whole number; an argparse type, as the functions below."""
     if not text.strip().isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    if int(text) > most:
+        raise ArgumentTypeError(f"{text:.40}: must be at most {most:,}")
     return int(text)
 
 
 def positive_int(text: str) -> int:
-    return whole_number(text, 1)
+    return whole_number(text, 1, 2**31 - 1)
+
+
+def token_count(text: str) -> int:
+    return whole_number(text, 1, MOST_TOKENS)
+
+
+def job_count(text: str) -> int:
+    return whole_number(text, 1, MOST_JOBS)
 
 
 def int_list(text: str, least: int = 1) -> list[int]:
-    return [whole_number(part, least) for part in text.split(",")]
+    return [whole_number(part, least, MOST_TOKENS) for part in text.split(",")]
 
 
 def shift_list(text: str) -> list[int]:
@@ -149,7 +162,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE|DIR", help=output)
     add("--overwrite", action="store_true", help="replace results of another measurement; the same one is resumed")
     jobs = "processes that share the work, on all GPUs in turn; the result is that of one process; default: 1"
-    add("--jobs", type=positive_int, default=1, metavar="N", help=jobs)
+    add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
 
 
 def add_dynamic_length_option(parser: ArgumentParser) -> None:
@@ -175,7 +188,7 @@ def add_document_options(parser: ArgumentParser) -> None:
     add("--data", nargs="+", metavar="PATH", help=data)
     add("--num-documents", type=positive_int, metavar="N", help="use only the first N documents that are long enough")
     max_length = "documents of at least N tokens, truncated to N; default: the largest window or length"
-    add("--max-length", type=positive_int, metavar="N", help=max_length)
+    add("--max-length", type=token_count, metavar="N", help=max_length)
     repeat = "use the first N tokens of each document, tiled to --max-length"
     add("--repeat", type=positive_int, metavar="N", help=repeat)
     add_start_option(parser, "document")
@@ -186,7 +199,7 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_document_options(parser)
     add = parser.add_argument
     add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
-    add("--stride", required=True, type=positive_int, metavar="S", help="tokens scored by each window")
+    add("--stride", required=True, type=token_count, metavar="S", help="tokens scored by each window")
     text = "softmax over the token ids below N alone, such as those of text for a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
     add_batch_option(parser, 8192)
@@ -203,7 +216,7 @@ def add_retrieval_options(
     add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
     add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
     text = f"maximum tokens of an answer; default: {max_new_tokens}"
-    add("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=text)
+    add("--max-new-tokens", type=token_count, default=max_new_tokens, metavar="N", help=text)
     add("--seed", type=int, default=0, metavar="N", help="seed of the cases, the same for every model; default: 0")
     add_batch_option(parser, 16384)
     stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
@@ -251,7 +264,7 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     shots = "examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
-    add("--max-length", type=positive_int, metavar="N", help="maximum input tokens; default: the training length")
+    add("--max-length", type=token_count, metavar="N", help="maximum input tokens; default: the training length")
     add_start_option(parser, "text")
     add_batch_option(parser, 16384)
     add_dynamic_length_option(parser)
@@ -266,7 +279,7 @@ def add_suite_options(parser: ArgumentParser) -> None:
     checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
-    add("--jobs", type=positive_int, default=1, metavar="N", help="processes that share each task's work; default: 1")
+    add("--jobs", type=job_count, default=1, metavar="N", help="processes that share each task's work; default: 1")
     add_device_options(parser)
 
 

@@ -21,6 +21,7 @@ from megatron_coca import methods
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.config.position import ORIGINAL
 from megatron_coca.program import InputError
+from megatron_coca.regular_files import read_regular
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ def check_writable(path: Path) -> None:
     """Create the parent folder of the file `path` and try to write there. Raises EvaluationError."""
     if path.is_dir():
         raise EvaluationError(f"{path}: is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise EvaluationError(f"{path}: is no regular file, which a result replaces as a whole; name another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent):
@@ -180,7 +183,7 @@ def write_record(path: Path, record: Record) -> None:
 def read_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
     """Read one file. Raises EvaluationError if it is missing, unreadable or not `what`."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_regular(path))
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:

@@ -32,6 +32,7 @@ from megatron_coca.evaluation.options import WHATS, Variant, What, read_variants
 from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record
 from megatron_coca.model import GPT, build_model, keep_freed_memory
+from megatron_coca.plain_text import masked, plain
 
 PROTOCOL = (
     "random weights, the same for all methods; in every round each method makes one call, after a round that does not "
@@ -410,7 +411,7 @@ def run(args: Namespace) -> int:
     if args.config is not None:
         config = load_config(args.config, args.overrides)
     else:
-        config = open_checkpoint(args.checkpoint).trained.override(args.overrides)
+        config = open_checkpoint(args.checkpoint, overrides=args.overrides).trained.override(args.overrides)
     variants = read_variants(args) if args.variant else ()
     methods, refused = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
     if not methods:
@@ -423,10 +424,8 @@ def run(args: Namespace) -> int:
             measure(methods, what, length, args.batch_size, args.rounds, store)
     args.show(store.result)
     for missing in store.result.missing:
-        print(
-            f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}",
-            file=sys.stderr,
-        )
+        said = f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}"
+        print(plain(said), file=sys.stderr)
     return 2 if store.result.missing else 0
 
 
@@ -447,7 +446,7 @@ def empty_result(args: Namespace, config: Config, first: TimedMethod, device: st
     return SpeedResult(
         label=args.label or (Path(args.checkpoint).resolve().name if args.checkpoint else args.config[-1].stem),
         checkpoint=results.CheckpointRecord(
-            path=args.checkpoint or " ".join(map(str, args.config)),
+            path=masked(args.checkpoint or "") or " ".join(map(str, args.config)),
             identity=f"random weights, seed {config.seed}",
             step=None,
             seq_length=model.seq_length,

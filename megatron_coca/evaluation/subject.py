@@ -18,11 +18,13 @@ from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ORIGINAL
+from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
 from megatron_coca.model import GPT, keep_freed_memory
+from megatron_coca.plain_text import masked, plain
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,10 @@ class Evaluation:
         for variant in options.variants:
             if (output := options.output_of(task, variant.label)) is not None:
                 results.check_writable(output)
-        self.opened = open_checkpoint(options.checkpoint)
         first = options.variants[0]  # overrides of the tokenizer are the same for all variants
+        named = (each for each in options.variants if "imports" in given_values(each.overrides, each.files))
+        methods = next(named, first)
+        self.opened = open_checkpoint(options.checkpoint, overrides=methods.overrides, files=methods.files)
         found = self.opened.tokenizer(first.overrides, first.files)
         if found.note is not None:
             logger.warning("%s", found.note)
@@ -129,6 +133,8 @@ class Evaluation:
                 yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
             changed = changed_keys(trained, loaded.config)
+            if self.opened.changed_imports:  # the trained configuration has the user's files already
+                changed["imports"] = loaded.config.position.imports
             used = loaded.config.position
             if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
                 changed["rope_scaling"] |= {ORIGINAL: used.original_length(loaded.config.model.seq_length)}
@@ -140,7 +146,7 @@ class Evaluation:
     ) -> Header:
         trained = self.opened.trained
         checkpoint = CheckpointRecord(
-            path=str(self.options.checkpoint),
+            path=masked(str(self.options.checkpoint)),
             identity=self.opened.identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
@@ -169,10 +175,8 @@ class Evaluation:
                 self.options.show(store.result)
             for missing in store.noted:
                 self.status = 2
-                print(
-                    f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}",
-                    file=sys.stderr,
-                )
+                said = f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}"
+                print(plain(said), file=sys.stderr)
 
 
 def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from pydantic import Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.config import ConfigError
+from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.console import write
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
@@ -28,6 +28,7 @@ from megatron_coca.evaluation.results import (
     read_yaml_file,
     validated,
 )
+from megatron_coca.plain_text import plain
 from megatron_coca.program import PROGRAM
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
@@ -99,9 +100,9 @@ def run(args: Namespace) -> int:
     problems += run_commands([command for command in planned if not args.only or command.task in args.only])
     measured = [file for command in planned for file in command.files if file.is_file()]
     if measured:
-        print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
+        print(plain(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written"))
     for problem in problems:
-        print(f"megatron-coca evaluate: {problem}", file=sys.stderr)
+        print(plain(f"megatron-coca evaluate: {problem}"), file=sys.stderr)
     return 2 if problems else 0
 
 
@@ -132,7 +133,10 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
     lengths, problems = {}, {}
     for name, entry in suite.checkpoints.items():
         try:
-            lengths[name] = open_checkpoint(str(entry.path), verify=False).trained.model.seq_length
+            changes = [*entry.set, *(change for given in entry.variants.values() for change in given or ())]
+            files, keys = split_inputs(changes)
+            opened = open_checkpoint(str(entry.path), verify=False, overrides=keys, files=files)
+            lengths[name] = opened.trained.model.seq_length
         except (CheckpointError, ConfigError) as error:
             problems[name] = str(error)
     return lengths, problems
@@ -254,7 +258,7 @@ def run_commands(commands: Sequence[Command]) -> list[str]:
     problems = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
-        print(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}", flush=True)
+        print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
         if status == 2:  # the command said what is missing
             problems.append(f"{command.name}: incomplete, see its messages above")

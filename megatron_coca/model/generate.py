@@ -58,16 +58,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         valid = {
-            "temperature": 0 <= self.temperature < float("inf"),
+            "temperature": self.temperature == 0 or 1e-30 <= self.temperature < float("inf"),
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty": 1e-20 <= self.repetition_penalty <= 1e20,
             "seed": self.seed >= 0,
         }
         for name in (name for name, holds in valid.items() if not holds):
             raise ValueError(
-                f"{name} {getattr(self, name)}: temperature, top_k and seed are at least 0, top_p is above 0 and at "
-                "most 1, repetition_penalty is above 0"
+                f"{name} {getattr(self, name)}: temperature is 0 or at least 1e-30, top_k and seed are at least 0, "
+                "top_p is above 0 and at most 1, repetition_penalty is between 1e-20 and 1e20"
             )
 
     def filtered(self, logits: Tensor) -> Tensor:

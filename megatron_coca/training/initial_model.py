@@ -47,7 +47,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return InitialModel(assemble_model(config, device), None)
-    source = open_checkpoint(keys.load, verify, keys.iteration)
+    source = open_checkpoint(keys.load, verify, keys.iteration, {"imports": config.position.imports})
     saved = source.trained
     refuse_other_architecture(source.folder, saved, config)
     refuse_other_tokenizer(source, config, tokenizer)

@@ -18,6 +18,7 @@ from megatron_coca.checkpoints.neox_optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
+from megatron_coca.plain_text import masked
 from megatron_coca.training.engine.state import MOMENTS
 from megatron_coca.training.initial_model import refuse_other_tokenizer
 from megatron_coca.training.optimizer import OPTIMIZERS
@@ -48,7 +49,8 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
             f"load: {keys.load} is of GPT-NeoX, whose state is written as a checkpoint of this run "
             "first; set save=FOLDER, or finetune=true to start from its weights"
         )
-    source, save = open_checkpoint(str(keys.load), step=keys.iteration), Path(keys.save)
+    own = {"imports": stages[0].corpus.config.position.imports}
+    source, save = open_checkpoint(str(keys.load), step=keys.iteration, overrides=own), Path(keys.save)
     step = source.step or 0
     opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
     corpus, config = opened.corpus, opened.corpus.config
@@ -57,7 +59,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     check_fit(config, source.weights())
     differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)
     if not keys.no_load_optim:
-        optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder)))
+        optimizer = NeoxOptimizer(source.folder, *configure(source.folder, NeoxFiles(source.folder), own))
         differing += _differing_options(optimizer, config)
     if differing:
         raise CheckpointError(
@@ -80,7 +82,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         partial = native.begin(save, step)
         _write_state(partial, source.weights(), optimizer, config)
         write_safetensors(partial / native.WEIGHTS, source.weights().to(DTYPES[config.precision.dtype]))
-        (partial / native.CONFIG).write_text(config.to_yaml())
+        (partial / native.CONFIG).write_text(masked(config.to_yaml()))
         native.write_json(partial / native.META, meta)
         if corpus.tokenizer is not None:
             corpus.tokenizer.save(partial / native.TOKENIZER)

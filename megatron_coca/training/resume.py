@@ -19,7 +19,7 @@ from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
 from megatron_coca.checkpoints.neox import find_step
-from megatron_coca.config import COMPUTE_KEYS, CheckpointConfig, Config, load_config
+from megatron_coca.config import COMPUTE_KEYS, CheckpointConfig, Config, load_saved_config
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
 from megatron_coca.training.corpus import Corpus, differing_data
 from megatron_coca.training.engine import group as dist
@@ -214,7 +214,8 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
     `layout` is compared with meta.json: size of the batch, dtype, finished stages. Free keys that changed are logged.
     """
-    saved, meta = load_config([folder / native.CONFIG]), native.read_meta(folder)
+    own, meta = {"imports": corpus.config.position.imports}, native.read_meta(folder)
+    saved = load_saved_config(folder / native.CONFIG, own, same=True).config
     anew = begins_optimizer(corpus.config.checkpoint, folder)
     problems = differing_run(saved, corpus.config, FREE_GROUPS | {"optimizer"} if anew else FREE_GROUPS)
     problems += differing_data(meta.get("data") or {}, corpus.identity, corpus.sources)

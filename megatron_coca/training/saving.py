@@ -35,6 +35,7 @@ from megatron_coca.checkpoints.state import (
 )
 from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
 from megatron_coca.config import CheckpointConfig
+from megatron_coca.plain_text import masked
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
@@ -327,7 +328,8 @@ class Checkpoints:
         self._enter(f"step {snapshot.step}: completing the checkpoint")
         native.flush(weights_path)
         weights_entry = {"size": weights_path.stat().st_size, "sha256": digest.hexdigest()}
-        (folder / native.CONFIG).write_text(self._remotes.given_in(self._corpus.config).to_yaml())
+        config = self._remotes.given_in(self._corpus.config)
+        (folder / native.CONFIG).write_text(masked(config.to_yaml()))  # checkpoints are shared
         # safetensors makes its files readable by their owner only
         for name in (native.WEIGHTS, *(name for name in described if name.endswith(".safetensors"))):
             shutil.copymode(folder / native.CONFIG, folder / name)

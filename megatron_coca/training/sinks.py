@@ -13,6 +13,7 @@ from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.console import Progress, duration, on_terminal, short, write
+from megatron_coca.plain_text import masked
 from megatron_coca.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ class WandB(Sink):
                 group=keys.wandb_group,
                 name=keys.wandb_run_name,
                 entity=keys.wandb_team,
-                config=config.flat(),
+                config=json.loads(masked(json.dumps(config.flat()))),
                 settings=wandb.Settings(base_url=keys.wandb_host) if keys.wandb_host else None,
                 id=run_id,
                 resume="allow" if run_id else None,

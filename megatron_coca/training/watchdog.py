@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
+from megatron_coca.plain_text import plain
 from megatron_coca.training.exit_status import HUNG
 
 GRACE = 10.0
@@ -224,13 +225,13 @@ def install() -> None:
 
 def tell(message: object) -> None:
     """Report the reason of the exit, for an expected end that needs no traceback."""
-    text = str(message)
+    text = plain(str(message))
     if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = "".join(traceback.format_exception(kind, error, trace))
+    text = plain("".join(traceback.format_exception(kind, error, trace)))
     summary = "".join(traceback.format_exception_only(kind, error)[:1]).strip().partition("\n")[0]
     if not _wrote(ErrorReport(summary, text, True, _communicates(traceback.walk_tb(trace)), time.time())):
         print(text, end="", file=sys.stderr)

@@ -229,7 +229,8 @@ def of_the_user(source: str, keys: dict[str, Any], tmp_path: Path) -> Path:
 def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
     """In one pass and in steps with the cache; the file names nothing of this package and not the user's file."""
     checkpoint = of_the_user(*OUTSIDE[kind], tmp_path)
-    theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
+    own = f"imports=[{tmp_path / 'mine.py'}]"
+    theirs, ours = remote(checkpoint, tmp_path / "exported", own), load_model(checkpoint, [own])
     batch = tokens(3 * TRAINED)
     expected = ours(batch)
     torch.testing.assert_close(theirs(batch).logits, expected, **CLOSE)
@@ -279,12 +280,13 @@ def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
 def test_what_cannot_be_carried_is_refused(source: str, message: str, tmp_path: Path) -> None:
     checkpoint = of_the_user(source, OUTSIDE["extension"][1], tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        export(checkpoint, tmp_path / "exported")
+        export(checkpoint, tmp_path / "exported", {"imports": [tmp_path / "mine.py"]})
     assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_config_has_every_option_resolved(tmp_path: Path) -> None:
-    folder = export(of_the_user(*OUTSIDE["map"], tmp_path), tmp_path / "exported").folder
+    checkpoint = of_the_user(*OUTSIDE["map"], tmp_path)
+    folder = export(checkpoint, tmp_path / "exported", {"imports": [tmp_path / "mine.py"]}).folder
     position = json.loads((folder / "config.json").read_text())["position"]
     assert position["relative_positions"] == {"type": "mine", "factor": 3.0, "window": TRAINED // 3}

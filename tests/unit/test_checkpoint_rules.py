@@ -440,3 +440,13 @@ def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monk
     beats: list[str] = []
     verify_distributed(checkpoint(tmp_path, 2), beats.append)
     assert len(beats) == 4, "one at the start, and none where nothing was read"
+
+
+def test_a_link_as_quarantine_is_not_followed(tmp_path: Path) -> None:
+    save, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (save / "global_step7").mkdir(parents=True)
+    elsewhere.mkdir()
+    (save / native.QUARANTINE).symlink_to(elsewhere)
+    assert native.set_aside(save / "global_step7") == save / "global_step7.quarantine"
+    assert (save / "global_step7.quarantine").is_dir() and not [*elsewhere.iterdir()]
+    assert native.begun_steps(save) == []

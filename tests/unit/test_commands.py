@@ -33,6 +33,7 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/prepare_data.py": "prepare",
 }
 NOT_FRONTS = {"records.py", "gpu_report.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+AT = ["--checkpoint", "none"]
 REFUSED = {
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
@@ -52,6 +53,13 @@ REFUSED = {
     "chosen devices": (["train", *TRAINABLE, "include=localhost:1"], "include: not supported; list the hosts to use"),
     "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "keys have no dashes: `train_iters=1000`"),
     "a folder and a name": (["train", "-d", "nowhere", "125M"], "nowhere/125M.yml: no such file"),
+    "a length of no machine": (["evaluate", "passkey", *AT, "--lengths", "64,99999999999"], "be at most 134,217,728"),
+    "a drawing of it": (["inspect", "method", "a.yml", "--output", "a.html", "--length", "9" * 11], "134,217,728"),
+    "as many new tokens": (["generate", *AT, "--max-new-tokens", "100000000000000"], "must be at most 134,217,728"),
+    "as many samples": (["generate", *AT, "--num-samples", "9" * 23], "must be at most 1,000,000"),
+    "jobs of no machine": (["evaluate", "passkey", *AT, "--lengths", "64", "--jobs", "9" * 23], "be at most 1,024"),
+    "jobs of a grid": (["ablate", "a.yml", "--jobs", "9" * 23], "must be at most 1,024"),
+    "workers": (["prepare", "--input", "a=b", "--workers", "9" * 23], "must be at least 0 and at most 1024"),
     "mistyped task": (["evaluate", "perplexty"], "invalid choice: 'perplexty'"),
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
     "stages": (["train", *TRAINABLE, "stages=[{until: 1}, {}]"], "stages[0].until: step 1 leaves no step"),

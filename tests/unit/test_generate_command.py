@@ -169,3 +169,13 @@ def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytes
         generate.main([*given, "--start-token", "<start>"])
     with pytest.raises(EvaluationError, match="--start-token: a chat has that of its template"):
         generate.main([*given, "--start-token", "<bos>", "--chat"])
+
+
+def test_too_many_new_tokens_for_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12800000000000384 bytes")
+
+    monkeypatch.setattr("megatron_coca.text_generation.generate_tokens", fail)
+    saved = write_checkpoint(tmp_path / "run", load_config([], TINY))
+    with pytest.raises(EvaluationError, match="memory of cpu does not suffice; lower --max-new-tokens"):
+        generate.main(["--checkpoint", str(saved), "--prompt", "a", "--device", "cpu"])

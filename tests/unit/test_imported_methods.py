@@ -16,7 +16,7 @@ from megatron_coca.attention.positions.bias import AlibiBias, BiasSource
 from megatron_coca.checkpoints.exports.huggingface_export import MODELLING_FILE, export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.config import ConfigError
+from megatron_coca.config import ConfigError, load_saved_config
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -97,18 +97,23 @@ def test_the_frequencies_are_those_of_the_file(example: Path) -> None:
     torch.testing.assert_close(method.rotary.inverse_frequencies(99), torch.where(slow, theta / 4, theta))
 
 
-def test_a_checkpoint_finds_its_file_and_refuses_a_changed_one(example: Path) -> None:
+def test_a_checkpoint_needs_the_user_to_name_its_file(example: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(example, SLOW)
     model = build_model(config).eval()
     saved = write_checkpoint(example.parent / "saved", config, model.state_dict(), None)
-    ids = torch.randint(64, (1, 40))
-    torch.testing.assert_close(load_model(saved)(ids), model(ids), rtol=0, atol=0)
-    example.write_text(example.read_text() + "\n# a comment changes nothing\n")
-    torch.testing.assert_close(load_model(saved)(ids), model(ids), rtol=0, atol=0)
-    example.write_text(example.read_text() + "\nchanged = True\n")
-    with pytest.raises(ConfigError, match=r"imports: .*halved.py: is not the file that the weights were trained with"):
+    ids, named = torch.randint(64, (1, 40)), {"imports": [str(example)]}
+    with pytest.raises(ConfigError, match=r"config.yml:\d+: imports: .*halved.py: not run, .*imports=\[FILE\]"):
         load_model(saved)
-    torch.testing.assert_close(load_model(saved, {"imports": [str(example)]})(ids), model(ids), rtol=0, atol=0)
+    torch.testing.assert_close(load_model(saved, named)(ids), model(ids), rtol=0, atol=0)
+    example.write_text(example.read_text() + "\n# a comment changes nothing\n")
+    moved = example.rename(example.parent / "moved.py")
+    torch.testing.assert_close(load_model(saved, {"imports": [str(moved)]})(ids), model(ids), rtol=0, atol=0)
+    assert not caplog.records
+    moved.write_text(moved.read_text() + "\nchanged = True\n")
+    torch.testing.assert_close(load_model(saved, {"imports": [str(moved)]})(ids), model(ids), rtol=0, atol=0)
+    assert "moved.py#sha256=" in caplog.text and "is not the file that the weights were trained with" in caplog.text
+    with pytest.raises(ConfigError, match="is not the file that the weights were trained with .*; restore it"):
+        load_saved_config(saved / "global_step7" / "config.yml", {"imports": [str(moved)]}, same=True)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +122,11 @@ def test_a_checkpoint_finds_its_file_and_refuses_a_changed_one(example: Path) ->
 def test_exports_carry_it_or_refuse_it_by_name(example: Path, keys: dict[str, Any], named: str) -> None:
     """Logits of what is carried are compared in tests/parity/test_modelling_file.py."""
     config = configured(example, keys)
-    saved = write_checkpoint(example.parent / "saved", config, tokenizer=None)
+    saved, own = write_checkpoint(example.parent / "saved", config, tokenizer=None), {"imports": [str(example)]}
     with pytest.raises(CheckpointError, match=f"{named}: .*declared outside"):
-        export_neox(saved, example.parent / "exported")
+        export_neox(saved, example.parent / "exported", own)
     assert not (example.parent / "exported").exists()
-    text = (export(saved, example.parent / "exported").folder / MODELLING_FILE).read_text()
+    text = (export(saved, example.parent / "exported", own).folder / MODELLING_FILE).read_text()
     assert f'"{named.split()[1]}"] = {"root_bias" if "root" in named else "divide_slow"}\n' in text
 
 

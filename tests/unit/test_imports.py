@@ -14,7 +14,7 @@ PACKAGE = "megatron_coca"
 ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 
 LAYERS = (
-    {"regular_files"},
+    {"plain_text", "regular_files"},
     {"atomic_write", "console", "methods", "program", "safe_yaml", "markdown_tables"},
     {"config", "kernels", "remote_files"},
     {"attention", "data"},

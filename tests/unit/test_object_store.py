@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from megatron_coca import remote_files
 from megatron_coca.checkpoints import CheckpointError, native, object_store
 from megatron_coca.checkpoints.files import ServiceError
+from megatron_coca.checkpoints.inspection import checkpoints_in
 from megatron_coca.checkpoints.object_store import RemoteFolder, save_folder
 from megatron_coca.config import CheckpointConfig, load_config
 from megatron_coca.remote_files import local_folder
@@ -391,3 +392,24 @@ def test_the_store_loses_what_a_rollback_leaves(tmp_path: Path) -> None:
     remotes.deliver(4)
     remotes.wait()
     assert RemoteFolder(URL).steps() == [4]
+
+
+def test_a_pruned_step_leaves_no_folders_on_a_disk(tmp_path: Path) -> None:
+    """An empty tree of an earlier version is no damaged checkpoint either."""
+    remote, place = RemoteFolder(f"file://{tmp_path}/disk/run"), tmp_path / "disk" / "run"
+    for step in (1, 2):
+        remote.upload(checkpoint(tmp_path, step))
+    remote.remove(1)
+    assert sorted(path.name for path in place.iterdir()) == ["global_step2"]
+    remote.upload(checkpoint(tmp_path, 1, "others"))
+    assert remote.steps() == [1, 2]
+    (place / "quarantine").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="run/quarantine: is a link"):
+        remote.set_aside(1)
+    (place / "quarantine").unlink()
+    remote.set_aside(1)
+    assert sorted(path.name for path in place.iterdir()) == ["global_step2", "quarantine"]
+    (place / "global_step3" / "state").mkdir(parents=True)
+    assert checkpoints_in(place) == [place / "global_step2"]
+    (place / "global_step3" / "state" / "a").touch()
+    assert checkpoints_in(place) == [place / "global_step2", place / "global_step3"]

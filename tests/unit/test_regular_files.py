@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.inspection import describe, describe_text
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.readers import corpus_files
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.model import build_model
 from megatron_coca.regular_files import read_regular
 from megatron_coca.training.resume import runs_of
@@ -132,3 +135,15 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path) -> None:
         read_regular(sparse)
     with pytest.raises(DataError, match=r"vocab.json: cannot read the tokenizer \(1,099,511,627,776 bytes, more than"):
         load_tokenizer("HFTokenizer", sparse)
+
+
+def test_results_are_not_written_to_a_fifo_or_read_from_one(tmp_path: Path) -> None:
+    fifo = tmp_path / "result.json"
+    os.mkfifo(fifo)
+    with pytest.raises(EvaluationError, match=r"result.json: is no regular file"):
+        check_writable(fifo)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_file(fifo, "text")
+    with pytest.raises(EvaluationError, match=r"cannot be read \(not a regular file\)"):
+        read_results([fifo])
+    assert fifo.is_fifo()

@@ -204,6 +204,8 @@ def test_uniform_numbers() -> None:
     "settings",
     [
         {"temperature": -0.1},
+        {"temperature": 1e-320},
+        {"repetition_penalty": 1e-320},
         {"temperature": float("nan")},
         {"top_k": -1},
         {"top_p": 0.0},

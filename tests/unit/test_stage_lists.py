@@ -91,6 +91,8 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ([{"until": 5}, {"reset_optimizer": 1}], "stages[1].reset_optimizer: expected true or false"),
         ([{"until": 5}, {"num_layers": 8}], "stages[1].num_layers: cannot differ between stages"),
         ([{"until": 5}, {"pos_emb": "alibi"}], "stages[1].pos_emb: cannot differ between stages"),
+        ([{"until": 5}, {"stages": [{"lr": 1}]}], "stages[1].stages: a stage has no stages of its own"),
+        ([{"until": 5}, {"imports": ["a.py"]}], "stages[1].imports: cannot differ between stages"),
         ([{"until": 5}, {"train_iters": 8}], "stages[1].train_iters: cannot differ between stages"),
         ([{"until": 5}, {"zero_optimization": {"stage": 2}}], "stages[1].zero_optimization: cannot differ"),
         ([{"until": 5}, {"save": "other"}], "stages[1].save: cannot differ between stages"),
@@ -112,6 +114,18 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
 def test_wrong_stages_are_refused_by_name(stages: list[dict[str, Any]], expected: str) -> None:
     found = problems(*stages)
     assert found[0].startswith(expected) and len(found) == (2 if "leaves no step" in expected else 1)
+
+
+def test_a_stage_is_validated_once_and_their_number_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    override = Config.override
+    monkeypatch.setattr(Config, "override", lambda self, *given: (made.append(given), override(self, *given))[1])
+    staged(*({"until": step} for step in range(1, 20)), {})
+    assert len(made) == 20
+    assert problems(*({"until": step} for step in range(1, 3000)), {}, train_iters=3000) == [
+        "stages: 3,000 are given, at most 500 are supported; join those that are alike"
+    ]
+    assert len(made) == 20
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -37,12 +37,25 @@ class TokenizerFiles(NamedTuple):
 
 
 def own_files(folder: Path) -> TokenizerFiles:
-    """Return the files of a Hugging Face folder, for an export of this folder itself."""
-    files = {name: (folder / name).read_bytes() for name in THEIRS if (folder / name).is_file()}
+    """Return the files of a Hugging Face folder, for an export of this folder itself.
+
+    Raises CheckpointError for a link out of the folder: the export may be uploaded with a copy of a private file.
+    """
+    files = {name: _inside(folder, name).read_bytes() for name in THEIRS if (folder / name).is_file()}
     config = read_json_if_present(folder / CONFIG)
     ids = TokenIds(*(config.get(f"{name}_token_id") for name in TokenIds._fields))
     note = None if any("token" in name for name in files) else f"{folder}: has no tokenizer, so the export has none"
     return TokenizerFiles(files, ids, note)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    path, own = (folder / name).resolve(), folder.resolve()
+    blobs = own.parents[1] / "blobs" if own.parent.name == "snapshots" else own  # where the hub's cache has the files
+    if not (path.is_relative_to(own) or path.is_relative_to(blobs)):
+        raise CheckpointError(
+            f"{folder / name}: is a link to {path}, outside of the folder; replace it with a copy if you may publish it"
+        )
+    return path
 
 
 def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> TokenizerFiles:

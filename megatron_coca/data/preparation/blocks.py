@@ -264,6 +264,7 @@ class Blocks:
                         progress.advance(result.read)
                     elif result is not None:
                         return str(result)
+                file.comment = path.name.encode()  # a copy under another name is found
             flush(unfinished)
             unfinished.rename(path)
         finally:
@@ -272,11 +273,16 @@ class Blocks:
 
     def read(self, number: int) -> Iterator[tuple[int, TokenizedChunk]]:
         """Yield (unit, chunk) of a block in order. ``DataError`` for a damaged block."""
-        path, first = self._paths[number], self._blocks[number].units.start
+        path, units = self._paths[number], self._blocks[number].units
         try:
             with zipfile.ZipFile(path) as file:
+                if file.comment not in (b"", path.name.encode()):  # earlier versions wrote none
+                    raise ValueError(f"it is a copy of {file.comment.decode(errors='replace')}")
                 for name in file.namelist():
-                    yield first + int(name.partition("/")[0]), _decoded(file.read(name))  # checks the CRC
+                    unit = units.start + int(name.partition("/")[0])
+                    if unit not in units:
+                        raise ValueError("it is a copy of another block")
+                    yield unit, _decoded(file.read(name))  # checks the CRC
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: cannot be read ({error}). Remove this file; it is made again.") from error
 

@@ -16,6 +16,7 @@ from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource
 from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+from megatron_coca.plain_text import masked
 from megatron_coca.regular_files import read_regular
 
 FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
@@ -70,7 +71,7 @@ def build_manifest(
         read.append(
             {
                 "name": source.spec.name,
-                "paths": [str(path) for path in source.spec.paths],
+                "paths": [masked(str(path)) for path in source.spec.paths],
                 "units": len(own),
                 "bytes": sum(unit.size for unit in own),
                 "records": written + problems.total + problems.filtered.total(),

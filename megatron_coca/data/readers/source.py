@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.plain_text import plain
 
 NAMED_PROBLEMS = 1000  # bounds the memory for a corpus of bad lines
 
@@ -62,7 +63,7 @@ class ReadingProblems:
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
         """Report a fault at ``place`` ("file:line")."""
-        line = f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")
+        line = plain(f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")).replace("\n", "\\n")
         if self.strict:
             raise DataError(f"{line}. Correct or remove the record.")
         self.counts[kind] += 1

@@ -12,12 +12,13 @@ from megatron_coca.evaluation.report.reading import LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Result, check_writable, write_atomically
+from megatron_coca.plain_text import plain
 
 PAGE = "report.html"
 
 
 def run(args: Namespace) -> int:
-    print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline))
+    print(plain(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline)))
     print(f"\n{args.output / PAGE} written, with report.md, plots and tables in the same folder.")
     return 0
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class TableCell:
         return f"{self.text} ({self.detail})"
 
 
+FORMULA = re.compile(r"\s*[=@]|\s*[+-](?![\d.]*\Z)|[\t\r]")
+"""How a text begins that a spreadsheet takes for a formula; numbers and a lone minus are none."""
 EMPTY = TableCell("")
 """Content of a cell whose column does not apply to the row."""
 
@@ -159,15 +162,22 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
 def csv_table(table: Table) -> str:
     """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals and the seeds."""
     columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
+    columns = [[_no_formula(text) for text in column] for column in columns]
     for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
-        columns.append([head, *(cell.text if cell.value is None else _number(cell.value) for cell in cells)])
+        texts = (_no_formula(cell.text) if cell.value is None else _number(cell.value) for cell in cells)
+        columns.append([_no_formula(head), *texts])
         for name in ("low", "high", "seeds"):
             values = [getattr(cell, name) for cell in cells]
             if any(value is not None and (name != "seeds" or value > 1) for value in values):
-                columns.append([f"{head} {name}", *map(_number, values)])
+                columns.append([_no_formula(f"{head} {name}"), *map(_number, values)])
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
     return text.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """Put an apostrophe before a text that a spreadsheet would compute; such names come with other people's results."""
+    return f"'{text}" if FORMULA.match(text) else text
 
 
 def _number(value: float | None) -> str:

@@ -17,6 +17,7 @@ from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Res
 from megatron_coca.evaluation.retrieval.recall import RecallResult
 from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed import SpeedResult
+from megatron_coca.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _task(file: Path) -> str | None:
     result does not show its task.
     """
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_regular(file))
     except OSError as error:
         raise EvaluationError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,75 @@
+"""Load the configuration beside a checkpoint.
+
+A checkpoint may come from anybody, and `imports` in its configuration names files of Python. These are never run: the
+user names them, in a configuration of their own or by an override.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.config.base import ConfigError
+from megatron_coca.config.load import Config, not_run
+from megatron_coca.config.source import OVERRIDES, Layer, Overrides, given_layer, merge, read_file, read_overrides
+from megatron_coca.methods import MARK
+
+logger = logging.getLogger(__name__)
+
+IMPORTS = "imports"
+
+
+class SavedConfig(NamedTuple):
+    """The configuration of a checkpoint.
+
+    Attributes:
+        config: with the user's files as `imports`.
+        changed: the user's files with contents that the checkpoint does not record.
+    """
+
+    config: Config
+    changed: tuple[str, ...] = ()
+
+
+def named_imports(values: Mapping[str, Any]) -> list[str]:
+    """Return the files that `imports` of a checkpoint's configuration names, with their digests."""
+    names = values.get(IMPORTS) or []
+    return [str(name) for name in (names if isinstance(names, list) else [names])]
+
+
+def load_saved_config(
+    source: Path | Mapping[str, Any], overrides: Overrides = (), files: Sequence[str | Path] = (), same: bool = False
+) -> SavedConfig:
+    """Load the configuration of a checkpoint without running the files that its `imports` names.
+
+    Args:
+        source: its file, or its keys and values.
+        overrides, files: of the user; only `imports` is read, which a checkpoint with `imports` needs.
+        same: other contents of a file than the recorded ones are an error instead of a warning.
+
+    Raises:
+        ConfigError: all errors.
+    """
+    problems: list[str] = []
+    saved = read_file(source, problems) if isinstance(source, Path) else merge(read_overrides(source, problems))
+    if saved is None:
+        raise ConfigError(*problems)
+    recorded, given = named_imports(saved.values), given_layer(overrides, files)
+    layers = [saved._replace(values={key: value for key, value in saved.values.items() if key != IMPORTS})]
+    label = source if isinstance(source, Path) else OVERRIDES
+    if given.values.get(IMPORTS):
+        where = {IMPORTS: given.where.get(IMPORTS, given.label)}
+        layers.append(Layer(given.label, {IMPORTS: given.values[IMPORTS]}, where))
+    elif recorded:
+        problems.append(f"{saved.where.get(IMPORTS, label)}: {IMPORTS}: {not_run(recorded)}")
+        raise ConfigError(*problems)
+    config = Config.from_layers(layers, problems)
+    digests = {name.partition(MARK)[2] for name in recorded} - {""}
+    changed = tuple(name for name in config.position.imports if digests and name.partition(MARK)[2] not in digests)
+    if changed:
+        before = ", ".join(recorded)
+        message = f"{label}: {IMPORTS}: {changed[0]}: is not the file that the weights were trained with ({before})"
+        if same:
+            raise ConfigError(f"{message}; restore it, or start a new run from the weights with finetune=true")
+        logger.warning("%s; it is used as it is", message)
+    return SavedConfig(config, changed)
