@@ -94,13 +94,14 @@ def read_prompts(args: Namespace) -> list[str]:
     """The prompts of the options or of standard input. Raises DataError."""
     if args.prompt is not None:
         return args.prompt
+    place = "standard input" if args.file is None else args.file
     try:
         text = sys.stdin.read() if args.file is None else Path(args.file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{args.file or 'standard input'}: cannot be read ({error})") from error
+        raise DataError(f"{place}: cannot be read ({error})") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise DataError(f"{args.file or 'standard input'}: has no prompt; give one with --prompt or --file")
+        raise DataError(f"{place}: has no prompt; give one with --prompt or --file")
     if args.file is None:
         return [text.removesuffix("\n")]
     if not args.file.endswith(".jsonl"):

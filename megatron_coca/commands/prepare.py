@@ -21,7 +21,7 @@ from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
 from megatron_coca.data.preparation.preparation_plan import SPLITS, Execution, training_texts
-from megatron_coca.data.preparation.recipe import Recipe, read_recipe, resolve_recipe
+from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
 from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
@@ -73,8 +73,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options among ``names`` that were given."""
-    return {name: value for name in names if (value := getattr(arguments, name)) not in (None, False)}
+    """The options among ``names`` that were given. A zero counts: only None and False mean that one was not."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
@@ -87,7 +88,7 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
     """The recipe that ``--input`` and its options describe."""
     _refuse(arguments, ["root"], "goes with a recipe")
     source = _given(arguments, _SOURCE_KEYS)
-    if arguments.text_field:
+    if arguments.text_field is not None:
         source["fields"] = {"text": arguments.text_field}
     sources: dict[str, dict[str, Any]] = {}
     for item in arguments.input:
@@ -108,7 +109,8 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
     else:
         _refuse(arguments, _OF_INPUT, "is for --input only; set it in the recipe")
         recipe = read_recipe(arguments.recipe, arguments.root)
-    if (output := arguments.output or recipe.output) is None:
+    output = recipe.output if arguments.output is None else arguments.output
+    if not output:
         raise DataError("Give the output folder: --output, or `output` in the recipe.")
     if is_url(output):
         raise DataError(f"{output}: the output is a local folder; upload it when it is complete")
@@ -124,7 +126,10 @@ def _run(arguments: argparse.Namespace) -> str:
     if arguments.builtin:
         others = (*_OF_INPUT, "root", "strict", "part")
         _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
-        return _summary(prepare_builtin(Path(arguments.output or "data"), arguments.train_tokenizer or VOCAB_SIZE))
+        pieces = VOCAB_SIZE if arguments.train_tokenizer is None else arguments.train_tokenizer
+        if not 0 < pieces <= MAX_VOCAB_SIZE:
+            raise DataError(f"--train-tokenizer {pieces}: must be from 1 to {MAX_VOCAB_SIZE:,}")
+        return _summary(prepare_builtin(Path("data" if arguments.output is None else arguments.output), pieces))
     recipe, output = _recipe(arguments)
     rules = replace(recipe.rules, strict=arguments.strict)
     training, tokenizer, execution = recipe.training, recipe.tokenizer, Execution(arguments.workers)

@@ -139,7 +139,7 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         recipe = _Recipe.model_validate(values)
     except ValidationError as error:
         raise DataError("\n".join(f"{place}: {_message(fault)}" for fault in error.errors())) from error
-    base = root or recipe.root
+    base = recipe.root if root is None else root
     beside = Path("." if is_url(base) else base)
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
         raise DataError(f"{place}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
