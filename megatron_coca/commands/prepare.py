@@ -29,7 +29,8 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.program import part_of
 from megatron_coca.remote_files import is_url
 
-_RECIPE_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "chat_template", "valid_fraction", "test_fraction")
+_TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token")
+_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "valid_fraction", "test_fraction")
 _SOURCE_KEYS = ("messages", "documents", "max_record_mib", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
@@ -58,6 +59,10 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument(
         "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input"
     )
+    start = "put this token before every text, such as '<s>' for Llama; default: none"
+    plain.add_argument("--start-token", metavar="TOKEN", help=start)
+    end = "the token that ends documents; default: that of tokenizer_config.json, else of a list (docs/data.md)"
+    plain.add_argument("--end-token", metavar="TOKEN", help=end)
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
     chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
@@ -137,14 +142,21 @@ def _run(arguments: argparse.Namespace) -> str:
     def train(folder: Path) -> Tokenizer:
         assert training is not None, "a recipe has a tokenizer or its training"
         texts = training_texts(recipe.sources, recipe.rules, training.characters)
-        return train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
+        trained = train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
+        if recipe.start_token is not None:
+            trained.begin_texts(recipe.start_token)
+        return trained
 
     source = train if tokenizer is None else load_tokenizer(**tokenizer)
     if recipe.chat_template is not None:
         if callable(source):
             raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
         source.chat = with_source(source.chat, recipe.chat_template)
+    if recipe.start_token is not None and not callable(source):
+        source.begin_texts(recipe.start_token)
     notes = None if training is None else {"train_tokenizer": training.model_dump()}
+    if notes is not None and recipe.start_token is not None:
+        notes["start_token"] = recipe.start_token
     if arguments.part:
         part, parts = arguments.part
         return prepare_part(recipe.sources, output, source, part, parts, rules, execution, notes)

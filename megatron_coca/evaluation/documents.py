@@ -164,7 +164,7 @@ def collect_documents(
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
 
-    `start` is a token put before every document.
+    `start` is a token put before every document that does not begin with it, as those do that were prepared with it.
 
     With `repeated`, documents of at least that many tokens qualify: their first `repeated` tokens are tiled to
     `max_length`, as in Su's pages on ReRoPE (kexue.fm/archives/9708).
@@ -180,7 +180,8 @@ def collect_documents(
     with Progress("reading documents", unit="documents") as reading:
         for source, tokens in documents:
             reading.advance()
-            tokens = tokens if start is None else np.insert(tokens, 0, start)
+            begun = start is None or (len(tokens) > 0 and tokens[0] == start)
+            tokens = tokens if begun else np.insert(tokens, 0, start)
             _refuse_foreign_ids(source, tokens, vocab_size)
             longest = max(longest, len(tokens))
             if len(tokens) >= needed:
@@ -212,15 +213,18 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
     trained = evaluation.opened.trained
-    return collect_documents(
+    documents = collect_documents(
         args.data or default_data(trained),
         evaluation.tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
         args.repeat,
-        evaluation.start_token(args.start_token),
+        evaluation.chosen_start(args.start_token),
     )
+    if any(tokens[0] != evaluation.usual_start for tokens in documents.arrays):  # prepared documents may have it
+        evaluation.note_start(args.start_token)
+    return documents
 
 
 def default_data(config: Config) -> list[str]:

@@ -56,6 +56,8 @@ def settings_of(
             del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
+    if not callable(tokenizer) and tokenizer.start_symbol is not None:
+        settings["start_token"] = tokenizer.start_symbol
     if not callable(tokenizer) and any(source.spec.messages for source in sources):
         settings["chat"] = None if tokenizer.chat is None else asdict(tokenizer.chat)
     return json.loads(json.dumps(settings, default=str))

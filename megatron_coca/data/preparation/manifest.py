@@ -85,6 +85,8 @@ def build_manifest(
     tokenizer_facts = {
         name: getattr(tokenizer, name) for name in ("tokenizer_type", "vocab_size", "eod", "fingerprint")
     }
+    if tokenizer.trained_start is not None:
+        tokenizer_facts["start"] = tokenizer.trained_start
     return {
         "format": FORMAT,
         "settings": dict(settings),

@@ -99,6 +99,8 @@ class _Recipe(_Strict):
     vocab_file: str | None = None
     merge_file: str | None = None
     train_tokenizer: TokenizerTraining | None = None
+    start_token: str | None = Field(default=None, min_length=1)
+    end_token: str | None = Field(default=None, min_length=1)
     chat_template: str | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
@@ -118,6 +120,7 @@ class Recipe:
     tokenizer: dict[str, Any] | None
     training: TokenizerTraining | None
     chat_template: Path | None = None
+    start_token: str | None = None
 
 
 def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
@@ -148,16 +151,21 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         for name in sorted(files.keys() - (TOKENIZERS[kind][1] if kind else {})):
             if files[name] is not None:
                 raise DataError(f"{place}: {name} has no effect with {kind or 'a tokenizer that is trained'}.")
+    if kind is None and recipe.end_token is not None:
+        raise DataError(f"{place}: end_token has no effect with a tokenizer that is trained; <eod> ends its documents.")
+    if recipe.start_token is not None and all(source.messages for source in recipe.sources.values()):
+        raise DataError(f"{place}: start_token has no effect on chats; put it into their template.")
     tokenizer: dict[str, Any] | None = None
     if kind is not None:
         tokenizer = {name: None if file is None else str(beside / file) for name, file in files.items()}
-        tokenizer["tokenizer_type"] = kind
+        tokenizer |= {"tokenizer_type": kind} | ({} if recipe.end_token is None else {"eod": recipe.end_token})
     return Recipe(
         sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
         rules=Rules(recipe.valid_fraction, recipe.test_fraction),
         output=recipe.output,
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,
+        start_token=recipe.start_token,
         chat_template=None if recipe.chat_template is None else beside / recipe.chat_template,
     )
 

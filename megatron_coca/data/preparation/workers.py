@@ -72,6 +72,7 @@ class ChunkTokenizer:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._readers = [open_reader(source.spec) for source in sources]
         self._dtype = token_dtype(tokenizer.vocab_size)
+        self._start = [] if (start := tokenizer.trained_start) is None else [start]
 
     def tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
         """Tokenize a chunk of source ``number``."""
@@ -109,7 +110,7 @@ class ChunkTokenizer:
         )
 
     def _text(self, text: str) -> Tokenized:
-        tokens = [*self._tokenizer.encode(text), self._tokenizer.eod]
+        tokens = [*self._start, *self._tokenizer.encode(text), self._tokenizer.eod]
         return Tokenized(text.encode(), np.array(tokens, dtype=self._dtype))
 
     def _chats(
