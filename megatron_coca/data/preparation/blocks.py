@@ -245,12 +245,23 @@ class Blocks:
             if isinstance(found, Chunk):
                 waiting.append((number, unit, pool.submit(self._inputs.units[unit][0], found)))
             else:
-                waiting.append((number, unit, partial(_unchanged, found)))
+                waiting.append((number, unit, partial(self._end, unit, found)))
             while len(waiting) > pool.in_flight:
                 number, unit, job = waiting.popleft()
                 yield number, unit, job()
         for number, unit, job in waiting:
             yield number, unit, job()
+
+    def _end(self, unit: int, damage: DataError | None) -> DataError | None:
+        """The damage of a unit or piece, also if it changed until all of its chunks were read and tokenized."""
+        source, described = self._inputs.units[unit]
+        try:
+            open_reader(self._sources[source].spec).check_unchanged(described)
+        except StoreUnavailable:
+            raise
+        except DataError as error:
+            return error
+        return damage
 
     def _write(
         self, number: int, results: Iterator[tuple[int, TokenizedChunk | DataError | None]], progress: Progress
@@ -281,10 +292,6 @@ class Blocks:
                     yield first + int(name.partition("/")[0]), _decoded(file.read(name))  # checks the CRC
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: cannot be read ({error}). Remove this file; it is made again.") from error
-
-
-def _unchanged(end: DataError | None) -> DataError | None:
-    return end
 
 
 def blocks_folder(output: Path) -> Path:

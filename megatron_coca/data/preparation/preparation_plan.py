@@ -194,6 +194,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
                 yield text
                 if due <= 0:
                     break
+        reader.check_unchanged(unit)
     if not usable:
         raise DataError(no_usable_document(source, units, problems))
 

@@ -17,8 +17,8 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma has </s>
-# too, as a tag of HTML.
+# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma has
+# </s> too, as a tag of HTML.
 EOD_SYMBOLS = (
     *("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -96,8 +96,8 @@ class Tokenizer(ABC):
         """Make ``symbol`` the ``start_symbol``. ``DataError`` if it is no special token of the vocabulary."""
         if self.token(symbol) in self.encode(symbol):
             raise DataError(
-                f"start_token: {symbol!r} cannot begin documents, as text with these characters would become it; name a "
-                "special token"
+                f"start_token: {symbol!r} cannot begin documents, as text with these characters would become it; name "
+                "a special token"
             )
         self.start_symbol = symbol
 
@@ -151,8 +151,8 @@ class Tokenizer(ABC):
         eod = next((i for i in map(self._lookup, symbols) if i is not None), None)
         if eod is None:
             raise DataError(
-                f"The vocabulary has no symbol that ends a document: one of {', '.join(symbols)} is needed. Name another "
-                "one of the vocabulary with --end-token of prepare (end_token in a recipe)."
+                f"The vocabulary has no symbol that ends a document: one of {', '.join(symbols)} is needed. Name its "
+                "own with --end-token of prepare (end_token in a recipe)."
             )
         return eod
 
