@@ -94,8 +94,7 @@ class RepositoryReader(Reader):
         for root in map(str, self._spec.paths):
             if not os.path.isdir(root):
                 raise DataError(f"{root}: no such folder. Check the path of {self._spec.name}.")
-            for path in _repositories(os.path.normpath(root)):
-                units.append(_unit(path, metadata))
+            units += [_unit(path, metadata) for path in _repositories(os.path.normpath(root))]
         return units
 
     def stamp(self, unit: ReadUnit) -> str:
