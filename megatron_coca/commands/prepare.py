@@ -26,12 +26,13 @@ from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.program import part_of
 from megatron_coca.remote_files import is_url
 
-_TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token")
+_TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
 _RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "valid_fraction", "test_fraction")
-_SOURCE_KEYS = ("messages", "documents", "max_record_mib", "duplicates")
+_SOURCE_KEYS = ("messages", "documents", "max_record_mib", "max_faulty", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
 
@@ -63,12 +64,16 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument("--start-token", metavar="TOKEN", help=start)
     end = "the token that ends documents; default: that of tokenizer_config.json, else of a list (docs/data.md)"
     plain.add_argument("--end-token", metavar="TOKEN", help=end)
+    accept = "go on with a tokenizer that loses text, by a sample that is decoded"
+    plain.add_argument("--accept-tokenizer", action="store_true", help=accept)
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
     chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
     plain.add_argument("--chat-template", metavar="FILE", help="Jinja2 template, instead of the tokenizer's")
     plain.add_argument("--documents", choices=["file", "line"], help="unit of a document in text files (file)")
     plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report longer records (64)")
+    faulty = "go on if at most this share of the records is faulty (0.1)"
+    plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
     plain.add_argument("--duplicates", choices=["exact", "keep"], help="duplicates to remove (exact)")
     plain.add_argument(
         "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"
@@ -171,6 +176,8 @@ def _summary(path: Path) -> str:
     for source in record["inputs"]:
         name = source["name"]
         lines += [f"  {name} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
+        if (sample := Sample.restored(source.get("sample", {}))).passages:
+            lines.append(f"  {name} tokenizer: {sample}")
         lines += [f"  {name} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()]
         lines += [f"  {name} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]

@@ -27,6 +27,7 @@ import numpy as np
 from megatron_coca.atomic_write import atomic_dir, exclusive_lock, flush
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError, StoreUnavailable
+from megatron_coca.data.preparation.acceptance import Watch
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Inputs, Rules
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
@@ -34,6 +35,7 @@ from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.losses import Sample
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""
@@ -51,7 +53,7 @@ def settings_of(
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
-        del values["spec"]["max_record_mib"]
+        del values["spec"]["max_record_mib"], values["max_faulty"]
         if values["spec"]["messages"] is None:  # as in the manifests from before this key
             del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
@@ -241,6 +243,14 @@ class Blocks:
     ) -> Iterator[tuple[int, int, TokenizedChunk | DataError | None]]:
         """As ``_chunks``, with the chunks tokenized; as many as the pool takes are in progress at once."""
         waiting: deque[tuple[int, int, Callable[[], TokenizedChunk | DataError | None]]] = deque()
+        watch = Watch(self._sources, self.tokenizer, self._rules)
+
+        def done(unit: int, job: Callable[[], TokenizedChunk | DataError | None]) -> TokenizedChunk | DataError | None:
+            result = job()
+            if isinstance(result, TokenizedChunk):
+                watch.see(self._inputs.units[unit][0], len(result.lengths), result.problems, result.sample)
+            return result
+
         for number, unit, found in self._chunks(numbers):
             if isinstance(found, Chunk):
                 waiting.append((number, unit, pool.submit(self._inputs.units[unit][0], found)))
@@ -248,9 +258,9 @@ class Blocks:
                 waiting.append((number, unit, partial(self._end, unit, found)))
             while len(waiting) > pool.in_flight:
                 number, unit, job = waiting.popleft()
-                yield number, unit, job()
+                yield number, unit, done(unit, job)
         for number, unit, job in waiting:
-            yield number, unit, job()
+            yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
         """The damage of a unit or piece, also if it changed until all of its chunks were read and tokenized."""
@@ -313,6 +323,7 @@ def _encoded(chunk: TokenizedChunk) -> bytes:
         "sets": sorted(chunk.sets),
         "problems": chunk.problems.facts(),
         "read": chunk.read,
+        "sample": asdict(chunk.sample),
     }
     columns = {name: column for name in _COLUMNS if (column := getattr(chunk, name)) is not None}
     stream = BytesIO()
@@ -329,5 +340,6 @@ def _decoded(content: bytes) -> TokenizedChunk:
         sets=frozenset(facts["sets"]),
         problems=ReadingProblems.restored(facts["problems"]),
         read=facts["read"],
+        sample=Sample.restored(facts.get("sample", {})),
         **columns,
     )

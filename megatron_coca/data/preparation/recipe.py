@@ -53,6 +53,7 @@ class _Source(_Strict):
     fraction: float = Field(default=1.0, gt=0, le=1)
     split: Literal["train", "valid", "test"] | None = None
     messages: Literal["answers", "last", "all"] | None = None
+    max_faulty: Share = CorpusSource.max_faulty
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
     def resolve(self, name: str, root: Path | str) -> CorpusSource:
@@ -79,7 +80,7 @@ class _Source(_Strict):
             metadata=None if self.metadata is None else Path(joined(root, self.metadata)),
             **{key: getattr(self, key) for key in _UNCHANGED},
         )
-        return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split)
+        return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split, self.max_faulty)
 
 
 MAX_VOCAB_SIZE = 2**24
@@ -101,6 +102,7 @@ class _Recipe(_Strict):
     train_tokenizer: TokenizerTraining | None = None
     start_token: str | None = Field(default=None, min_length=1)
     end_token: str | None = Field(default=None, min_length=1)
+    accept_tokenizer: bool = False
     chat_template: str | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
@@ -161,7 +163,7 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         tokenizer |= {"tokenizer_type": kind} | ({} if recipe.end_token is None else {"eod": recipe.end_token})
     return Recipe(
         sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
-        rules=Rules(recipe.valid_fraction, recipe.test_fraction),
+        rules=Rules(recipe.valid_fraction, recipe.test_fraction, accept_tokenizer=recipe.accept_tokenizer),
         output=recipe.output,
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,

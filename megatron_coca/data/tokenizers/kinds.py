@@ -10,6 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ class Tokenizer(ABC):
         if found is None:
             raise DataError(f"The vocabulary has no symbol {symbol!r} ({self.tokenizer_type}).")
         return found
+
+    @property
+    def unknown(self) -> int | None:
+        """Id that stands for everything that the vocabulary lacks; None if there is none."""
+        return None
 
     @property
     def trained_start(self) -> int | None:
@@ -250,6 +256,14 @@ class HFTokenizer(Tokenizer):
 
     def _lookup(self, symbol: str) -> int | None:
         return self._model.token_to_id(symbol)
+
+    @cached_property
+    def unknown(self) -> int | None:  # type: ignore[override]  # a property too
+        symbol = getattr(self._model.model, "unk_token", None)
+        if symbol is not None:
+            return self._model.token_to_id(symbol)
+        # A unigram model tells the id only in its file.
+        return None if hasattr(self._model.model, "unk_token") else json.loads(self._model.to_str())["model"]["unk_id"]
 
     def _find_eod(self, symbol: str | None) -> int:
         eod = super()._find_eod(symbol)
