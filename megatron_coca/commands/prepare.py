@@ -19,6 +19,7 @@ from typing import Any
 from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.blocks import TokenizerSource
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
 from megatron_coca.data.preparation.preparation_plan import SPLITS, Execution, training_texts
 from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
@@ -31,7 +32,7 @@ from megatron_coca.program import part_of
 from megatron_coca.remote_files import is_url
 
 _TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
-_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "valid_fraction", "test_fraction")
+_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction")
 _SOURCE_KEYS = ("messages", "documents", "max_record_mib", "max_faulty", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
@@ -70,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
     plain.add_argument("--chat-template", metavar="FILE", help="Jinja2 template, instead of the tokenizer's")
+    time = "the time that the template prints, such as 2026-01-31T12:00; default: the start of the preparation"
+    plain.add_argument("--chat-time", metavar="TIME", help=time)
     plain.add_argument("--documents", choices=["file", "line"], help="unit of a document in text files (file)")
     plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report longer records (64)")
     faulty = "go on if at most this share of the records is faulty (0.1)"
@@ -142,30 +145,45 @@ def _run(arguments: argparse.Namespace) -> str:
         return _summary(prepare_builtin(Path("data" if arguments.output is None else arguments.output), pieces))
     recipe, output = _recipe(arguments)
     rules = replace(recipe.rules, strict=arguments.strict)
-    training, tokenizer, execution = recipe.training, recipe.tokenizer, Execution(arguments.workers)
-
-    def train(folder: Path) -> Tokenizer:
-        assert training is not None, "a recipe has a tokenizer or its training"
-        texts = training_texts(recipe.sources, recipe.rules, training.characters)
-        trained = train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
-        if recipe.start_token is not None:
-            trained.begin_texts(recipe.start_token)
-        return trained
-
-    source = train if tokenizer is None else load_tokenizer(**tokenizer)
-    if recipe.chat_template is not None:
-        if callable(source):
-            raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
-        source.chat = with_source(source.chat, recipe.chat_template)
-    if recipe.start_token is not None and not callable(source):
-        source.begin_texts(recipe.start_token)
-    notes = None if training is None else {"train_tokenizer": training.model_dump()}
-    if notes is not None and recipe.start_token is not None:
-        notes["start_token"] = recipe.start_token
+    source, execution = _tokenizer_source(recipe), Execution(arguments.workers)
+    notes = dict[str, Any]()
+    if recipe.training is not None:
+        notes["train_tokenizer"] = recipe.training.model_dump()
+        notes |= {} if recipe.start_token is None else {"start_token": recipe.start_token}
     if arguments.part:
         part, parts = arguments.part
         return prepare_part(recipe.sources, output, source, part, parts, rules, execution, notes)
     return _summary(prepare(recipe.sources, output, source, rules, execution, notes))
+
+
+def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
+    """The tokenizer of a recipe with its chat template and start token, or a function that trains one."""
+    training = recipe.training
+    if training is not None:
+        if recipe.chat_template is not None or recipe.chat_time is not None:
+            raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
+
+        def train(folder: Path) -> Tokenizer:
+            texts = training_texts(recipe.sources, recipe.rules, training.characters)
+            trained = train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
+            return _beginning(trained, recipe.start_token)
+
+        return train
+    assert recipe.tokenizer is not None, "a recipe has a tokenizer or its training"
+    tokenizer = load_tokenizer(**recipe.tokenizer)
+    if recipe.chat_template is not None:
+        tokenizer.chat = with_source(tokenizer.chat, recipe.chat_template)
+    if recipe.chat_time is not None:
+        if tokenizer.chat is None:
+            raise DataError("chat_time: the tokenizer has no chat template that could print it; leave it out")
+        tokenizer.chat = replace(tokenizer.chat, now=recipe.chat_time)
+    return _beginning(tokenizer, recipe.start_token)
+
+
+def _beginning(tokenizer: Tokenizer, symbol: str | None) -> Tokenizer:
+    if symbol is not None:
+        tokenizer.begin_texts(symbol)
+    return tokenizer
 
 
 def _summary(path: Path) -> str:

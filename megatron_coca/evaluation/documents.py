@@ -18,7 +18,7 @@ from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, first_difference
-from megatron_coca.data.tokenizers.losses import Sample, passages_of
+from megatron_coca.data.tokenizers.losses import Sample, passages_of, sampled
 from megatron_coca.evaluation.results import EvaluationError, Record
 from megatron_coca.evaluation.subject import Evaluation
 from megatron_coca.remote_files import is_url
@@ -154,8 +154,8 @@ def tokens_of(
         )
     else:
         for document in corpora.read_documents(Path(source.path)):
-            for passage in passages_of([document.text], 1) if sample is not None else ():
-                sample.add(tokenizer, passage)
+            if sample is not None:
+                sample.merge(sampled(tokenizer, passages_of([document.text], 1)))
             yield np.array([*tokenizer.encode(document.text), tokenizer.eod], dtype=np.int64)
 
 
@@ -187,8 +187,8 @@ def collect_documents(
     with Progress("reading documents", unit="documents") as reading:
         for source, tokens in documents:
             reading.advance()
-            begun = start is None or (len(tokens) > 0 and tokens[0] == start)
-            tokens = tokens if begun else np.insert(tokens, 0, start)
+            if start is not None and not (len(tokens) and tokens[0] == start):
+                tokens = np.insert(tokens, 0, start)
             _refuse_foreign_ids(source, tokens, vocab_size)
             longest = max(longest, len(tokens))
             if len(tokens) >= needed:

@@ -15,7 +15,9 @@ import tempfile
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import partial
 from io import BytesIO
 from itertools import groupby
@@ -62,6 +64,8 @@ def settings_of(
         settings["start_token"] = tokenizer.start_symbol
     if not callable(tokenizer) and any(source.spec.messages for source in sources):
         settings["chat"] = None if tokenizer.chat is None else asdict(tokenizer.chat)
+        if settings["chat"] is not None and (now := settings["chat"].pop("now")) is not None:
+            settings["chat"]["time"] = now
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -137,13 +141,18 @@ class ChunkStream:
 class Blocks:
     """The blocks of a preparation, made or not.
 
-    Opening them trains the tokenizer, unless another process has; the others wait for it.
+    Opening them trains the tokenizer, unless another process has; the others wait for it. In the same way the first
+    process sets the time that a chat template prints.
 
     Args:
         sources, inputs, rules: of the preparation.
         output: the folder that is prepared; the blocks are beside it, on storage that all hosts share.
         tokenizer: as for ``prepare``.
         settings: from ``settings_of``.
+
+    Attributes:
+        tokenizer: of the preparation, without a set time.
+        chat_time: the time of all chats, in ISO 8601; None if their template does not ask for it.
 
     Raises ``DataError`` for chats without a template.
     """
@@ -160,7 +169,10 @@ class Blocks:
         self.folder = blocks_folder(output)
         self._sources, self._inputs, self._rules = sources, inputs, rules
         self._saved = self.folder / f"tokenizer-{_digest(settings)}"
-        self.tokenizer = self._share(tokenizer)
+        self.tokenizer, self.chat_time = self._share(tokenizer), None
+        if self.tokenizer.chat is not None:
+            self.chat_time = self.tokenizer.chat.now
+            self.tokenizer.chat = replace(self.tokenizer.chat, now=None)
         chats = [source.spec.name for source in sources if source.spec.messages]
         if chats and self.tokenizer.chat is None:
             raise DataError(
@@ -177,8 +189,21 @@ class Blocks:
         with exclusive_lock(self._saved.with_suffix(".lock"), DataError, busy=None):
             if not self._saved.is_dir():
                 with tempfile.TemporaryDirectory() as scratch, atomic_dir(self._saved, DataError) as folder:
-                    (source(Path(scratch)) if callable(source) else source).save(folder)
+                    tokenizer = source(Path(scratch)) if callable(source) else source
+                    with self._set_time(tokenizer):
+                        tokenizer.save(folder)
         return load_saved_tokenizer(self._saved)
+
+    @contextmanager
+    def _set_time(self, tokenizer: Tokenizer) -> Iterator[None]:
+        """Set the time of a template that asks for it, so that all hosts print the same and a resumed command too."""
+        chat = tokenizer.chat
+        if chat is not None and chat.asks_for_time and chat.now is None:
+            tokenizer.chat = replace(chat, now=datetime.now().isoformat())
+        try:
+            yield
+        finally:
+            tokenizer.chat = chat
 
     def _name(self, block: Block, settings: Mapping[str, Any]) -> str:
         units = self._inputs.units[block.units.start : block.units.stop]
@@ -188,7 +213,8 @@ class Blocks:
             (name, self._sources[source].spec.max_record_mib, os.fsencode(unit.path).hex(), unit.size, unit.stamp)
             for name, (source, unit) in zip(names, units, strict=True)
         ]
-        return _digest([own, self._rules.strict, self.tokenizer.fingerprint, known, block.begin, str(block.end)])
+        time = [] if self.chat_time is None else [self.chat_time]
+        return _digest([own, self._rules.strict, self.tokenizer.fingerprint, known, block.begin, str(block.end), *time])
 
     def __len__(self) -> int:
         return len(self._blocks)

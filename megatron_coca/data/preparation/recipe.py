@@ -14,6 +14,7 @@ import difflib
 import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,6 +105,7 @@ class _Recipe(_Strict):
     end_token: str | None = Field(default=None, min_length=1)
     accept_tokenizer: bool = False
     chat_template: str | None = None
+    chat_time: datetime | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
     sources: dict[str, _Source] = Field(min_length=1)
@@ -122,6 +124,7 @@ class Recipe:
     tokenizer: dict[str, Any] | None
     training: TokenizerTraining | None
     chat_template: Path | None = None
+    chat_time: str | None = None
     start_token: str | None = None
 
 
@@ -168,6 +171,7 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,
         start_token=recipe.start_token,
+        chat_time=None if recipe.chat_time is None else recipe.chat_time.isoformat(),
         chat_template=None if recipe.chat_template is None else beside / recipe.chat_template,
     )
 

@@ -74,6 +74,8 @@ def prepare(
             with _work_is_kept(output):
                 settings = settings_of(sources, tokenizer, rules, notes)
                 blocks = Blocks(sources, inputs, output, tokenizer, rules, settings)
+                if blocks.chat_time is not None:
+                    settings["chat"]["time"] = blocks.chat_time
                 blocks.make(blocks.missing(), execution)
                 blocks.tokenizer.save(folder)
                 shards, findings = _write_shards(blocks, sources, inputs, folder, execution)

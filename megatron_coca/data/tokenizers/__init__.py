@@ -86,7 +86,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
     tokenizer.start_symbol = saved.get("start_symbol")
     if "chat_template" in saved:
-        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"])
+        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"], saved.get("chat_time"))
     return tokenizer
 
 

@@ -149,6 +149,7 @@ class Tokenizer(ABC):
         description |= {"start_symbol": self.start_symbol} if self.start_symbol else {}
         if self.chat is not None:
             description |= {"chat_template": self.chat.source, "chat_symbols": dict(self.chat.symbols)}
+            description |= {"chat_time": self.chat.now} if self.chat.now else {}
         description["fingerprint"] = self.fingerprint
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
 
@@ -258,7 +259,7 @@ class HFTokenizer(Tokenizer):
         return self._model.token_to_id(symbol)
 
     @cached_property
-    def unknown(self) -> int | None:  # type: ignore[override]  # a property too
+    def unknown(self) -> int | None:
         symbol = getattr(self._model.model, "unk_token", None)
         if symbol is not None:
             return self._model.token_to_id(symbol)

@@ -53,16 +53,15 @@ class Sample:
 
     def loss(self, vocab_size: int, factor: float = 1.0) -> str:
         """What a tokenizer of ``vocab_size`` ids loses, if a share is above ``factor`` times its limit; else empty."""
-        found = [
-            self.lost > factor * MOST_LOST * self.passages
-            and f"{self.lost / self.passages:.0%} of {self.passages:,} sampled passages do not come back when decoded",
-            self.unknown > factor * MOST_UNKNOWN * self.tokens
-            and f"{self.unknown / self.tokens:.1%} of their tokens are unknown",
-            vocab_size >= LARGE_VOCABULARY
-            and self.tokens > MOST_TOKENS_PER_BYTE * self.bytes
-            and f"{self.tokens / self.bytes:.2f} tokens per byte with {vocab_size:,} ids",
-        ]
-        return "; ".join(filter(None, found))
+        found = []
+        if self.lost > factor * MOST_LOST * self.passages:
+            share = self.lost / self.passages
+            found.append(f"{share:.0%} of {self.passages:,} sampled passages do not come back when decoded")
+        if self.unknown > factor * MOST_UNKNOWN * self.tokens:
+            found.append(f"{self.unknown / self.tokens:.1%} of their tokens are unknown")
+        if vocab_size >= LARGE_VOCABULARY and self.tokens > MOST_TOKENS_PER_BYTE * self.bytes:
+            found.append(f"{self.tokens / self.bytes:.2f} tokens per byte with {vocab_size:,} ids")
+        return "; ".join(found)
 
     def __str__(self) -> str:
         return (
