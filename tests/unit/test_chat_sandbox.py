@@ -210,6 +210,18 @@ def test_a_preparation_has_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         prepare.main([*again[:-2], str(tmp_path / "b"), "--chat-time", "now"])
 
 
+def test_chats_of_any_depth_are_counted_problems(tmp_path: Path) -> None:
+    """Whichever part reaches the limit of recursion: reading, writing, rendering."""
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content|tojson }}{{ m.content }}{% endfor %}")
+    given = write_chats(tmp_path, "text")
+    with (tmp_path / "chats.jsonl").open("a") as stream:
+        for depth in range(100, 1100, 9):
+            stream.write('{"messages": [{"role": "user", "content": ' + "[" * depth + "]" * depth + "}]}\n")
+    prepare.main([*given, "--max-faulty", "1"])
+    (found,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"]
+    assert found["records"] == 113 and found["problems"]["chat that cannot be rendered"] > 40
+
+
 def test_one_endless_chat_is_a_counted_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "STEPS", 30_000)
     (tmp_path / "chat.jinja").write_text("{% for i in range(messages[0].content|int) %}x{% endfor %}")

@@ -134,7 +134,7 @@ class ChunkTokenizer:
             try:
                 done.append(self._chat(json.loads(document.text), counted))
                 kept.append(document)
-            except DataError as error:
+            except (DataError, RecursionError) as error:
                 problems.add(document.key, "chat that cannot be rendered", str(error))
         return kept, done
 

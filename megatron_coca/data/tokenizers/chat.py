@@ -134,7 +134,10 @@ class ChatTemplate:
 
 def _budget(messages: Messages, tools: Any) -> Budget:
     """The steps to render a chat."""
-    characters = len(json.dumps([list(messages), tools], default=str, skipkeys=True, ensure_ascii=False))
+    try:
+        characters = len(json.dumps([list(messages), tools], default=str, skipkeys=True, ensure_ascii=False))
+    except (ValueError, RecursionError):  # lists within themselves, or very many levels of lists
+        characters = 0
     return Budget(STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * characters)
 
 
