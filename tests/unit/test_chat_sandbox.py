@@ -265,3 +265,21 @@ def test_strange_files_of_a_folder_have_no_template(content: str, tmp_path: Path
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match="chat_template.jinja: cannot read the chat template"):
         find_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"chat_template": 3}, {"chat_symbols": [1]}, {"chat_symbols": {"a": 1}}, {"chat_time": 5}, {"start_symbol": 5}],
+)
+def test_strange_descriptions_of_a_saved_tokenizer_are_errors(changed: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    tokenizer.chat = ChatTemplate("{{ strftime_now('%Y') }}", {}, "no time")
+    tokenizer.save(tmp_path)
+    loaded = load_saved_tokenizer(tmp_path).chat
+    assert loaded == tokenizer.chat
+    with pytest.raises(DataError, match="Invalid isoformat"):
+        loaded.render(CHAT)
+    path = tmp_path / "tokenizer_type.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(DataError, match=r"cannot read the tokenizer's description file \(.* not text\)"):
+        load_saved_tokenizer(tmp_path)

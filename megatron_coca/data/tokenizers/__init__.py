@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.data.tokenizers.chat import find_template, saved_template
 from megatron_coca.data.tokenizers.end_tokens import named_ends, read_object
 from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
@@ -77,6 +77,10 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         saved = json.loads(read_regular(path))
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
+        template = saved_template(saved)
+        for name in ("eod_symbol", "start_symbol"):
+            if not isinstance(saved.get(name), str | None):
+                raise ValueError(f"{name} is not text")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: cannot read the tokenizer's description file ({error}).") from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
@@ -85,8 +89,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
     tokenizer.start_symbol = saved.get("start_symbol")
-    if "chat_template" in saved:
-        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"], saved.get("chat_time"))
+    tokenizer.chat = template
     return tokenizer
 
 

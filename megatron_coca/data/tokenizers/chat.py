@@ -74,8 +74,8 @@ class ChatTemplate:
             "mark_generation": mark,
             **self.symbols,
         }
-        now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
         try:
+            now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
             return render(self.source, variables, _budget(messages, tools) if budget is None else budget, now)
         except TooManySteps as error:
             raise DataError(f"the chat template cannot be used: {error}") from error
@@ -145,6 +145,17 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its reasoning under the names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template in the description of a saved tokenizer. ValueError if it is not text."""
+    source, symbols, now = (saved.get(name) for name in ("chat_template", "chat_symbols", "chat_time"))
+    if source is None:
+        return None
+    texts = [source, *symbols.values()] if isinstance(symbols, dict) else [None]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(now, str | None):
+        raise ValueError("chat_template, chat_symbols and chat_time are not text")
+    return ChatTemplate(source, symbols, now)
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
