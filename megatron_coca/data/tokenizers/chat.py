@@ -152,9 +152,10 @@ def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
     source, symbols, now = (saved.get(name) for name in ("chat_template", "chat_symbols", "chat_time"))
     if source is None:
         return None
-    texts = [source, *symbols.values()] if isinstance(symbols, dict) else [None]
-    if not all(isinstance(text, str) for text in texts) or not isinstance(now, str | None):
+    if not (isinstance(source, str) and isinstance(symbols, dict) and isinstance(now, str | None)):
         raise ValueError("chat_template, chat_symbols and chat_time are not text")
+    if not all(isinstance(text, str) for text in symbols.values()):
+        raise ValueError("chat_symbols are not text")
     return ChatTemplate(source, symbols, now)
 
 
