@@ -17,7 +17,8 @@ from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
+from megatron_coca.data.tokenizers.losses import sampled
 from megatron_coca.model import empty_model
 from megatron_coca.plain_text import masked
 
@@ -30,7 +31,7 @@ class Imported:
         folder: save folder with one checkpoint, of step 0.
         config: of the model.
         parameters: of the model.
-        tokenizer_note: why the tokenizer, or its end of text, could not be used, or None.
+        tokenizer_note: why the tokenizer, or its end of text, could not be used, or what text it loses, or None.
         huggingface_folder: the source, if it is one.
     """
 
@@ -66,6 +67,8 @@ def import_checkpoint(
     config, weights = opened.configure(overrides), opened.weights()
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
+    if tokenizer is not None and (loss := sampled(tokenizer, filter(None, PROBES)).loss(tokenizer.vocab_size)):
+        tokenizer_note = "; ".join(filter(None, (tokenizer_note, f"the tokenizer loses text of a test: {loss}")))
     imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
     theirs = opened.folder if is_huggingface_folder(opened.folder) else None
     if theirs is not None:

@@ -11,6 +11,7 @@ from megatron_coca.commands import command_parser
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.config.source import read_file
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.evaluation.options import (
     add_batch_option,
     add_device_options,
@@ -99,13 +100,14 @@ def read_prompts(args: Namespace) -> list[str]:
     """The prompts of the options or of standard input. Raises DataError."""
     if args.prompt is not None:
         return args.prompt
+    place = "standard input" if args.file is None else args.file
     try:
         text = sys.stdin.read() if args.file is None else Path(args.file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{args.file or 'standard input'}: cannot be read ({error})") from error
+        raise DataError(f"{place}: cannot be read ({error})") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise DataError(f"{args.file or 'standard input'}: has no prompt; give one with --prompt or --file")
+        raise DataError(f"{place}: has no prompt; give one with --prompt or --file")
     if args.file is None:
         return [text.removesuffix("\n")]
     if not args.file.endswith(".jsonl"):
@@ -148,10 +150,8 @@ def run(args: Namespace, prompts: list[str]) -> int:
     device = resolve_device(args.device)
     try:
         generator = load_generator(args.checkpoint, overrides, files, device, DTYPES[args.dtype], args.start_token)
-        if not args.chat and args.start_token is None and (start := generator.tokenizer.start) is not None:
-            usual = generator.tokenizer.piece(start)
-            note = f"the model's own library puts {usual} before every prompt: --start-token '{usual}' does"
-            print(plain(f"megatron-coca generate: {note}"), file=sys.stderr)
+        if not args.chat and args.start_token is None:
+            note_start(generator.tokenizer)
         if args.chat:
             opening = [] if args.system is None else [{"role": "system", "content": args.system}]
             done = generator.answer([[*opening, {"role": "user", "content": text}] for text in asked], **options)
@@ -170,6 +170,16 @@ def run(args: Namespace, prompts: list[str]) -> int:
     ]
     write(records, args.output)
     return 0
+
+
+def note_start(tokenizer: Tokenizer) -> None:
+    """Print which token the model expects before a prompt, if there is one."""
+    trained = tokenizer.trained_start
+    if (start := tokenizer.start if trained is None else trained) is not None:
+        owner = "the model's own library puts" if trained is None else "the training data has"
+        usual = tokenizer.piece(start)
+        note = f"{owner} {usual} before every prompt: --start-token '{usual}' does"
+        print(plain(f"megatron-coca generate: {note}"), file=sys.stderr)
 
 
 def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:

@@ -19,21 +19,24 @@ from typing import Any
 from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.blocks import TokenizerSource
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
 from megatron_coca.data.preparation.preparation_plan import SPLITS, Execution, training_texts
-from megatron_coca.data.preparation.recipe import Recipe, read_recipe, resolve_recipe
+from megatron_coca.data.preparation.recipe import MAX_VOCAB_SIZE, Recipe, read_recipe, resolve_recipe
 from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.plain_text import plain
 from megatron_coca.program import part_of
 from megatron_coca.remote_files import is_url
 
 MOST_WORKERS = 1024
 
-_RECIPE_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "chat_template", "valid_fraction", "test_fraction")
-_SOURCE_KEYS = ("messages", "documents", "max_record_mib", "duplicates")
+_TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file", "start_token", "end_token", "accept_tokenizer")
+_RECIPE_KEYS = (*_TOKENIZER_KEYS, "chat_template", "chat_time", "valid_fraction", "test_fraction")
+_SOURCE_KEYS = ("messages", "documents", "max_record_mib", "max_faulty", "duplicates")
 _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
 
@@ -61,12 +64,22 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument(
         "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input"
     )
+    start = "put this token before every text, such as '<s>' for Llama; default: none"
+    plain.add_argument("--start-token", metavar="TOKEN", help=start)
+    end = "the token that ends documents; default: that of tokenizer_config.json, else of a list (docs/data.md)"
+    plain.add_argument("--end-token", metavar="TOKEN", help=end)
+    accept = "go on with a tokenizer that loses text, by a sample that is decoded"
+    plain.add_argument("--accept-tokenizer", action="store_true", help=accept)
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
     chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
     plain.add_argument("--chat-template", metavar="FILE", help="Jinja2 template, instead of the tokenizer's")
+    time = "the time that the template prints, such as 2026-01-31T12:00; default: the start of the preparation"
+    plain.add_argument("--chat-time", metavar="TIME", help=time)
     plain.add_argument("--documents", choices=["file", "line"], help="unit of a document in text files (file)")
     plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report longer records (64)")
+    faulty = "go on if at most this share of the records is faulty (0.1)"
+    plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
     plain.add_argument("--duplicates", choices=["exact", "keep"], help="duplicates to remove (exact)")
     plain.add_argument(
         "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"
@@ -76,8 +89,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options among ``names`` that were given."""
-    return {name: value for name in names if (value := getattr(arguments, name)) not in (None, False)}
+    """The options among ``names`` that were given. A zero counts: only None and False mean that one was not."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
@@ -90,7 +104,7 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
     """The recipe that ``--input`` and its options describe."""
     _refuse(arguments, ["root"], "goes with a recipe")
     source = _given(arguments, _SOURCE_KEYS)
-    if arguments.text_field:
+    if arguments.text_field is not None:
         source["fields"] = {"text": arguments.text_field}
     sources: dict[str, dict[str, Any]] = {}
     for item in arguments.input:
@@ -111,7 +125,8 @@ def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
     else:
         _refuse(arguments, _OF_INPUT, "is for --input only; set it in the recipe")
         recipe = read_recipe(arguments.recipe, arguments.root)
-    if (output := arguments.output or recipe.output) is None:
+    output = recipe.output if arguments.output is None else arguments.output
+    if not output:
         raise DataError("Give the output folder: --output, or `output` in the recipe.")
     if is_url(output):
         raise DataError(f"{output}: the output is a local folder; upload it when it is complete")
@@ -127,26 +142,51 @@ def _run(arguments: argparse.Namespace) -> str:
     if arguments.builtin:
         others = (*_OF_INPUT, "root", "strict", "part")
         _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
-        return _summary(prepare_builtin(Path(arguments.output or "data"), arguments.train_tokenizer or VOCAB_SIZE))
+        pieces = VOCAB_SIZE if arguments.train_tokenizer is None else arguments.train_tokenizer
+        if not 0 < pieces <= MAX_VOCAB_SIZE:
+            raise DataError(f"--train-tokenizer {pieces}: must be from 1 to {MAX_VOCAB_SIZE:,}")
+        return _summary(prepare_builtin(Path("data" if arguments.output is None else arguments.output), pieces))
     recipe, output = _recipe(arguments)
     rules = replace(recipe.rules, strict=arguments.strict)
-    training, tokenizer, execution = recipe.training, recipe.tokenizer, Execution(arguments.workers)
-
-    def train(folder: Path) -> Tokenizer:
-        assert training is not None, "a recipe has a tokenizer or its training"
-        texts = training_texts(recipe.sources, recipe.rules, training.characters)
-        return train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
-
-    source = train if tokenizer is None else load_tokenizer(**tokenizer)
-    if recipe.chat_template is not None:
-        if callable(source):
-            raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
-        source.chat = with_source(source.chat, recipe.chat_template)
-    notes = None if training is None else {"train_tokenizer": training.model_dump()}
+    source, execution = _tokenizer_source(recipe), Execution(arguments.workers)
+    notes = dict[str, Any]()
+    if recipe.training is not None:
+        notes["train_tokenizer"] = recipe.training.model_dump()
+        notes |= {} if recipe.start_token is None else {"start_token": recipe.start_token}
     if arguments.part:
         part, parts = arguments.part
         return prepare_part(recipe.sources, output, source, part, parts, rules, execution, notes)
     return _summary(prepare(recipe.sources, output, source, rules, execution, notes))
+
+
+def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
+    """The tokenizer of a recipe with its chat template and start token, or a function that trains one."""
+    training = recipe.training
+    if training is not None:
+        if recipe.chat_template is not None or recipe.chat_time is not None:
+            raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
+
+        def train(folder: Path) -> Tokenizer:
+            texts = training_texts(recipe.sources, recipe.rules, training.characters)
+            trained = train_sentencepiece(texts, training.vocab_size, folder / "tokenizer")
+            return _beginning(trained, recipe.start_token)
+
+        return train
+    assert recipe.tokenizer is not None, "a recipe has a tokenizer or its training"
+    tokenizer = load_tokenizer(**recipe.tokenizer)
+    if recipe.chat_template is not None:
+        tokenizer.chat = with_source(tokenizer.chat, recipe.chat_template)
+    if recipe.chat_time is not None:
+        if tokenizer.chat is None:
+            raise DataError("chat_time: the tokenizer has no chat template that could print it; leave it out")
+        tokenizer.chat = replace(tokenizer.chat, now=recipe.chat_time)
+    return _beginning(tokenizer, recipe.start_token)
+
+
+def _beginning(tokenizer: Tokenizer, symbol: str | None) -> Tokenizer:
+    if symbol is not None:
+        tokenizer.begin_texts(symbol)
+    return tokenizer
 
 
 def _summary(path: Path) -> str:
@@ -157,6 +197,8 @@ def _summary(path: Path) -> str:
     for source in record["inputs"]:
         name = source["name"]
         lines += [f"  {name} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
+        if (sample := Sample.restored(source.get("sample", {}))).passages:
+            lines.append(f"  {name} tokenizer: {sample}")
         lines += [f"  {name} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()]
         lines += [f"  {name} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]

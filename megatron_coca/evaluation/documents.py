@@ -18,6 +18,7 @@ from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, first_difference
+from megatron_coca.data.tokenizers.losses import Sample, passages_of, sampled
 from megatron_coca.evaluation.results import EvaluationError, Record
 from megatron_coca.evaluation.subject import Evaluation
 from megatron_coca.remote_files import is_url
@@ -136,10 +137,13 @@ def _refuse_other_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer:
     )
 
 
-def tokens_of(source: DocumentSource, tokenizer: Tokenizer | None) -> Iterator[np.ndarray]:
+def tokens_of(
+    source: DocumentSource, tokenizer: Tokenizer | None, sample: Sample | None = None
+) -> Iterator[np.ndarray]:
     """Yield the documents of one source, in order, each ending with the tokenizer's `eod` as in prepared shards.
 
-    Raises DataError for unreadable files, EvaluationError for text without a tokenizer.
+    The beginning of each text is decoded into `sample`. Raises DataError for unreadable files, EvaluationError for text
+    without a tokenizer.
     """
     if source.is_shard:
         shard = Shard(source.path)
@@ -150,6 +154,8 @@ def tokens_of(source: DocumentSource, tokenizer: Tokenizer | None) -> Iterator[n
         )
     else:
         for document in corpora.read_documents(Path(source.path)):
+            if sample is not None:
+                sample.merge(sampled(tokenizer, passages_of([document.text], 1)))
             yield np.array([*tokenizer.encode(document.text), tokenizer.eod], dtype=np.int64)
 
 
@@ -164,7 +170,7 @@ def collect_documents(
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
 
-    `start` is a token put before every document.
+    `start` is a token put before every document that does not begin with it, as those do that were prepared with it.
 
     With `repeated`, documents of at least that many tokens qualify: their first `repeated` tokens are tiled to
     `max_length`, as in Su's pages on ReRoPE (kexue.fm/archives/9708).
@@ -176,11 +182,13 @@ def collect_documents(
     check_tokenizers(sources, tokenizer)
     kept: list[np.ndarray] = []
     longest, needed = 0, repeated or max_length
-    documents = ((source, tokens) for source in sources for tokens in tokens_of(source, tokenizer))
+    sample = Sample()
+    documents = ((source, tokens) for source in sources for tokens in tokens_of(source, tokenizer, sample))
     with Progress("reading documents", unit="documents") as reading:
         for source, tokens in documents:
             reading.advance()
-            tokens = tokens if start is None else np.insert(tokens, 0, start)
+            if start is not None and not (len(tokens) and tokens[0] == start):
+                tokens = np.insert(tokens, 0, start)
             _refuse_foreign_ids(source, tokens, vocab_size)
             longest = max(longest, len(tokens))
             if len(tokens) >= needed:
@@ -192,7 +200,20 @@ def collect_documents(
             f"{', '.join(names)}: no document has the required {needed} tokens, the longest has {longest}; "
             "use smaller windows, or a corpus with longer documents"
         )
+    note_losses(names, kept, sample, tokenizer)
     return Documents(tuple(kept), tuple(names), max_length, repeated, start)
+
+
+def note_losses(names: Sequence[str], kept: Sequence[np.ndarray], sample: Sample, tokenizer: Tokenizer | None) -> None:
+    """Warn about unknown tokens, and about text that the tokenizer does not give back: both are easier to predict."""
+    if tokenizer is None:
+        return
+    if loss := sample.loss(tokenizer.vocab_size):
+        logger.warning("%s: the tokenizer loses text: %s", ", ".join(names), loss)
+    unknown = 0 if tokenizer.unknown is None else sum(int((tokens == tokenizer.unknown).sum()) for tokens in kept)
+    if unknown:
+        total = sum(len(tokens) for tokens in kept)
+        logger.warning("%s: %d of %d tokens are unknown to the tokenizer", ", ".join(names), unknown, total)
 
 
 def _refuse_foreign_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: int) -> None:
@@ -212,15 +233,18 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
     trained = evaluation.opened.trained
-    return collect_documents(
+    documents = collect_documents(
         args.data or default_data(trained),
         evaluation.tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
         args.repeat,
-        evaluation.start_token(args.start_token),
+        evaluation.chosen_start(args.start_token),
     )
+    if any(tokens[0] != evaluation.usual_start for tokens in documents.arrays):  # prepared documents may have it
+        evaluation.note_start(args.start_token)
+    return documents
 
 
 def default_data(config: Config) -> list[str]:

@@ -106,18 +106,36 @@ class Evaluation:
         return self.tokenizer
 
     def start_token(self, symbol: str | None) -> int | None:
-        """Return the id of `--start-token`, None without it; a warning names the token that the model's library adds.
+        """Return the id of `--start-token`, None without it, which is noted. Raises as `chosen_start`."""
+        start = self.chosen_start(symbol)
+        self.note_start(symbol)
+        return start
+
+    def chosen_start(self, symbol: str | None) -> int | None:
+        """Return the id of `--start-token`, None without it.
 
         Raises EvaluationError without a tokenizer, DataError if its vocabulary has no such symbol.
         """
-        if symbol is not None:
-            if self.tokenizer is None:
-                raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it is")
-            return self.tokenizer.token(symbol)
-        if self.tokenizer is not None and self.tokenizer.start is not None:
-            usual = self.tokenizer.piece(self.tokenizer.start)
-            logger.warning("the model's own library puts %s before every text; --start-token '%s' does", usual, usual)
-        return None
+        if symbol is None:
+            return None
+        if self.tokenizer is None:
+            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it is")
+        return self.tokenizer.token(symbol)
+
+    @property
+    def usual_start(self) -> int | None:
+        """Id of the token that began the texts of the training or that the model's own library puts before texts."""
+        if self.tokenizer is None:
+            return None
+        trained = self.tokenizer.trained_start
+        return self.tokenizer.start if trained is None else trained
+
+    def note_start(self, symbol: str | None) -> None:
+        """Warn if texts usually begin with a token and `--start-token` names none."""
+        if symbol is None and self.tokenizer is not None and self.usual_start is not None:
+            owner = "the model's own library puts" if self.tokenizer.trained_start is None else "the training data has"
+            usual = self.tokenizer.piece(self.usual_start)
+            logger.warning("%s %s before every text; --start-token '%s' does", owner, usual, usual)
 
     def subjects(self) -> Iterator[Subject | Refused]:
         """Load one variant after the other; overrides that do not fit the weights give `Refused`."""

@@ -1,9 +1,11 @@
 """Blocks tokenized in advance by others: the shards do not show who made them, or whether they were there."""
 
 import json
+import os
 import random
 import shutil
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +18,17 @@ from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.manifest import read_manifest
-from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs
+from megatron_coca.data.preparation.preparation_plan import (
+    CorpusSource,
+    Execution,
+    Rules,
+    find_inputs,
+    training_texts,
+)
 from megatron_coca.data.preparation.run import prepare, prepare_part
 from megatron_coca.data.preparation.workers import ChunkTokenizer
-from megatron_coca.data.readers.files import FileReader
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.files import FileReader, read_documents
 from megatron_coca.data.readers.source import SourceSpec
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
@@ -224,3 +233,96 @@ def test_a_block_that_was_copied_over_another_is_named(
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     small.unlink()
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
+
+
+def append(path: Path) -> None:
+    with path.open("a") as stream:
+        stream.write('{"text": "new"}\n')
+
+
+def rewrite(path: Path) -> None:
+    """Other content of the same size."""
+    path.write_bytes(path.read_bytes().replace(b"text 1", b"text 2"))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replaced(path: Path) -> None:
+    path.with_name("new").write_text('{"text": "new"}\n')
+    path.with_name("new").rename(path)
+
+
+CHANGES = [append, rewrite, truncate, replaced, Path.unlink]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, corpus: list[CorpusSource], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its block stays absent, the others are made, and the same command reads what is there then."""
+    path, tokenize = Path(corpus[1].spec.paths[0]), ChunkTokenizer.tokenize
+    replacement = path.read_bytes().replace(b"text 1", b"text 3")
+
+    def tokenized(self: ChunkTokenizer, number: int, chunk: object) -> object:
+        found = tokenize(self, number, chunk)  # type: ignore[arg-type]
+        if chunk.path == str(path):  # type: ignore[attr-defined]
+            change(path)
+        return found
+
+    monkeypatch.setattr(ChunkTokenizer, "tokenize", tokenized)
+    with pytest.raises(
+        DataError, match=rf"code0\.jsonl: ({'changed while it' if change != Path.unlink else 'cannot be'})"
+    ):
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    monkeypatch.setattr(ChunkTokenizer, "tokenize", tokenize)
+    path.write_bytes(replacement)
+    blocks = open_blocks(corpus, tmp_path / "out")
+    assert 0 < len(blocks.missing()) < len(blocks)
+    assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == everything(
+        prepare(corpus, tmp_path / "again", CHARACTERS, RULES, QUIET).parent
+    )
+
+
+def test_files_that_change_are_noticed_by_every_reader_of_a_corpus(tmp_path: Path) -> None:
+    """Evaluated documents, text to train a tokenizer on, a large file in pieces, and a repository."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(100)))
+    documents = read_documents(path)
+    next(documents)
+    append(path)
+    with pytest.raises(DataError, match=r"a\.jsonl: changed while it was read"):
+        list(documents)
+    source = CorpusSource(SourceSpec("a", [path]))
+    texts = training_texts([source], RULES, 1000)
+    next(texts)
+    append(path)
+    with pytest.raises(DataError, match=r"a\.jsonl: changed while it was read"):
+        list(texts)
+    (tmp_path / "src" / "own").mkdir(parents=True)
+    (tmp_path / "src" / "own" / "a.py").write_text("print(1)\n")
+    reader = open_reader(SourceSpec("src", [tmp_path / "src"], reader="repositories"))
+    (unit,) = reader.units()
+    reader.check_unchanged(unit)
+    (tmp_path / "src" / "own" / "b.py").write_text("print(2)\n")
+    with pytest.raises(DataError, match=r"own: changed while it was read"):
+        reader.check_unchanged(unit)
+
+
+def test_a_file_in_pieces_that_changes_is_an_error(
+    tmp_path: Path, large: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize, calls = ChunkTokenizer.tokenize, list[int]()
+
+    def tokenized(self: ChunkTokenizer, number: int, chunk: object) -> object:
+        if number == 0:
+            calls.append(1)
+            if len(calls) == 3:
+                append(Path(large[0].spec.paths[1]))
+        return tokenize(self, number, chunk)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ChunkTokenizer, "tokenize", tokenized)
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(large, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert len(calls) > 3

@@ -82,6 +82,9 @@ def test_a_replaced_object_has_another_stamp(both: tuple[Path, str], store: Memo
     store.pipe_file("/bucket/corpus/b.jsonl", LINES.replace("document", "side").encode())
     (after,) = reader.units()
     assert before.size == after.size and before.stamp != after.stamp
+    reader.check_unchanged(after)
+    with pytest.raises(DataError, match=f"{URL}/b.jsonl: changed while it was read"):
+        reader.check_unchanged(before)
 
 
 @pytest.mark.parametrize("failures", [2, 10_000])

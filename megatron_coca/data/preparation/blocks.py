@@ -15,7 +15,9 @@ import tempfile
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import partial
 from io import BytesIO
 from itertools import groupby
@@ -27,6 +29,7 @@ import numpy as np
 from megatron_coca.atomic_write import atomic_dir, exclusive_lock, flush
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError, StoreUnavailable
+from megatron_coca.data.preparation.acceptance import Watch
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Inputs, Rules
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
@@ -34,6 +37,7 @@ from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.losses import Sample
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""
@@ -51,13 +55,17 @@ def settings_of(
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
-        del values["spec"]["max_record_mib"]
+        del values["spec"]["max_record_mib"], values["max_faulty"]
         if values["spec"]["messages"] is None:  # as in the manifests from before this key
             del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
+    if not callable(tokenizer) and tokenizer.start_symbol is not None:
+        settings["start_token"] = tokenizer.start_symbol
     if not callable(tokenizer) and any(source.spec.messages for source in sources):
         settings["chat"] = None if tokenizer.chat is None else asdict(tokenizer.chat)
+        if settings["chat"] is not None and (now := settings["chat"].pop("now")) is not None:
+            settings["chat"]["time"] = now
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -133,13 +141,18 @@ class ChunkStream:
 class Blocks:
     """The blocks of a preparation, made or not.
 
-    Opening them trains the tokenizer, unless another process has; the others wait for it.
+    Opening them trains the tokenizer, unless another process has; the others wait for it. In the same way the first
+    process sets the time that a chat template prints.
 
     Args:
         sources, inputs, rules: of the preparation.
         output: the folder that is prepared; the blocks are beside it, on storage that all hosts share.
         tokenizer: as for ``prepare``.
         settings: from ``settings_of``.
+
+    Attributes:
+        tokenizer: of the preparation, without a set time.
+        chat_time: the time of all chats, in ISO 8601; None if their template does not ask for it.
 
     Raises ``DataError`` for chats without a template.
     """
@@ -156,7 +169,10 @@ class Blocks:
         self.folder = blocks_folder(output)
         self._sources, self._inputs, self._rules = sources, inputs, rules
         self._saved = self.folder / f"tokenizer-{_digest(settings)}"
-        self.tokenizer = self._share(tokenizer)
+        self.tokenizer, self.chat_time = self._share(tokenizer), None
+        if self.tokenizer.chat is not None:
+            self.chat_time = self.tokenizer.chat.now
+            self.tokenizer.chat = replace(self.tokenizer.chat, now=None)
         chats = [source.spec.name for source in sources if source.spec.messages]
         if chats and self.tokenizer.chat is None:
             raise DataError(
@@ -173,8 +189,21 @@ class Blocks:
         with exclusive_lock(self._saved.with_suffix(".lock"), DataError, busy=None):
             if not self._saved.is_dir():
                 with tempfile.TemporaryDirectory() as scratch, atomic_dir(self._saved, DataError) as folder:
-                    (source(Path(scratch)) if callable(source) else source).save(folder)
+                    tokenizer = source(Path(scratch)) if callable(source) else source
+                    with self._set_time(tokenizer):
+                        tokenizer.save(folder)
         return load_saved_tokenizer(self._saved)
+
+    @contextmanager
+    def _set_time(self, tokenizer: Tokenizer) -> Iterator[None]:
+        """Set the time of a template that asks for it, so that all hosts print the same and a resumed command too."""
+        chat = tokenizer.chat
+        if chat is not None and chat.asks_for_time and chat.now is None:
+            tokenizer.chat = replace(chat, now=datetime.now().isoformat())
+        try:
+            yield
+        finally:
+            tokenizer.chat = chat
 
     def _name(self, block: Block, settings: Mapping[str, Any]) -> str:
         units = self._inputs.units[block.units.start : block.units.stop]
@@ -184,7 +213,8 @@ class Blocks:
             (name, self._sources[source].spec.max_record_mib, os.fsencode(unit.path).hex(), unit.size, unit.stamp)
             for name, (source, unit) in zip(names, units, strict=True)
         ]
-        return _digest([own, self._rules.strict, self.tokenizer.fingerprint, known, block.begin, str(block.end)])
+        time = [] if self.chat_time is None else [self.chat_time]
+        return _digest([own, self._rules.strict, self.tokenizer.fingerprint, known, block.begin, str(block.end), *time])
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -239,16 +269,35 @@ class Blocks:
     ) -> Iterator[tuple[int, int, TokenizedChunk | DataError | None]]:
         """As ``_chunks``, with the chunks tokenized; as many as the pool takes are in progress at once."""
         waiting: deque[tuple[int, int, Callable[[], TokenizedChunk | DataError | None]]] = deque()
+        watch = Watch(self._sources, self.tokenizer, self._rules)
+
+        def done(unit: int, job: Callable[[], TokenizedChunk | DataError | None]) -> TokenizedChunk | DataError | None:
+            result = job()
+            if isinstance(result, TokenizedChunk):
+                watch.see(self._inputs.units[unit][0], len(result.lengths), result.problems, result.sample)
+            return result
+
         for number, unit, found in self._chunks(numbers):
             if isinstance(found, Chunk):
                 waiting.append((number, unit, pool.submit(self._inputs.units[unit][0], found)))
             else:
-                waiting.append((number, unit, partial(_unchanged, found)))
+                waiting.append((number, unit, partial(self._end, unit, found)))
             while len(waiting) > pool.in_flight:
                 number, unit, job = waiting.popleft()
-                yield number, unit, job()
+                yield number, unit, done(unit, job)
         for number, unit, job in waiting:
-            yield number, unit, job()
+            yield number, unit, done(unit, job)
+
+    def _end(self, unit: int, damage: DataError | None) -> DataError | None:
+        """The damage of a unit or piece, also if it changed until all of its chunks were read and tokenized."""
+        source, described = self._inputs.units[unit]
+        try:
+            open_reader(self._sources[source].spec).check_unchanged(described)
+        except StoreUnavailable:
+            raise
+        except DataError as error:
+            return error
+        return damage
 
     def _write(
         self, number: int, results: Iterator[tuple[int, TokenizedChunk | DataError | None]], progress: Progress
@@ -287,10 +336,6 @@ class Blocks:
             raise DataError(f"{path}: cannot be read ({error}). Remove this file; it is made again.") from error
 
 
-def _unchanged(end: DataError | None) -> DataError | None:
-    return end
-
-
 def blocks_folder(output: Path) -> Path:
     """The folder of the blocks of ``output``."""
     return output.with_name(f".{output.name}.blocks")
@@ -310,6 +355,7 @@ def _encoded(chunk: TokenizedChunk) -> bytes:
         "sets": sorted(chunk.sets),
         "problems": chunk.problems.facts(),
         "read": chunk.read,
+        "sample": asdict(chunk.sample),
     }
     columns = {name: column for name in _COLUMNS if (column := getattr(chunk, name)) is not None}
     stream = BytesIO()
@@ -326,5 +372,6 @@ def _decoded(content: bytes) -> TokenizedChunk:
         sets=frozenset(facts["sets"]),
         problems=ReadingProblems.restored(facts["problems"]),
         read=facts["read"],
+        sample=Sample.restored(facts.get("sample", {})),
         **columns,
     )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource
 from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.plain_text import masked
 from megatron_coca.regular_files import read_regular
 
@@ -40,10 +41,13 @@ class ShardState:
 
 @dataclass
 class Findings:
-    """What was found in a source: records that did not become documents, and the sets that occurred."""
+    """What was found in a source: records that did not become documents, the sets that occurred, and what the tokenizer
+    lost of a sample.
+    """
 
     problems: ReadingProblems = field(default_factory=ReadingProblems)
     sets: set[str] = field(default_factory=set)
+    sample: Sample = field(default_factory=Sample)
 
 
 def build_manifest(
@@ -80,12 +84,15 @@ def build_manifest(
                 "problems_named": problems.named,
                 "left_out": dict(problems.filtered),
                 "unread": dict(inputs.unread[number]),
+                "sample": asdict(findings[number].sample),
                 "sets_missing": sorted(set(source.spec.sets) - findings[number].sets),
             }
         )
     tokenizer_facts = {
         name: getattr(tokenizer, name) for name in ("tokenizer_type", "vocab_size", "eod", "fingerprint")
     }
+    if tokenizer.trained_start is not None:
+        tokenizer_facts["start"] = tokenizer.trained_start
     return {
         "format": FORMAT,
         "settings": dict(settings),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.faults import check_faults
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import ReadingProblems, ReadUnit, SourceSpec
 
@@ -29,6 +30,7 @@ class CorpusSource:
         duplicates: drop documents whose text occurred before (``exact``), or none (``keep``).
         fraction: of the documents, chosen by a hash of their text.
         split: put all documents into one split instead of splitting by the hash of their key.
+        max_faulty: the largest share of records that may be faulty.
     """
 
     spec: SourceSpec
@@ -37,6 +39,7 @@ class CorpusSource:
     duplicates: Literal["exact", "keep"] = "exact"
     fraction: float = 1.0
     split: str | None = None
+    max_faulty: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,13 @@ class Rules:
     Attributes:
         valid_fraction, test_fraction: of the documents, held out by a hash of their key.
         strict: the first unusable record is an error; otherwise it is skipped, counted and named.
+        accept_tokenizer: go on with a tokenizer that loses text.
     """
 
     valid_fraction: float = 0.01
     test_fraction: float = 0.01
     strict: bool = False
+    accept_tokenizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ def _check_source(source: CorpusSource) -> None:
         raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}.")
     if not 0 < source.fraction <= 1:
         raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}.")
+    if not 0 <= source.max_faulty <= 1:
+        raise DataError(f"{name}: max_faulty must lie in [0, 1], not {source.max_faulty}.")
     if source.split not in (None, *SPLITS):
         raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}.")
     for owner, weight in {name: source.weight, **source.set_weights}.items():
@@ -160,8 +167,8 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
     """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
 
     The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
-    preparation reads the same files. Raises ``DataError`` for a source without one usable document, where everything is
-    held out, and for a damaged file.
+    preparation reads the same files. Raises ``DataError`` for a source without one usable document or with too many
+    faulty records, where everything is held out, and for a file that is damaged or changes.
     """
     held_out = True
     for source in sources:
@@ -177,7 +184,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
     units = reader.units()
     size = sum(unit.size for unit in units)
     problems = ReadingProblems()
-    due, usable = 0.0, False  # characters that are due for what was read so far
+    due, usable = 0.0, 0  # characters that are due for what was read so far
     for unit in units:
         due += 0 if size else share / len(units)
         for number, chunk in enumerate(reader.chunks(unit)):
@@ -185,7 +192,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
             if number and size > PARSED_BYTES and hash_fraction(f"{chunk.path}/{number}") >= PARSED_BYTES / size:
                 continue
             documents = list(reader.documents(chunk, problems))
-            usable = usable or bool(documents)
+            usable += len(documents)
             if due <= 0:
                 continue
             texts = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
@@ -194,8 +201,10 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
                 yield text
                 if due <= 0:
                     break
+        reader.check_unchanged(unit)
     if not usable:
         raise DataError(no_usable_document(source, units, problems))
+    check_faults(source.spec.name, usable, problems, source.max_faulty)
 
 
 def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:

@@ -14,6 +14,7 @@ import difflib
 import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,6 +54,7 @@ class _Source(_Strict):
     fraction: float = Field(default=1.0, gt=0, le=1)
     split: Literal["train", "valid", "test"] | None = None
     messages: Literal["answers", "last", "all"] | None = None
+    max_faulty: Share = CorpusSource.max_faulty
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
     def resolve(self, name: str, root: Path | str) -> CorpusSource:
@@ -79,7 +81,7 @@ class _Source(_Strict):
             metadata=None if self.metadata is None else Path(joined(root, self.metadata)),
             **{key: getattr(self, key) for key in _UNCHANGED},
         )
-        return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split)
+        return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split, self.max_faulty)
 
 
 MAX_VOCAB_SIZE = 2**24
@@ -99,7 +101,11 @@ class _Recipe(_Strict):
     vocab_file: str | None = None
     merge_file: str | None = None
     train_tokenizer: TokenizerTraining | None = None
+    start_token: str | None = Field(default=None, min_length=1)
+    end_token: str | None = Field(default=None, min_length=1)
+    accept_tokenizer: bool = False
     chat_template: str | None = None
+    chat_time: datetime | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
     sources: dict[str, _Source] = Field(min_length=1)
@@ -118,6 +124,8 @@ class Recipe:
     tokenizer: dict[str, Any] | None
     training: TokenizerTraining | None
     chat_template: Path | None = None
+    chat_time: str | None = None
+    start_token: str | None = None
 
 
 def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
@@ -139,7 +147,7 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         recipe = _Recipe.model_validate(values)
     except ValidationError as error:
         raise DataError("\n".join(f"{place}: {_message(fault)}" for fault in error.errors())) from error
-    base = root or recipe.root
+    base = recipe.root if root is None else root
     beside = Path("." if is_url(base) else base)
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
         raise DataError(f"{place}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
@@ -148,16 +156,22 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         for name in sorted(files.keys() - (TOKENIZERS[kind][1] if kind else {})):
             if files[name] is not None:
                 raise DataError(f"{place}: {name} has no effect with {kind or 'a tokenizer that is trained'}.")
+    if kind is None and recipe.end_token is not None:
+        raise DataError(f"{place}: end_token has no effect with a tokenizer that is trained; <eod> ends its documents.")
+    if recipe.start_token is not None and all(source.messages for source in recipe.sources.values()):
+        raise DataError(f"{place}: start_token has no effect on chats; put it into their template.")
     tokenizer: dict[str, Any] | None = None
     if kind is not None:
         tokenizer = {name: None if file is None else str(beside / file) for name, file in files.items()}
-        tokenizer["tokenizer_type"] = kind
+        tokenizer |= {"tokenizer_type": kind} | ({} if recipe.end_token is None else {"eod": recipe.end_token})
     return Recipe(
         sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
-        rules=Rules(recipe.valid_fraction, recipe.test_fraction),
+        rules=Rules(recipe.valid_fraction, recipe.test_fraction, accept_tokenizer=recipe.accept_tokenizer),
         output=recipe.output,
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,
+        start_token=recipe.start_token,
+        chat_time=None if recipe.chat_time is None else recipe.chat_time.isoformat(),
         chat_template=None if recipe.chat_template is None else beside / recipe.chat_template,
     )
 

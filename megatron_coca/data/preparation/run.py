@@ -14,7 +14,9 @@ from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest
+from megatron_coca.data.preparation.acceptance import check_tokenizer
 from megatron_coca.data.preparation.blocks import Blocks, TokenizerSource, blocks_folder, remove_blocks, settings_of
+from megatron_coca.data.preparation.faults import check_faults
 from megatron_coca.data.preparation.manifest import Findings, ShardState
 from megatron_coca.data.preparation.preparation_plan import (
     CorpusSource,
@@ -29,6 +31,7 @@ from megatron_coca.data.preparation.preparation_plan import (
 )
 from megatron_coca.data.preparation.workers import TokenizedChunk
 from megatron_coca.data.shards import LABELS_SUFFIX, ShardWriter
+from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 
 def prepare(
@@ -55,8 +58,9 @@ def prepare(
         execution: settings without effect on the result.
         notes: further settings that decide the result, such as those of the tokenizer's training.
 
-    Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document, a
-    file is damaged, ``output`` exists or cannot be written, or another process is preparing it.
+    Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document or
+    too many faulty records, the tokenizer loses text, a file is damaged or changes, ``output`` exists or cannot be
+    written, or another process is preparing it.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -70,9 +74,12 @@ def prepare(
             with _work_is_kept(output):
                 settings = settings_of(sources, tokenizer, rules, notes)
                 blocks = Blocks(sources, inputs, output, tokenizer, rules, settings)
+                if blocks.chat_time is not None:
+                    settings["chat"]["time"] = blocks.chat_time
                 blocks.make(blocks.missing(), execution)
                 blocks.tokenizer.save(folder)
                 shards, findings = _write_shards(blocks, sources, inputs, folder, execution)
+                _check_findings(sources, shards, findings, blocks.tokenizer, rules)
                 record = manifest.build_manifest(sources, blocks.tokenizer, settings, inputs, shards, findings, folder)
                 manifest.write_run_config(folder, output, sources, record["sources"], blocks.tokenizer)
                 (folder / manifest.MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
@@ -138,6 +145,7 @@ def _write_shards(
                 problems = findings[number].problems
                 problems.merge(chunk.problems)
                 findings[number].sets |= chunk.sets
+                findings[number].sample.merge(chunk.sample)
                 kept = np.ones(len(chunk.lengths), dtype=bool)
                 if number <= last_compared:  # also of sources that keep all, for the later ones that do not
                     new = _are_new(database, chunk.digests)
@@ -151,6 +159,20 @@ def _write_shards(
         if not written[number]:
             raise DataError(no_usable_document(source, inputs.of(number), findings[number].problems))
     return shards, findings
+
+
+def _check_findings(
+    sources: Sequence[CorpusSource],
+    shards: Sequence[ShardState],
+    findings: Sequence[Findings],
+    tokenizer: Tokenizer,
+    rules: Rules,
+) -> None:
+    """``DataError`` for a source with too many faulty records, or one of which the tokenizer loses text."""
+    for number, (source, found) in enumerate(zip(sources, findings, strict=True)):
+        written = sum(shard.documents for shard in shards if shard.source == number)
+        check_faults(source.spec.name, written, found.problems, source.max_faulty)
+        check_tokenizer(source.spec.name, found.sample, tokenizer, rules)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,14 @@ from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems
 from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.losses import PASSAGE, Sample, passages_of, sampled
 from megatron_coca.program import exit_with_parent
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
 """Chunks in progress per process: enough that none waits for the one with the slowest chunk."""
+SAMPLED = 16
+"""Passages of each chunk that are decoded, about 1.5% of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class TokenizedChunk:
         problems: unusable and filtered records.
         read: ``Chunk.read``.
         labels: of all tokens, int32 as in a label shard; None if every token counts in the loss.
+        sample: what the tokenizer lost of passages of the documents.
     """
 
     targets: list[tuple[str, str]]
@@ -55,6 +59,7 @@ class TokenizedChunk:
     problems: ReadingProblems
     read: int
     labels: np.ndarray | None = None
+    sample: Sample = field(default_factory=Sample)
 
 
 class Tokenized(NamedTuple):
@@ -72,6 +77,7 @@ class ChunkTokenizer:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._readers = [open_reader(source.spec) for source in sources]
         self._dtype = token_dtype(tokenizer.vocab_size)
+        self._start = [] if (start := tokenizer.trained_start) is None else [start]
 
     def tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
         """Tokenize a chunk of source ``number``."""
@@ -106,10 +112,17 @@ class ChunkTokenizer:
             problems=problems,
             read=chunk.read,
             labels=np.concatenate(labels) if labels else None,
+            sample=self._sample([each.text for each in done], digests),
         )
 
+    def _sample(self, texts: Sequence[bytes], digests: Sequence[bytes]) -> Sample:
+        """Encode and decode passages of the texts with the smallest digests: the same ones in every run."""
+        chosen = sorted(range(len(texts)), key=digests.__getitem__)[:SAMPLED]
+        heads = [texts[number][: 4 * PASSAGE * SAMPLED // len(chosen)].decode(errors="ignore") for number in chosen]
+        return sampled(self._tokenizer, passages_of(heads, SAMPLED))
+
     def _text(self, text: str) -> Tokenized:
-        tokens = [*self._tokenizer.encode(text), self._tokenizer.eod]
+        tokens = [*self._start, *self._tokenizer.encode(text), self._tokenizer.eod]
         return Tokenized(text.encode(), np.array(tokens, dtype=self._dtype))
 
     def _chats(
@@ -121,7 +134,7 @@ class ChunkTokenizer:
             try:
                 done.append(self._chat(json.loads(document.text), counted))
                 kept.append(document)
-            except DataError as error:
+            except (DataError, RecursionError) as error:
                 problems.add(document.key, "chat that cannot be rendered", str(error))
         return kept, done
 

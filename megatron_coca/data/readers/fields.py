@@ -250,7 +250,10 @@ class Fields:
         ]
         if not all(isinstance(each.get("role"), str) for each in renamed):
             raise RejectedRecord("a message has no role")
-        return _valid(json.dumps({"messages": renamed, "tools": tools or None}, ensure_ascii=False, default=str))
+        try:
+            return _valid(json.dumps({"messages": renamed, "tools": tools or None}, ensure_ascii=False, default=str))
+        except RecursionError as error:
+            raise RejectedRecord("messages have too many levels of lists") from error
 
     def _key(self, row: Row) -> str:
         """The record's key, else its repository, else an empty string."""

@@ -87,6 +87,9 @@ class FileReader(Reader):
                 rows = table_rows if form in TABLE_FORMATS else self._formats[form].rows
                 yield from self.fields.documents(rows(records, problems), problems)
 
+    def stamp(self, unit: ReadUnit) -> str:
+        return file_unit(unit.path).stamp
+
     def unread(self) -> Counter[str]:
         """Count the skipped files in the folders of the source by reason; lists the folders again."""
         return unread_files(self.spec.paths)
@@ -171,7 +174,7 @@ def read_documents(path: Path | str, problems: ReadingProblems | None = None) ->
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
     ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,
-    unreadable, damaged or unknown file.
+    unreadable, damaged or unknown file, and at the end of one that changed while it was read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # One document may be a whole book collection: what is evaluated on is chosen, not collected.
@@ -179,3 +182,4 @@ def read_documents(path: Path | str, problems: ReadingProblems | None = None) ->
     for unit in reader.units():
         for chunk in reader.chunks(unit):
             yield from reader.documents(chunk, problems)
+        reader.check_unchanged(unit)

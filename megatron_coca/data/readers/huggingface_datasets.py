@@ -49,9 +49,7 @@ class HuggingFaceReader(Reader):
             if path.is_dir() and (is_saved_dataset(path) or saved_splits(path)):
                 units += [file_unit(file) for file in corpus_files([self._saved_split(path)])]
             elif path.exists():
-                files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-                stamps = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
-                units.append(ReadUnit(name, 0, hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]))
+                units.append(ReadUnit(name, 0, _stamp(path)))
             else:
                 if name.startswith((".", "/", "~")) or name.count("/") > 1 or kind_of(name) is not None:
                     raise DataError(
@@ -64,6 +62,12 @@ class HuggingFaceReader(Reader):
                     commit = HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha
                 units.append(ReadUnit(name, 0, str(commit)))
         return units
+
+    def stamp(self, unit: ReadUnit) -> str:
+        path = Path(unit.path)
+        if not path.exists():
+            return unit.stamp  # at the Hub: its commit is read
+        return file_unit(path).stamp if unit.size else _stamp(path)
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut an Arrow file, or stream a data set. ``DataError`` if reading fails."""
@@ -100,6 +104,13 @@ class HuggingFaceReader(Reader):
         stream = datasets.load_dataset(**source, name=self.spec.options.get("name"), split=self._split, streaming=True)
         names = stream.column_names
         return stream.select_columns(self._files.fields.columns(names, unit.path)) if names else stream
+
+
+def _stamp(path: Path) -> str:
+    """The stamp of a file or of all files in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    stamps = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -90,23 +90,26 @@ class RepositoryReader(Reader):
         ``DataError`` for a path that is not a folder or holds no repository. A million files take about 3 s with the
         folders in the page cache.
         """
-        metadata = ""
-        if self._spec.metadata is not None:
-            try:
-                with Path(self._spec.metadata).open("rb") as stream:
-                    metadata = hashlib.file_digest(stream, "sha256").hexdigest()
-            except OSError as error:
-                raise DataError(
-                    f"{self._spec.metadata}: cannot be read ({error}). Check the path and its permissions."
-                ) from error
-        units = []
+        units, metadata = [], self._metadata_digest()
         for root in map(str, self._spec.paths):
             if not os.path.isdir(root):
                 raise DataError(f"{root}: no such folder. Check the path of {self._spec.name}.")
-            for path in _repositories(os.path.normpath(root)):
-                size, stamp = _fingerprint(path)
-                units.append(ReadUnit(path, size, hashlib.sha256(f"{stamp} {metadata}".encode()).hexdigest()[:32]))
+            units += [_unit(path, metadata) for path in _repositories(os.path.normpath(root))]
         return units
+
+    def stamp(self, unit: ReadUnit) -> str:
+        return _unit(unit.path, self._metadata_digest()).stamp
+
+    def _metadata_digest(self) -> str:
+        if self._spec.metadata is None:
+            return ""
+        try:
+            with Path(self._spec.metadata).open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(
+                f"{self._spec.metadata}: cannot be read ({error}). Check the path and its permissions."
+            ) from error
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Names of about a megabyte of files each, with the counts of skipped entries."""
@@ -238,6 +241,11 @@ def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str
                 yield entry.path, 0, 0  # reported when the file is read
             else:
                 yield entry.path, status.st_size, status.st_mtime_ns
+
+
+def _unit(repository: str, metadata: str) -> ReadUnit:
+    size, stamp = _fingerprint(repository)
+    return ReadUnit(repository, size, hashlib.sha256(f"{stamp} {metadata}".encode()).hexdigest()[:32])
 
 
 def _fingerprint(repository: str) -> tuple[int, str]:

@@ -248,6 +248,18 @@ class Reader(ABC):
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """Yield the documents of a chunk in order; unusable records go to ``problems``."""
 
+    @abstractmethod
+    def stamp(self, unit: ReadUnit) -> str:
+        """The stamp of a unit in its present state. ``DataError`` if it is no longer there."""
+
+    def check_unchanged(self, unit: ReadUnit) -> None:
+        """``DataError`` if a unit was changed since it was listed: what was read may mix old and new content."""
+        if unit.stamp and self.stamp(unit) != unit.stamp:
+            raise DataError(
+                f"{printable(unit.path)}: changed while it was read. Wait until it is completely written or "
+                "downloaded, and run the same command again."
+            )
+
     def unread(self) -> Counter[str]:
         """Count the files in the folders that belong to no unit, by reason; none by default."""
         return Counter()

@@ -1,11 +1,13 @@
 """Tokenizers, opened by GPT-NeoX's name for the type, or from the folder where they were saved."""
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.data.tokenizers.chat import find_template, saved_template
+from megatron_coca.data.tokenizers.end_tokens import named_ends, read_object
 from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
     CharLevelTokenizer,
@@ -22,6 +24,7 @@ from megatron_coca.regular_files import read_regular
 
 __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files", "train_sentencepiece"]
 
+logger = logging.getLogger(__name__)
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 # By GPT-NeoX's names: the class, and the names under which its files are saved.
 TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
@@ -48,14 +51,20 @@ def load_tokenizer(
     """Open a tokenizer by GPT-NeoX's name for its type. Nothing is downloaded.
 
     In a folder as ``vocab_file``, the files with the usual names are read. ``eod`` names the symbol that ends
-    documents, if not the default one; the fingerprint then differs. Raises ``DataError`` for an unknown type, a symbol
-    that the vocabulary lacks, and a file that is missing, unreadable or of another format.
+    documents; without it that is the end of text which the files beside ``vocab_file`` name, else the default one. The
+    fingerprint depends on a symbol that is not the default one. Raises ``DataError`` for an unknown type, a symbol that
+    the vocabulary lacks, and a file that is missing, unreadable or of another format.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None and Path(vocab_file).is_dir():
         for argument, name in _file_names(tokenizer_type).items():
             given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
-    tokenizer = _open(tokenizer_type, _read_files(tokenizer_type, given), eod, str(vocab_file or tokenizer_type))
+    files, place = _read_files(tokenizer_type, given), str(vocab_file or tokenizer_type)
+    if eod is None and vocab_file is not None and (Path(vocab_file).is_dir() or _is_usual(tokenizer_type, vocab_file)):
+        folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
+        tokenizer = _open_with_named_end(tokenizer_type, files, folder, place)
+    else:
+        tokenizer = _open(tokenizer_type, files, eod, place)
     if vocab_file is not None:
         tokenizer.chat = find_template(Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent)
     return tokenizer
@@ -68,6 +77,10 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         saved = json.loads(read_regular(path))
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
+        template = saved_template(saved)
+        for name in ("eod_symbol", "start_symbol"):
+            if not isinstance(saved.get(name), str | None):
+                raise ValueError(f"{name} is not text")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: cannot read the tokenizer's description file ({error}).") from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
@@ -75,8 +88,8 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
-    if "chat_template" in saved:
-        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"])
+    tokenizer.start_symbol = saved.get("start_symbol")
+    tokenizer.chat = template
     return tokenizer
 
 
@@ -106,6 +119,54 @@ def _read_files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> 
                 f"{path}: cannot read the tokenizer ({error.strerror}). Set {argument} to a file for {tokenizer_type}."
             ) from error
     return files
+
+
+def _is_usual(tokenizer_type: str, file: str | Path) -> bool:
+    """True if a file has the usual name. Another name does not say that the files beside it are the tokenizer's."""
+    return Path(file).name in _file_names(tokenizer_type).values()
+
+
+def _open_with_named_end(tokenizer_type: str, files: Files, folder: Path, place: str) -> Tokenizer:
+    """Open a tokenizer with the end of text that its folder names, else with the default one."""
+    saved = read_object(folder / DESCRIPTION)
+    symbol = saved.get("eod_symbol")
+    if isinstance(symbol, str) and saved.get("fingerprint") == fingerprint_of(tokenizer_type, files, symbol):
+        return _open(tokenizer_type, files, symbol, place)
+    try:
+        default = _open(tokenizer_type, files, None, place)
+    except DataError as error:
+        return _open_first(tokenizer_type, files, named_ends(folder), place, error)
+    named = [default.piece(end) if isinstance(end, int) else end for end in named_ends(folder) if _has(default, end)]
+    if not named or named[0] == default.piece(default.eod):
+        return default
+    try:
+        return _open(tokenizer_type, files, named[0], place)
+    except DataError as error:
+        used = default.piece(default.eod)
+        logger.warning("%s; the default %r ends documents; --end-token names another", error, used)
+        return default
+
+
+def _has(tokenizer: Tokenizer, end: int | str) -> bool:
+    """True if a tokenizer has an id or a symbol."""
+    if isinstance(end, int):
+        return 0 <= end < tokenizer.vocab_size
+    try:
+        return tokenizer.token(end) is not None
+    except DataError:
+        return False
+
+
+def _open_first(
+    tokenizer_type: str, files: Files, ends: Iterable[int | str], place: str, error: DataError
+) -> Tokenizer:
+    """Open a tokenizer with the first of these symbols that can end documents. Raises ``error`` if none can."""
+    for end in ends:
+        try:
+            return _open(tokenizer_type, files, str(end), place)
+        except DataError as other:
+            logger.info("%s", other)
+    raise error
 
 
 def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tokenizer:

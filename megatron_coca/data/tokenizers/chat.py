@@ -3,19 +3,17 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.chat_sandbox import Budget, TooManySteps, compiled, render
+from megatron_coca.data.tokenizers.end_tokens import read_object
 from megatron_coca.regular_files import read_regular
 
 Messages = Sequence[Mapping[str, Any]]
@@ -26,38 +24,14 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class _Generation(jinja2.ext.Extension):
-    """The block ``{% generation %}``: tells the context's ``mark`` its text, and prints what that returns."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        mark = jinja2.nodes.Name("mark_generation", "load")
-        marked = jinja2.nodes.Filter(None, "marked", [mark], [], None, None)
-        return jinja2.nodes.FilterBlock(body, marked).set_lineno(line)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-@cache
-def _compiled(source: str) -> jinja2.Template:
-    """Compile a template with the settings, filters and functions that transformers gives it."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters |= {"tojson": _tojson, "marked": lambda text, mark: mark(text) if mark else text}
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(source)
+STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
+"""Steps of a template (``chat_sandbox``) to render a chat: about a second, and more for a longer one."""
+STEPS_FOR_ANSWERS = 30_000_000
+"""Steps to find the answers of a chat by renderings of its beginnings: about a minute."""
+_SHOWN = 300
+"""Characters of a template's own message that are shown."""
+_MARKS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+"""Characters for private use."""
 
 
 @dataclass(frozen=True)
@@ -67,44 +41,70 @@ class ChatTemplate:
     Attributes:
         source: the template.
         symbols: ``bos_token`` and others, which the template may print.
+        now: the time that the template may print, in ISO 8601; None for the present.
     """
 
     source: str
     symbols: Mapping[str, str]
+    now: str | None = None
+
+    @property
+    def asks_for_time(self) -> bool:
+        """True if the template may print the time."""
+        return "strftime_now" in self.source
 
     def render(
-        self, messages: Messages, tools: Any = None, prompt: bool = False, mark: Callable[[str], str] | None = None
+        self,
+        messages: Messages,
+        tools: Any = None,
+        prompt: bool = False,
+        mark: Callable[[str], str] | None = None,
+        budget: Budget | None = None,
     ) -> str:
         """The text of a chat; with ``prompt`` up to where the next answer begins (``add_generation_prompt``).
 
-        Raises ``DataError`` for a template or messages that it refuses.
+        Raises ``DataError`` for a template or messages that it refuses, and for one that takes too many steps: more
+        than ``budget``, by default those for one rendering.
         """
+        variables = {
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            "mark_generation": mark,
+            **self.symbols,
+        }
         try:
-            return _compiled(self.source).render(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                mark_generation=mark,
-                **self.symbols,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"the chat template refuses the messages ({error})") from error
+            now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
+            return render(self.source, variables, _budget(messages, tools) if budget is None else budget, now)
+        except TooManySteps as error:
+            raise DataError(f"the chat template cannot be used: {error}") from error
+        except Exception as error:  # a template may raise anything, such as RecursionError or OverflowError
+            reason = repr(str(error)[:_SHOWN] or type(error).__name__)[1:-1]
+            raise DataError(f"the chat template refuses the messages ({reason})") from error
 
     def answers(self, messages: Messages, tools: Any = None) -> tuple[str, Spans]:
         """The text of a chat, and where its answers are: in ``{% generation %}`` if the template has it, else what
         rendering one more message adds behind the prompt for it.
 
         Raises ``DataError`` as ``render``, and for a template that renders earlier messages otherwise in longer chats.
+        The second way takes steps that grow with the square of the number of messages, up to ``STEPS_FOR_ANSWERS``.
         """
-        text = self.render(messages, tools)
+        first = _budget(messages, tools)
+        text = self.render(messages, tools, budget=first)
         if _GENERATION.search(self.source):
             return text, self._generated(messages, tools, text)
-        spans = []
+        spans, budget = [], Budget(STEPS_FOR_ANSWERS)
+        if first.spent * sum(message.get("role") == ANSWERING for message in messages) > STEPS_FOR_ANSWERS:
+            raise DataError(
+                f"the chat template takes too many steps to find the answers among {len(messages)} messages; put the "
+                "answers into {% generation %} in the template, which then is rendered only twice"
+            )
         for number, message in enumerate(messages):
             if message.get("role") != ANSWERING:
                 continue
-            before, after = self.render(messages[:number], tools, True), self.render(messages[: number + 1], tools)
+            before = self.render(messages[:number], tools, True, budget=budget)
+            after = self.render(messages[: number + 1], tools, budget=budget)
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
                     "the chat template renders a message otherwise when others follow, so its answers cannot be told; "
@@ -115,7 +115,10 @@ class ChatTemplate:
 
     def _generated(self, messages: Messages, tools: Any, text: str) -> Spans:
         """Render once more with marks around the generated parts, which the text does not contain."""
-        mark = next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in text)
+        used = set(text)
+        mark = next((mark for mark in map(chr, chain(*_MARKS)) if mark not in used), None)
+        if mark is None:
+            raise DataError("the chat has every character for private use, so that its answers cannot be marked")
         marked = self.render(messages, tools, mark=lambda part: mark + part + mark).split(mark)
         edges = [0]
         for part in marked:
@@ -129,36 +132,66 @@ class ChatTemplate:
         return answered.rpartition("ANSWER")[2]
 
 
+def _budget(messages: Messages, tools: Any) -> Budget:
+    """The steps to render a chat."""
+    try:
+        characters = len(json.dumps([list(messages), tools], default=str, skipkeys=True, ensure_ascii=False))
+    except (ValueError, RecursionError):  # lists within themselves, or very many levels of lists
+        characters = 0
+    return Budget(STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * characters)
+
+
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its reasoning under the names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template in the description of a saved tokenizer. ValueError if it is not text."""
+    source, symbols, now = (saved.get(name) for name in ("chat_template", "chat_symbols", "chat_time"))
+    if source is None:
+        return None
+    if not (isinstance(source, str) and isinstance(symbols, dict) and isinstance(now, str | None)):
+        raise ValueError("chat_template, chat_symbols and chat_time are not text")
+    if not all(isinstance(text, str) for text in symbols.values()):
+        raise ValueError("chat_symbols are not text")
+    return ChatTemplate(source, symbols, now)
+
+
 def find_template(folder: Path) -> ChatTemplate | None:
-    """The template saved in a Hugging Face folder: ``chat_template.jinja``, or the key of ``tokenizer_config.json``."""
-    found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError):
-            found |= json.loads(read_regular(folder / name))
+    """The template saved in a Hugging Face folder: ``chat_template.jinja``, or the key of ``tokenizer_config.json``.
+
+    ``DataError`` for a file of a template that is not text.
+    """
+    found = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
     source = found.get("chat_template")
     if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    with suppress(OSError):
-        source = read_regular(folder / "chat_template.jinja").decode()
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[0].get("template") if named else None
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        source = _read_template(path)
     names = {name: value for name, value in found.items() if name.endswith("_token")}
-    symbols = {name: value["content"] if isinstance(value, dict) else value for name, value in names.items()}
+    symbols = {name: value.get("content") if isinstance(value, dict) else value for name, value in names.items()}
     texts = {name: value for name, value in symbols.items() if isinstance(value, str)}
-    return None if source is None else ChatTemplate(source, texts)
+    return ChatTemplate(source, texts) if isinstance(source, str) else None
 
 
 def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
     """The template in a file, with the symbols of another. ``DataError`` if it cannot be read or has an error."""
+    source = _read_template(path)
     try:
-        source = read_regular(path).decode()
-        _compiled(source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot read the chat template ({error}).") from error
+        compiled(source)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"{path}:{error.lineno}: {error.message}") from error
+    except Exception as error:  # also of Python, which compiles the template
+        raise DataError(f"{path}: the chat template cannot be used ({error})") from error
     return ChatTemplate(source, {} if template is None else template.symbols)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_regular(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read the chat template ({error}).") from error

@@ -10,6 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import ChatTemplate
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's. Gemma has </s> too, as a
-# tag of HTML.
-EOD_SYMBOLS = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>")
+# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma has
+# </s> too, as a tag of HTML.
+EOD_SYMBOLS = (
+    *("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Files = Mapping[str, tuple[str, bytes]]
@@ -43,11 +47,13 @@ class Tokenizer(ABC):
         files: as given.
         vocab_size: largest id plus one.
         eod: the id that ends each document of a prepared corpus.
+        start_symbol: the symbol that begins each text of a prepared corpus, or None. It changes no encoding.
         fingerprint: as ``fingerprint_of``.
         chat: the template of chats, or None. It changes no encoding, and so not the fingerprint.
     """
 
     tokenizer_type: str
+    start_symbol: str | None = None
     chat: ChatTemplate | None = None
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
@@ -81,6 +87,25 @@ class Tokenizer(ABC):
         if found is None:
             raise DataError(f"The vocabulary has no symbol {symbol!r} ({self.tokenizer_type}).")
         return found
+
+    @property
+    def unknown(self) -> int | None:
+        """Id that stands for everything that the vocabulary lacks; None if there is none."""
+        return None
+
+    @property
+    def trained_start(self) -> int | None:
+        """Id of ``start_symbol``, which prepared texts begin with; None if there is none."""
+        return None if self.start_symbol is None else self.token(self.start_symbol)
+
+    def begin_texts(self, symbol: str) -> None:
+        """Make ``symbol`` the ``start_symbol``. ``DataError`` if it is no special token of the vocabulary."""
+        if self.token(symbol) in self.encode(symbol):
+            raise DataError(
+                f"start_token: {symbol!r} cannot begin documents, as text with these characters would become it; name "
+                "a special token"
+            )
+        self.start_symbol = symbol
 
     @abstractmethod
     def piece(self, token: int) -> str:
@@ -121,8 +146,10 @@ class Tokenizer(ABC):
         description = {"tokenizer_type": self.tokenizer_type, "vocab_size": self.vocab_size, "eod": self.eod}
         description |= {argument: name for argument, (name, _) in self.files.items()}
         description |= {"eod_symbol": self._eod_symbol} if self._eod_symbol else {}
+        description |= {"start_symbol": self.start_symbol} if self.start_symbol else {}
         if self.chat is not None:
             description |= {"chat_template": self.chat.source, "chat_symbols": dict(self.chat.symbols)}
+            description |= {"chat_time": self.chat.now} if self.chat.now else {}
         description["fingerprint"] = self.fingerprint
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
 
@@ -131,7 +158,8 @@ class Tokenizer(ABC):
         eod = next((i for i in map(self._lookup, symbols) if i is not None), None)
         if eod is None:
             raise DataError(
-                f"The vocabulary has no symbol that ends a document: one of {', '.join(symbols)} is needed."
+                f"The vocabulary has no symbol that ends a document: one of {', '.join(symbols)} is needed. Name its "
+                "own with --end-token of prepare (end_token in a recipe)."
             )
         return eod
 
@@ -229,6 +257,14 @@ class HFTokenizer(Tokenizer):
 
     def _lookup(self, symbol: str) -> int | None:
         return self._model.token_to_id(symbol)
+
+    @cached_property
+    def unknown(self) -> int | None:
+        symbol = getattr(self._model.model, "unk_token", None)
+        if symbol is not None:
+            return self._model.token_to_id(symbol)
+        # A unigram model tells the id only in its file.
+        return None if hasattr(self._model.model, "unk_token") else json.loads(self._model.to_str())["model"]["unk_id"]
 
     def _find_eod(self, symbol: str | None) -> int:
         eod = super()._find_eod(symbol)

@@ -68,6 +68,10 @@ class SentencePieceTokenizer(Tokenizer):
         token = self._model.piece_to_id(symbol)
         return None if token == self._model.unk_id() else token
 
+    @property
+    def unknown(self) -> int | None:
+        return self._model.unk_id()
+
     @cached_property
     def _eod_text(self) -> str | None:
         # Text never matches a control symbol, but a user-defined one, which is therefore encoded in two parts.
