@@ -28,7 +28,7 @@ from megatron_coca.training.corpus import (
     validation_note,
     with_train_iters,
 )
-from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import Engine, HeldOutLoss, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
 from megatron_coca.training.initial_model import initial_model
@@ -317,12 +317,14 @@ class Trainer:
 
         self.step, self._skipped = self.step + 1, self._skipped + result.skipped
         self._watchdog.beat(f"step {self.step}")
-        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate}
+        figures = {"loss": result.loss if result.labels else None, "grad_norm": result.grad_norm, "lr": rate}
         if self._engine.loss_scale is not None:
             figures["loss_scale"] = self._engine.loss_scale
         monitor.stepped(self.step, figures, result.skipped)
         if verdict.reason is not None:
             monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")
+        if not result.labels:
+            monitor.note(self.step, "no token of this step counts in the loss (labels and loss masks): no gradient")
 
         if verdict.kind == "stop":
             self._checkpoints.wait()
@@ -379,7 +381,7 @@ class Trainer:
     def _finished(self) -> bool:
         return self.step == self._stage.last
 
-    def _mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+    def _mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         if dist.anyone((self._asked_to_stop(),))[0]:
             raise _PreemptedDuringValidationError
         self._watchdog.beat("validation")
