@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from megatron_coca.config import load_config
 from megatron_coca.data import Blend, Shard
@@ -92,6 +93,29 @@ SLOW = [
     (4, {"pipe_parallel_size": 2}, 2),
     (1, {"loss_chunk_size": 0}, 2),
 ]
+
+
+def test_a_step_without_labels_has_no_gradient(
+    live: Any, open_run: Any, tmp_path: Path, keys: Any, corpus: Path
+) -> None:
+    """It is no loss of 0, and neither is a validation without labels."""
+    for name in ("train", "test"):
+        shard = Shard(corpus / f"words_{name}")
+        writer = ShardWriter(tmp_path / f"{name}_labels", 512, labels=True)
+        for number in range(shard.documents):
+            writer.add(np.full(len(shard.document(number)), MASKED))
+        writer.finish()
+    labels = {"train_label_data_paths": [str(tmp_path / "train_labels")]}
+    labels["valid_label_data_paths"] = [str(tmp_path / "test_labels")]
+    finished = live(keys | labels | {"save": str(tmp_path / "run"), "train_iters": 2}, ranks=2)
+    run = open_run(tmp_path / "run")
+    steps = [record for record in run.records if "loss" in record]
+    assert [(step["loss"], step["grad_norm"], step["skipped_steps"]) for step in steps] == [(None, 0.0, 0)] * 2
+    assert [event for event in run.events if "no token of this step counts in the loss" in event] == run.events
+    assert len(run.events) == 2 and not any("validation" in name for record in run.records for name in record)
+    assert "validation_loss: no token of these validation samples counts" in finished.output
+    weights = load_file(tmp_path / "run" / "global_step2" / "model.safetensors")
+    assert all(bool(each.isfinite().all()) for each in weights.values())
 
 
 @pytest.mark.parametrize(

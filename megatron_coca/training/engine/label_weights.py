@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_coca.data import Batch
-from megatron_coca.training.engine.group import sum_on_host, world_size
+from megatron_coca.training.engine import group as dist
 
 
 class HeldOutLoss(NamedTuple):
@@ -41,5 +41,7 @@ def step_labels(micro_batches: Sequence[Batch], data_ranks: int) -> StepLabels:
     if micro_batches[0].loss_mask is None:  # then no rank has one
         return StepLabels(parts * micro_batches[0].tokens[:, 1:].size, [1.0] * len(micro_batches))
     counts = [int(np.count_nonzero(batch.loss_mask)) for batch in micro_batches]
-    total = sum_on_host(sum(counts)) * data_ranks // world_size()  # ranks that share a model have the same samples
+    total = (
+        dist.sum_on_host(sum(counts)) * data_ranks // dist.world_size()
+    )  # ranks that share a model have the same samples
     return StepLabels(total, label_weights(counts, total, parts))
