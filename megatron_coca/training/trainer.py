@@ -48,7 +48,7 @@ from megatron_coca.training.resume import (
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.sinks import is_validated, run_folder
-from megatron_coca.training.topology import Topology
+from megatron_coca.training.topology import Topology, rounded_sum
 from megatron_coca.training.validation import check_validation, validate
 from megatron_coca.training.watchdog import Watchdog
 
@@ -212,6 +212,8 @@ def _log_summary(opened: OpenedStage, step: int) -> None:
         stage.config.model.seq_length,
         f"resuming at step {step}" if step else "from step 0",
     )
+    if dist.is_main() and (note := rounded_sum(stage.config, opened.sizes)) is not None:
+        logger.warning(note)
     shares = corpus.mixture(stage.last, total)
     logger.info(mixture_table(shares))
     for line in repeated_sources(shares) if dist.is_main() else ():

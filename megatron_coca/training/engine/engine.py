@@ -149,7 +149,7 @@ class Engine:
         self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)
         # Of the current step: its labels; the mean of the losses on the device, once all micro-batches are done; loss
         # and gradient norm, once they are read; and if the optimizer changed weights.
-        self._labels = StepLabels(0, [])
+        self._counted = StepLabels(0, [])
         self._mean: Tensor | None = None
         self._loss: float | None = None
         self._norm: float | None = None
@@ -223,10 +223,10 @@ class Engine:
     def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         """Return the loss of held-out samples. Every rank must call it."""
         self._engine.eval()
-        labels = step_labels(micro_batches, self._data_ranks)
-        losses = [self._engine(**arguments).double() for arguments in self._inputs(micro_batches, labels)]
+        counted = step_labels(micro_batches, self._data_ranks)
+        losses = [self._engine(**arguments).double() for arguments in self._inputs(micro_batches, counted)]
         self._engine.train()
-        return HeldOutLoss(float(mean_over_ranks(torch.stack(losses).mean())), labels.count)
+        return HeldOutLoss(float(mean_over_ranks(torch.stack(losses).mean())), counted.labels)
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the memory that the engine works on."""
@@ -271,12 +271,12 @@ class Engine:
         self._limits, self._applied = limits or Limits(), False
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        self._labels = step_labels(micro_batches, self._data_ranks)
-        return self._inputs(micro_batches, self._labels)
+        self._counted = step_labels(micro_batches, self._data_ranks)
+        return self._inputs(micro_batches, self._counted)
 
-    def _inputs(self, micro_batches: Sequence[Batch], labels: StepLabels) -> Iterator[dict[str, Any]]:
+    def _inputs(self, micro_batches: Sequence[Batch], counted: StepLabels) -> Iterator[dict[str, Any]]:
         """Yield the keyword arguments of the trained module for each micro-batch."""
-        for batch, weight in zip(micro_batches, labels.weights, strict=True):
+        for batch, weight in zip(micro_batches, counted.weights, strict=True):
             yield {**self._tensors(batch), "loss_weight": weight}
 
     def _tensors(self, batch: Batch) -> dict[str, Tensor]:
@@ -318,7 +318,7 @@ class Engine:
         loss, norm = self._step_loss(), self._norm
         if norm is None and self.loss_scale is None:
             norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; only in fp16 are they no fault
-        return StepResult(loss, norm, not self._applied, self._labels.count)
+        return StepResult(loss, norm, not self._applied, self._counted.labels)
 
 
 @dataclass(frozen=True)
@@ -402,11 +402,11 @@ class PipelineEngine(Engine):
     @torch.no_grad()
     def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         """Return the loss of held-out samples; see `Engine.mean_loss`."""
-        labels, count = step_labels(micro_batches, self._data_ranks), len(micro_batches)
-        batches = self._feed(self._inputs(micro_batches, labels))
+        counted, count = step_labels(micro_batches, self._data_ranks), len(micro_batches)
+        batches = self._feed(self._inputs(micro_batches, counted))
         self._engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         self._engine.module.train()
-        return HeldOutLoss(float(self._mean_loss()), labels.count)
+        return HeldOutLoss(float(self._mean_loss()), counted.labels)
 
     def _feed(self, arguments: Iterable[dict[str, Any]]) -> Iterator[tuple[Tensor, None]]:
         """Give the stage its micro-batches; returns what DeepSpeed's first stage takes for its input."""

@@ -17,9 +17,11 @@ class HeldOutLoss(NamedTuple):
 
 
 class StepLabels(NamedTuple):
-    """The labels of a step over all ranks, and for each micro-batch of this rank the weight of its mean loss."""
+    """The number of labels of a step over all ranks, and a weight for the mean loss of each of this rank's
+    micro-batches.
+    """
 
-    count: int
+    labels: int
     weights: list[float]
 
 
@@ -38,10 +40,10 @@ def step_labels(micro_batches: Sequence[Batch], data_ranks: int) -> StepLabels:
     Every rank must call it. Only with loss masks do the ranks communicate, on the host.
     """
     parts = len(micro_batches) * data_ranks
-    if micro_batches[0].loss_mask is None:  # then no rank has one
+    masks = [batch.loss_mask for batch in micro_batches if batch.loss_mask is not None]
+    if not masks:  # then no rank has one
         return StepLabels(parts * micro_batches[0].tokens[:, 1:].size, [1.0] * len(micro_batches))
-    counts = [int(np.count_nonzero(batch.loss_mask)) for batch in micro_batches]
-    total = (
-        dist.sum_on_host(sum(counts)) * data_ranks // dist.world_size()
-    )  # ranks that share a model have the same samples
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
+    # Ranks that share a model have the same samples.
+    total = dist.sum_on_host(sum(counts)) * data_ranks // dist.world_size()
     return StepLabels(total, label_weights(counts, total, parts))
