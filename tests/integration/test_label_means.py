@@ -19,21 +19,11 @@ from megatron_coca.data.shards import MASKED, ShardWriter
 from megatron_coca.model import build_model
 from megatron_coca.training.corpus import open_corpus
 from tests.checkpoint_files import open_state
+from tests.conftest import make_labels
 
 BATCH, EVALUATED, LENGTH = 16, 2, 32
 LOSS, GRADIENT = 2e-6, 1e-5
 """Relative, of float32 against float64: sums of 16 samples in two layers."""
-
-
-def write_labels(shard: Shard, folder: Path) -> str:
-    """Every token of each seventh document counts, one of the next document, none of the others."""
-    writer = ShardWriter(folder / f"{shard.prefix.name}_labels", 512, labels=True)
-    for number in range(shard.documents):
-        document = shard.document(number)
-        counted = np.arange(len(document)) == 150 if number % 7 == 1 else np.full(len(document), number % 7 == 0)
-        writer.add(np.where(counted, document, MASKED))
-    writer.finish()
-    return str(folder / f"{shard.prefix.name}_labels")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +31,7 @@ def keys(small: dict[str, Any], corpus: Path, tmp_path_factory: pytest.TempPathF
     """One step at a learning rate that changes no weight, so that it is validated with the initial ones."""
     folder = tmp_path_factory.mktemp("labels")
     labels = {
-        f"{split}_label_data_paths": [write_labels(Shard(corpus / f"words_{name}"), folder)]
+        f"{split}_label_data_paths": [make_labels(corpus / f"words_{name}", folder)]
         for split, name in (("train", "train"), ("valid", "test"))
     }
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_clipping": 0.0, "init_method_std": 0.2}
