@@ -295,8 +295,11 @@ def compare(run: SoakRun, launcher: Launcher, last: int, sampled: int) -> dict[s
     undisturbed = Run(folder)
     losses = undisturbed.losses
     for name, end, other in continued:
-        pairs = zip(losses[end : end + COMPARED], Run(other).losses[end : end + COMPARED], strict=True)
-        differences[name] = max(differences.get(name, 0.0), *(abs(one / two - 1.0) for one, two in pairs))
+        pairs = list(zip(losses[end : end + COMPARED], Run(other).losses[end : end + COMPARED], strict=True))
+        if any((one is None) != (two is None) for one, two in pairs):
+            raise DeviationError(f"{run.name}: steps without labels depend on the layout: {pairs}")
+        labelled = (abs(one / two - 1.0) for one, two in pairs if one is not None)
+        differences[name] = max(differences.get(name, 0.0), *labelled, 0.0)
         shutil.rmtree(other)
     if differences and max(differences.values()) > RELATIVE:
         raise DeviationError(f"{run.name}: losses after a change of the layout differ by {differences}")

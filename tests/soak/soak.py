@@ -184,9 +184,8 @@ class Soak:
         facts = {"reached": run.reached, "changes": run.changes, "clock": self._shim.clock()}
         self._note(plan, PLANNED, {"plan": plan._asdict(), **facts})
         if plan.kind == EVALUATE:
-            statuses, hit = disturbed_evaluation(
-                self._launcher, plan, run.save, self._folder / f"evaluated_{plan.number}"
-            )
+            saved = next((each.save for each in (run, *self._runs.values()) if native.steps(each.save)), run.save)
+            statuses, hit = disturbed_evaluation(self._launcher, plan, saved, self._folder / f"evaluated_{plan.number}")
             outcome = Outcome(plan, statuses, hit, False, None, None, run.reached, None)
             self._note(plan, "ended", outcome._replace(plan=plan.number)._asdict())
             return outcome
