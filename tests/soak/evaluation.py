@@ -13,6 +13,7 @@ from tests.integration.killing import TIME_LIMIT, left_alive
 from tests.soak.events import Plan
 from tests.soak.runs import CommandLaunch, DeviationError, Launcher, wait_until_ended
 
+POLL = 0.1
 IMPORTS = 2.0
 """Seconds after the start before which there is little to disturb."""
 TEXT = "the sea was calm and a small boat lay near its shore until morning came over hills. "
@@ -30,6 +31,8 @@ def disturbed_evaluation(launcher: Launcher, plan: Plan, checkpoint: Path, folde
     text.write_text("".join(json.dumps({"text": TEXT * (4 + number)}) + "\n" for number in range(3)))
     disturbed = launcher.evaluate(checkpoint, text, folder / "disturbed", jobs=2)
     statuses = disturbed.wait(plan.moment + IMPORTS)
+    while statuses is None and plan.stale and not disturbed.ranks():
+        statuses = disturbed.wait(POLL)
     hit = statuses is None and _kill(disturbed, plan)
     statuses = statuses or _ended(disturbed, plan)
     if statuses != [0]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,9 +155,12 @@ class CommandLaunch:
         self._process.send_signal(number)
 
     def ranks(self) -> list[int]:
-        """The process numbers of the ranks that run."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        return [int(number) for number in children.read_text().split()] if children.exists() else []
+        """The process numbers of the ranks, or of an evaluation's processes, that run."""
+        found: list[int] = []
+        for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):  # of every thread
+            with suppress(OSError):
+                found += map(int, children.read_text().split())
+        return found
 
     def output(self) -> str:
         """The output of all processes."""
