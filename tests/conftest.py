@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +20,8 @@ from safetensors.torch import load_file
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
 
-from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data import CorpusSource, Execution, Rules, Shard, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data.shards import MASKED, ShardWriter
 from tests.figures import TIMINGS
 
 ROOT = Path(__file__).parents[1]
@@ -196,6 +198,20 @@ def make_corpus(folder: Path) -> Path:
     rules = Rules(valid_fraction=0, test_fraction=0.2)
     prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), rules, Execution(progress=False))
     return folder / "shards"
+
+
+def make_labels(shard: Path, folder: Path) -> str:
+    """Write labels for a shard of `make_corpus`: every token of each seventh document counts, one of the next document,
+    none of the others. Returns their prefix.
+    """
+    given, prefix = Shard(shard), folder / f"{shard.name}_labels"
+    writer = ShardWriter(prefix, 512, labels=True)
+    for number in range(given.documents):
+        document = given.document(number)
+        counted = np.arange(len(document)) == 150 if number % 7 == 1 else np.full(len(document), number % 7 == 0)
+        writer.add(np.where(counted, document, MASKED))
+    writer.finish()
+    return str(prefix)
 
 
 def small_keys(corpus: Path) -> dict[str, Any]:

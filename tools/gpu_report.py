@@ -28,7 +28,8 @@ from megatron_coca.atomic_write import write_file
 
 MODEL = "configs/350M/roformer_coca.yml"
 SPEED = f"evaluate.py speed --config {MODEL} --device cuda --dtype bfloat16 --overwrite --output FILE"
-STEP = f"tools/bench_train.py {MODEL} configs/cluster/gpu1.yml train_batch_size=null gradient_accumulation_steps=1"
+ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
+STEP = f"tools/bench_train.py {MODEL} configs/cluster/gpu1.yml {ONE}"
 NEOX = "seq_length=2048 max_position_embeddings=2048 rotary_pct=0.25 gpt_j_residual=true"
 SHOWN = 40
 """Last lines of a part's output on the page."""

@@ -103,6 +103,7 @@ def _configured_gpus(config: Config) -> int:
 
 def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[str]:
     from megatron_coca.model.cost import trained_count
+    from megatron_coca.training.topology import rounded_sum
 
     count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
     yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
@@ -131,6 +132,8 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
         yield f"days               {result.seconds / 86400:>18.2f}"
     if config.precision.dtype == "fp32":
         yield "precision fp32: the peak is that of bfloat16; expect a fraction of this speed"
+    if (note := rounded_sum(config, result.sizes)) is not None:
+        yield note
 
 
 def _gib(size: float) -> str:

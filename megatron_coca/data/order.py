@@ -289,6 +289,7 @@ class Blend:
         self.first, self._read = 0, np.zeros(len(shards), dtype=np.int64)
         self.shards: tuple[Shard, ...] = tuple(shards)
         self.weights = tuple(float(weight) for weight in weights)
+        self._labelled = any(shard.labels is not None for shard in shards)
         self.pack_impl, self.allow_chopped = pack_impl, allow_chopped
         together = pack_impl == "pack_until_overflow"
         self._sources = [
@@ -366,7 +367,10 @@ class Blend:
         located = self.by_source(indices)
         tokens = self.tokens(located)
         begins = self.document_begins(located) if boundaries else None
-        return UncheckedBatch(tokens, begins, self.loss_mask(located, tokens))
+        mask = self.loss_mask(located, tokens)
+        if mask is None and self._labelled:  # other samples have one, and then all have
+            mask = np.ones((len(tokens), self.seq_length), dtype=bool)
+        return UncheckedBatch(tokens, begins, mask)
 
     def origin(self, index: int) -> str:
         """Name the source of a sample."""
@@ -429,7 +433,8 @@ class Batch:
             documents.
         positions: int64 [samples, seq_length]; None for 0, 1, ... through the sample or, with ``documents``, through
             each document.
-        loss_mask: bool [samples, seq_length], inputs whose target counts in the loss; None for all of them.
+        loss_mask: bool [samples, seq_length], inputs whose target counts in the loss; None for all of them. Of the
+            same data, either all batches have one or none has.
     """
 
     tokens: np.ndarray

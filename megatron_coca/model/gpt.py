@@ -267,7 +267,7 @@ class LanguageModelLoss(ShardedModule):
     """A model with its objective: samples [batch, length + 1] int64 -> the next-token loss in nats per token.
 
     `documents` and `positions`, integer [batch, length], go to the model; `loss_mask`, bool [batch, length], selects
-    inputs whose next token counts.
+    inputs whose next token counts. The loss is multiplied by `loss_weight`.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -280,9 +280,15 @@ class LanguageModelLoss(ShardedModule):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        loss_weight: float = 1.0,
     ) -> Tensor:
         length = None if positions is None else samples.shape[1] - 1  # drawn positions do not count tokens
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)
-        return self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask)
+        return weighted(self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask), loss_weight)
+
+
+def weighted(loss: Tensor, weight: float) -> Tensor:
+    """The loss times a weight; the loss itself if that is 1."""
+    return loss if weight == 1.0 else loss * weight

@@ -19,9 +19,10 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
 from megatron_coca.config.model import GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.kernels import missing_compiler
+from megatron_coca.model.summed_gradients import LayerNorm, RowEmbedding
 
 
-class LearnedPositions(nn.Embedding):
+class LearnedPositions(RowEmbedding):
     """A learned vector per position; positions beyond the table are an error."""
 
     def __init__(self, positions: int, hidden_size: int) -> None:
@@ -78,7 +79,7 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, positions: nn.Module | None = None) -> None:
         super().__init__()
         rows, width = model.padded_vocab_size, model.hidden_size
-        self.word_embeddings = nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+        self.word_embeddings = RowEmbedding(rows, width, _weight=torch.empty(rows, width))
         self.position_embeddings, self.dropout, self.scale = positions, model.hidden_dropout, model.embedding_scale
         self.offset = model.opt_pos_emb_offset
         self.embedding_layernorm = build_norm(model) if model.use_embedding_norm else None
@@ -127,10 +128,10 @@ def _rms_norm(model: ModelConfig, width: int) -> nn.RMSNorm:
 
 
 NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "layernorm": lambda m: nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, bias=m.use_bias_in_norms),
+    "layernorm": lambda m: LayerNorm(m.hidden_size, m.layernorm_epsilon, bias=m.use_bias_in_norms),
     "rmsnorm": lambda m: _rms_norm(m, m.hidden_size),
     "scalenorm": lambda m: ScaleNorm(m.hidden_size, m.scalenorm_epsilon),
-    "non_parametric_layernorm": lambda m: nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, elementwise_affine=False),
+    "non_parametric_layernorm": lambda m: LayerNorm(m.hidden_size, m.layernorm_epsilon, elementwise_affine=False),
 }
 
 
@@ -152,10 +153,10 @@ class HeadRMSNorm(nn.Module):
 
 
 QK_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "layernorm": lambda m: nn.LayerNorm(_heads(m), m.layernorm_epsilon, bias=m.use_bias_in_norms),
+    "layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, bias=m.use_bias_in_norms),
     "rmsnorm": lambda m: HeadRMSNorm(*_heads(m), m.rms_norm_epsilon),
     "scalenorm": lambda m: ScaleNorm(m.head_dim, m.scalenorm_epsilon),
-    "non_parametric_layernorm": lambda m: nn.LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
+    "non_parametric_layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
 }
 """`use_qk_layernorm` by `norm`: one norm for queries and keys, as GPT-NeoX has it. Its layernorm has the mean and the
 variance of all heads together, the others of each head.

@@ -15,19 +15,20 @@ import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.inputs import PackedDocuments
-from megatron_coca.model.gpt import GPT, Contexts, resolve_positions
+from megatron_coca.model.gpt import GPT, Contexts, resolve_positions, weighted
 
 TOKEN_TABLE = "embedding.word_embeddings"
 """The token embedding; with tied weights also the output head."""
 
 
 class StageInput(NamedTuple):
-    """A micro-batch for LanguageModelLoss: samples int64 [batch, length + 1]; the rest [batch, length]."""
+    """A micro-batch for LanguageModelLoss: samples int64 [batch, length + 1]; the other tensors [batch, length]."""
 
     samples: Tensor
     documents: Tensor | None = None
     positions: Tensor | None = None
     loss_mask: Tensor | None = None
+    loss_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Stage(nn.Module):
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
         hidden = x if self.span.blocks else self.model.norm(x)
-        return self.model.loss(hidden, batch.samples[:, 1:], batch.loss_mask)
+        return weighted(self.model.loss(hidden, batch.samples[:, 1:], batch.loss_mask), batch.loss_weight)
 
 
 def _sharing(model: GPT, spans: Sequence[Span]) -> Iterator[Sharing]:

@@ -37,7 +37,8 @@ class Memory:
 
     Attributes:
         weights: in the training dtype, and what ZeRO 3 gathers of other ranks' weights.
-        gradients: of all trained weights, or of this rank's partition (ZeRO 2, 3).
+        gradients: of all trained weights, or of this rank's partition (ZeRO 2, 3), in the training dtype or, with
+            `grad_accum_dtype: fp32`, in float32.
         optimizer: moments, and with ZeRO float32 copies of the weights.
         buffers: gradient buckets in communication.
         activations: saved for the backward pass.
@@ -80,7 +81,8 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
     own_weights = size * numbers / (ranks if stage == 3 else 1)
     master_bytes = 4 if stage else 0  # float32 too: ZeRO steps on a flat copy
     optimizer = (master_bytes + 4 * STATES[config.optimizer.type]) * (trained / ranks if stage else trained)
-    gradients = size * (trained / ranks if stage >= 2 else trained)
+    summed = max(size, 4) if config.parallel.accumulates_in_fp32 else size
+    gradients = summed * (trained / ranks if stage >= 2 else trained)
     step = 4 * trained / ranks if stage else 0.0
     bucket = float(section["reduce_bucket_size"]) if stage and section.get("contiguous_gradients", True) else 0
     buckets = 2 if section["overlap_comm"] and stage in (1, 2) else 1

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from megatron_coca.config import Config, ConfigError, ParallelConfig
+from megatron_coca.config import BatchSizes, Config, ConfigError, ParallelConfig
 
 
 class Coordinates(NamedTuple):
@@ -81,6 +81,23 @@ def effective_stage(config: Config, ranks: int) -> int:
         return max(stage, 2 if in_float32 else 1)
     offloads = "offload_optimizer" in (config.parallel.zero_optimization or {})
     return 0 if ranks == 1 and stage < 3 and not offloads else stage
+
+
+MANY_MICRO_BATCHES = 16
+"""From as many on, the rounding of a bfloat16 sum is larger than that of its terms (docs/training.md)."""
+
+
+def rounded_sum(config: Config, sizes: BatchSizes) -> str | None:
+    """Return a warning if a step sums the gradients of many micro-batches in bfloat16, else None."""
+    parallel = config.parallel
+    if config.precision.dtype != "bf16" or parallel.accumulates_in_fp32 or sizes.accumulation < MANY_MICRO_BATCHES:
+        return None
+    remedies = ["a larger train_micro_batch_size_per_gpu", "more data-parallel processes"]
+    remedies += ["data_types={grad_accum_dtype: fp32}"] if parallel.pipe_parallel_size <= 1 else []
+    return (
+        f"gradient_accumulation_steps: the gradients of {sizes.accumulation} micro-batches are summed in bfloat16, "
+        f"which loses small terms; set {' or '.join(reversed(remedies))} (docs/training.md)"
+    )
 
 
 REDUCE_BUCKET = 30_000_000

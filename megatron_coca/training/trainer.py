@@ -28,7 +28,7 @@ from megatron_coca.training.corpus import (
     validation_note,
     with_train_iters,
 )
-from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import Engine, HeldOutLoss, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
 from megatron_coca.training.initial_model import initial_model
@@ -48,7 +48,7 @@ from megatron_coca.training.resume import (
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.sinks import is_validated, run_folder
-from megatron_coca.training.topology import Topology
+from megatron_coca.training.topology import Topology, rounded_sum
 from megatron_coca.training.validation import check_validation, validate
 from megatron_coca.training.watchdog import Watchdog
 
@@ -212,6 +212,8 @@ def _log_summary(opened: OpenedStage, step: int) -> None:
         stage.config.model.seq_length,
         f"resuming at step {step}" if step else "from step 0",
     )
+    if dist.is_main() and (note := rounded_sum(stage.config, opened.sizes)) is not None:
+        logger.warning(note)
     shares = corpus.mixture(stage.last, total)
     logger.info(mixture_table(shares))
     for line in repeated_sources(shares) if dist.is_main() else ():
@@ -317,12 +319,14 @@ class Trainer:
 
         self.step, self._skipped = self.step + 1, self._skipped + result.skipped
         self._watchdog.beat(f"step {self.step}")
-        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate}
+        figures = {"loss": result.loss if result.labels else None, "grad_norm": result.grad_norm, "lr": rate}
         if self._engine.loss_scale is not None:
             figures["loss_scale"] = self._engine.loss_scale
         monitor.stepped(self.step, figures, result.skipped)
         if verdict.reason is not None:
             monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")
+        if not result.labels:
+            monitor.note(self.step, "no token of this step counts in the loss (labels and loss masks): no gradient")
 
         if verdict.kind == "stop":
             self._checkpoints.wait()
@@ -379,7 +383,7 @@ class Trainer:
     def _finished(self) -> bool:
         return self.step == self._stage.last
 
-    def _mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+    def _mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         if dist.anyone((self._asked_to_stop(),))[0]:
             raise _PreemptedDuringValidationError
         self._watchdog.beat("validation")

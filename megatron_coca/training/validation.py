@@ -1,5 +1,6 @@
 """Validation during training: losses on held-out data, and perplexities at longer windows."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,12 +13,16 @@ from megatron_coca.config import Config, ConfigError
 from megatron_coca.config.training import window_tokens
 from megatron_coca.data import Batch, Blend, DataError, Samples
 from megatron_coca.training.corpus import Corpus, Layout, open_loader, source_names
+from megatron_coca.training.engine import HeldOutLoss, label_weights
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.saving import DTYPES
+
+logger = logging.getLogger(__name__)
 
 VALIDATION_LOSS = "validation_loss"
 VALIDATION_PERPLEXITY = "validation_perplexity"
-MeanLoss = Callable[[Sequence[Batch]], float]
-"""Returns the loss of a batch's micro-batches over all ranks, in nats per token."""
+MeanLoss = Callable[[Sequence[Batch]], HeldOutLoss]
+"""Returns the loss of a batch's micro-batches over all ranks, and the number of their labels."""
 
 
 def check_validation(corpus: Corpus) -> None:
@@ -42,7 +47,8 @@ def check_validation(corpus: Corpus) -> None:
 
 
 def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
-    """Return mean losses, in nats per token, of the first batches of the validation data: the same every time.
+    """Return mean losses, in nats per token, of the first batches of the validation data: the same every time. Each is
+    the mean over all labels of its batches; it is left out, with a warning, if there are none.
 
     `validation_loss` is that of `eval_iters` batches of the blend. With several sources and `eval_per_source`,
     `validation_loss/NAME` is that of each source, over the batches that its weight in the blend gives it, at least one:
@@ -62,7 +68,9 @@ def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, f
     losses = {}
     for name, (blend, batches) in blends.items():
         with open_loader(corpus, blend, layout) as loader:
-            losses[name] = sum(mean_loss(loader.micro_batches(index)) for index in range(batches)) / batches
+            measured = [mean_loss(loader.micro_batches(index)) for index in range(batches)]
+        if terms := _terms(name, measured):
+            losses[name] = sum(terms) / batches
     return losses | window_perplexities(corpus, valid, mean_loss, layout)
 
 
@@ -85,10 +93,22 @@ def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, lay
     figures = {}
     for name, window in windows.items():
         with open_loader(corpus, samples, (rows * ranks, rows, rank, ranks), window) as loader:
-            losses = [mean_loss([_last_scored(loader.micro_batches(index)[0], scored)]) for index in range(batches)]
-        mean = math.fsum(losses) / batches
-        figures[f"{VALIDATION_PERPLEXITY}_{name}"] = math.inf if mean > 700 else math.exp(mean)
+            measured = [mean_loss([_last_scored(loader.micro_batches(index)[0], scored)]) for index in range(batches)]
+        if terms := _terms(figure := f"{VALIDATION_PERPLEXITY}_{name}", measured):
+            mean = math.fsum(terms) / batches
+            figures[figure] = math.inf if mean > 700 else math.exp(mean)
     return figures
+
+
+def _terms(name: str, measured: Sequence[HeldOutLoss]) -> list[float]:
+    """The mean losses of batches, weighted so that their average is the mean over all labels; none without labels."""
+    counts = [each.labels for each in measured]
+    if not any(counts):
+        if dist.is_main():
+            logger.warning("%s: no token of these validation samples counts in the loss; it is not reported", name)
+        return []
+    weights = label_weights(counts, sum(counts), len(counts))
+    return [each.mean * weight for each, weight in zip(measured, weights, strict=True)]
 
 
 def _windows(config: Config) -> dict[str, int]:

@@ -34,6 +34,7 @@ CASES = [
     {"precision": precision, "zero_optimization": SMALL_BUFFERS | {"stage": stage}}
     for precision, stage in (("fp32", 0), ("fp32", 1), ("fp32", 3), ("bfloat16", 0), ("bfloat16", 2), ("bfloat16", 3))
 ]
+CASES += [case | {"data_types": {"grad_accum_dtype": "fp32"}} for case in CASES if case["precision"] == "bfloat16"]
 
 HELD = """
 import gc, json, os, sys

@@ -170,7 +170,7 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
         LanguageModelLoss(model.train()), build_optimizer(model, config.optimizer), config, config.batch.resolve(copies)
     )
     steps = [engine.train_step(batches(config, step, place.data, copies), RATE) for step in range(STEPS)]
-    evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies))
+    evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies)).mean
     places = engine.parameter_slices()
     first = engine.partitioned or not (place.data or place.sequence)
     own = [piece for piece in engine.pieces() if first and (places[piece.name].shard or not place.tensor)]

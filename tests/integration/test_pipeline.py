@@ -124,7 +124,7 @@ class Trained:
         return [list(self.engine.train_step(self.batches(step), RATE, limits)) for step in range(first, last)]
 
     def evaluated(self) -> list[float]:
-        return [self.engine.mean_loss(self.batches(99)), self.engine.mean_loss(self.batches(99, samples=1))]
+        return [self.engine.mean_loss(self.batches(99, samples=samples)).mean for samples in (None, 1)]
 
     def bits(self) -> dict[str, torch.Tensor]:
         return {f"{piece.kind} {piece.name} {piece.start}": piece.tensor.clone() for piece in self.engine.pieces()}

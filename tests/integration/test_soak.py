@@ -14,9 +14,12 @@ import pytest
 
 pytest.importorskip("moto.server", reason="needs the S3 server of moto, which is in requirements-dev.txt")
 
+from megatron_coca.config import load_config
+from tests.checkpoint_files import TINY, write_checkpoint
 from tests.integration.hooks import Hook
 from tests.soak.__main__ import chosen
-from tests.soak.events import CHANGE, ELASTIC, FIXED, KINDS, draw
+from tests.soak.evaluation import disturbed_evaluation
+from tests.soak.events import CHANGE, ELASTIC, EVALUATE, FIXED, KINDS, draw
 from tests.soak.runs import DeviationError, Launcher
 from tests.soak.shim import READS, WRITES, Shim
 from tests.soak.soak import soak
@@ -75,7 +78,7 @@ def test_the_wall_clock_is_shifted_and_nothing_else(shim: Shim) -> None:
     assert abs(wall - time.time() + 1e6) < 60 and abs(monotonic - time.monotonic()) < 60
 
 
-EVENTS = ["kill", "kill-io", "term", "enospc", "clock", CHANGE]
+EVENTS = ["kill", "kill-io", "term", "enospc", "clock", EVALUATE, CHANGE]
 LAUNCHES, SEED, SCALE = 6, 3, 0.1
 
 
@@ -89,6 +92,30 @@ def test_a_short_soak_is_survived(tmp_path: Path) -> None:
     assert [line["launch"] for line in events if line["what"] == "planned"] == list(range(1, LAUNCHES + 1))
     text = markdown(result, SEED)
     assert f"Seed {SEED}: {LAUNCHES} launches" in text and "| count |" in text
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_is_completed_and_a_deviation_is_found(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    (tmp_path / "outputs").mkdir()
+    launcher = Launcher(None, os.environ, tmp_path / "outputs")  # type: ignore[arg-type]
+    plan = draw(SEED, 1, [EVALUATE])
+    assert disturbed_evaluation(launcher, plan, tmp_path / "save", tmp_path / "none") == ([], False)
+    write_checkpoint(tmp_path / "save", load_config([], TINY))
+    statuses, _ = disturbed_evaluation(launcher, plan, tmp_path / "save", tmp_path / "one")
+    assert statuses in ([0], [-signal.SIGKILL])
+
+    class Other(Launcher):
+        """The undisturbed evaluation reads another text."""
+
+        def evaluate(self, checkpoint: Path, text: Path, output: Path, jobs: int) -> Any:
+            if jobs == 1:
+                text.write_text(json.dumps({"text": "It is a truth. " * 40}) + "\n")
+            return super().evaluate(checkpoint, text, output, jobs)
+
+    other = Other(None, os.environ, tmp_path / "outputs")  # type: ignore[arg-type]
+    with pytest.raises(DeviationError, match="differ from those of an undisturbed evaluation"):
+        disturbed_evaluation(other, plan, tmp_path / "save", tmp_path / "two")
 
 
 def hooked(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-MODEL = ("configs/350M/roformer_coca.yml", "configs/cluster/gpu1.yml")
+MODEL = ("configs/350M/roformer_coca.yml", "configs/cluster/gpu1.yml", "data_types=null")
+"""One or two micro-batches a step, whose gradients are summed in bfloat16."""
 SMALL = (
     *MODEL,
     "num_layers=2",

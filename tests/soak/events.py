@@ -31,7 +31,7 @@ class Kind(NamedTuple):
         statuses: exit statuses of the launch that docs/faults.md allows besides `STOPPED`.
         runs: those that it happens to.
         number: of a signal that is sent; 0 for none.
-        to: whom the signal is sent to: all ranks, the launching process, or one rank of it.
+        to: whom the signal is sent to: all ranks, the launching process, one rank of it, or a process of an evaluation.
         classes, error: of the file operations that fail; error 0 with classes kills at one.
     """
 
@@ -57,7 +57,7 @@ def _files(title: str, classes: int, error: int) -> Kind:
     return Kind(title, frozenset({UNUSABLE}), classes=classes, error=error)
 
 
-CLOCK, SUSPEND, OUTAGE, CACHE, CHANGE = "clock", "suspend", "outage", "cache", "elastic"
+CLOCK, SUSPEND, OUTAGE, CACHE, CHANGE, EVALUATE = "clock", "suspend", "outage", "cache", "elastic", "evaluate"
 KINDS: dict[str, Kind] = {
     "kill": Kind("SIGKILL of all ranks", frozenset({-signal.SIGKILL}), number=signal.SIGKILL),
     "kill-io": Kind("SIGKILL at a file operation of a save", frozenset({-signal.SIGKILL}), classes=WRITES),
@@ -77,6 +77,9 @@ KINDS: dict[str, Kind] = {
     CLOCK: Kind("wall clock jumps"),
     OUTAGE: Kind("object store is away", AWAY | {-signal.SIGKILL}, (FIXED,)),
     CACHE: Kind("local cache deleted or stale", runs=(FIXED,)),
+    EVALUATE: Kind(
+        "SIGKILL during an evaluation with --jobs", frozenset({0, -signal.SIGKILL}), (ELASTIC,), to="workers"
+    ),
     CHANGE: Kind("other number of processes or ZeRO stage", runs=(ELASTIC,)),
 }
 STORE_KINDS = (OUTAGE, CACHE)
@@ -97,7 +100,7 @@ class Plan(NamedTuple):
         visit: number of the first file operation that fails.
         count: how many fail; None for all from then on.
         cut: SIGKILL ends the launch while the store is away.
-        stale: the cache is replaced by an old one, not deleted.
+        stale: the cache is replaced by an old one, not deleted; of an evaluation one process is killed, not all.
         jumps: moments at which the wall clock is set, and its distance from the real one in seconds.
         stop: when SIGTERM ends the launch, if its event has not.
     """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,28 @@ from tests.integration.killing import ROOT, TIME_LIMIT, ForkServer, Launch
 from tests.soak.events import ELASTIC
 
 SAVE_EVERY = 20
+STAGES: list[dict[str, Any]] = [
+    {"until": 50},
+    {
+        "until": 110,
+        "seq_length": 16,
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "training_positions": {"type": "pose", "max": "4L"},
+    },
+    {
+        "until": 180,
+        "pack_impl": "pack_until_overflow",
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+        "training_positions": None,
+    },
+    {"until": 300, "training_positions": {"type": "randomized", "max": 128}, "optimizer.params.lr": 5e-4},
+    {"until": 500, "train_label_data_paths": None, "reset_optimizer": True},
+    {"until": 900, "training_positions": {"type": "stretched", "max": "4L"}, "eval_windows": ["1L", "2L"]},
+    {},
+]
+"""Lengths, batches, drawn positions, labels and packing change; a few minutes reach the first stages."""
 KEYS: dict[str, Any] = {
     "auto_resume": True,
     "train_iters": 10**6,
@@ -34,6 +57,9 @@ KEYS: dict[str, Any] = {
     "keep_last_n_checkpoints": 3,
     "watchdog_timeout": 60.0,
     "join_timeout": 60.0,
+    "stages": STAGES,
+    "training_positions": {"type": "shifted", "max": "2L"},
+    "eod_mask_loss": True,
 }
 """Beside those of the small run of the tests; `exit_interval` says where the soak ends."""
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -45,6 +71,7 @@ COMPARED = 4
 ACCESS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
 URL = "s3://soak/run"
 
+VARIANTS = ("--variant", "plain", "--variant", "NTK", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
 Layout = tuple[int, int]
 """Processes and ZeRO stage."""
 
@@ -128,9 +155,12 @@ class CommandLaunch:
         self._process.send_signal(number)
 
     def ranks(self) -> list[int]:
-        """The process numbers of the ranks that run."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        return [int(number) for number in children.read_text().split()] if children.exists() else []
+        """The process numbers of the ranks, or of an evaluation's processes, that run."""
+        found: list[int] = []
+        for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):  # of every thread
+            with suppress(OSError):
+                found += map(int, children.read_text().split())
+        return found
 
     def output(self) -> str:
         """The output of all processes."""
@@ -209,6 +239,13 @@ class Launcher:
         command = [sys.executable, str(ROOT / "train.py"), str(self._config), *arguments, "--num_gpus", str(ranks)]
         return CommandLaunch(command, self._environment, self._folder / f"command_{number}.txt")
 
+    def evaluate(self, checkpoint: Path, text: Path, output: Path, jobs: int) -> CommandLaunch:
+        """Start `evaluate.py perplexity --jobs` of the newest checkpoint in the folder `checkpoint`."""
+        files = ["--checkpoint", str(checkpoint), "--data", str(text), "--output", str(output)]
+        sizes = ["--windows", "16,128", "--stride", "8", "--device", "cpu", "--jobs", str(jobs)]
+        command = [sys.executable, str(ROOT / "evaluate.py"), "perplexity", *files, *sizes, *VARIANTS]
+        return CommandLaunch(command, self._environment, self._folder / f"{output.name}.txt")
+
     def undisturbed(self, keys: Mapping[str, Any], layout: Layout) -> str:
         """Run to the end; returns the output."""
         launch = self.fork(keys, layout)
@@ -262,8 +299,11 @@ def compare(run: SoakRun, launcher: Launcher, last: int, sampled: int) -> dict[s
     undisturbed = Run(folder)
     losses = undisturbed.losses
     for name, end, other in continued:
-        pairs = zip(losses[end : end + COMPARED], Run(other).losses[end : end + COMPARED], strict=True)
-        differences[name] = max(differences.get(name, 0.0), *(abs(one / two - 1.0) for one, two in pairs))
+        pairs = list(zip(losses[end : end + COMPARED], Run(other).losses[end : end + COMPARED], strict=True))
+        if any((one is None) != (two is None) for one, two in pairs):
+            raise DeviationError(f"{run.name}: steps without labels depend on the layout: {pairs}")
+        labelled = (abs(one / two - 1.0) for one, two in pairs if one is not None)
+        differences[name] = max(differences.get(name, 0.0), *labelled, 0.0)
         shutil.rmtree(other)
     if differences and max(differences.values()) > RELATIVE:
         raise DeviationError(f"{run.name}: losses after a change of the layout differ by {differences}")
@@ -293,8 +333,8 @@ def _assert_same_run(run: SoakRun, whole: Run, last: int) -> None:
         close = at_boundary and all(abs(value - two[name]) <= RELATIVE * abs(value) for name, value in one.items())
         if one != two and not close:
             raise DeviationError(f"{run.name}: {one}, undisturbed {two}")
-    if log.events:
-        raise DeviationError(f"{run.name}: notes in metrics.jsonl: {log.events[:5]}")
+    if log.events != whole.events:
+        raise DeviationError(f"{run.name}: notes in metrics.jsonl: {log.events}, undisturbed {whole.events}")
     if disturbed.weights(last) != whole.weights(last):
         raise DeviationError(f"{run.name}: the weights of step {last} differ")
     try:

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TextIO
 
 from megatron_coca.checkpoints import native
 from megatron_coca.training.exit_status import FAILED, SIGNALS
-from tests.conftest import clean_environment, make_corpus, small_keys
+from tests.conftest import clean_environment, make_corpus, make_labels, small_keys
 from tests.integration.killing import fork_server, left_alive
+from tests.soak.evaluation import disturbed_evaluation
 from tests.soak.events import (
     CACHE,
     ELASTIC,
+    EVALUATE,
     FIXED,
     KINDS,
     OUTAGE,
@@ -181,6 +183,12 @@ class Soak:
             run.store.copy_to(before / STORE)
         facts = {"reached": run.reached, "changes": run.changes, "clock": self._shim.clock()}
         self._note(plan, PLANNED, {"plan": plan._asdict(), **facts})
+        if plan.kind == EVALUATE:
+            saved = next((each.save for each in (run, *self._runs.values()) if native.steps(each.save)), run.save)
+            statuses, hit = disturbed_evaluation(self._launcher, plan, saved, self._folder / f"evaluated_{plan.number}")
+            outcome = Outcome(plan, statuses, hit, False, None, None, run.reached, None)
+            self._note(plan, "ended", outcome._replace(plan=plan.number)._asdict())
+            return outcome
         cached = plan.kind == CACHE and self._change_cache(run, plan)
         expected = run.complete()
         if run.reached - expected > 2 * SAVE_EVERY and plan.kind != CACHE:
@@ -354,7 +362,12 @@ def _has_grown(path: Path, known: tuple[int, int]) -> bool:
 def soak(folder: Path, seed: int, kinds: Sequence[str]) -> Iterator[Soak]:
     """A Soak in the new folder `folder`, with all that it needs."""
     folder.mkdir(parents=True)
-    small = small_keys(make_corpus(folder))
+    shards = make_corpus(folder)
+    small = small_keys(shards)
+    small |= {
+        f"{split}_label_data_paths": [make_labels(shards / f"words_{name}", shards)]
+        for split, name in (("train", "train"), ("valid", "test"))
+    }
     shim, store = Shim(folder), Store() if set(kinds) & set(STORE_KINDS) else None
     environment = clean_environment(store.environment if store is not None else None) | {"PYTHONHASHSEED": "0"}
     environment |= shim.environment

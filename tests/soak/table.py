@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from tests.soak.events import CHANGE, KINDS
+from tests.soak.events import CHANGE, EVALUATE, KINDS
 from tests.soak.soak import Outcome, Result
 
 HEAD = """| event | count | status of the launch (times) | steps repeated: median, most | seconds to resume |
@@ -19,6 +19,7 @@ def markdown(result: Result, seed: int) -> str:
         chosen = [o for o in result.outcomes if (o.changed if name == CHANGE else o.plan.kind == name and o.hit)]
         # A change of the layout costs what the launch itself needs, every other event what the next one does.
         follow = chosen if name == CHANGE else [after[o.plan.number] for o in chosen if o.plan.number in after]
+        follow = [] if name == EVALUATE else follow  # no step is repeated
         if chosen:
             rows.append(
                 f"| {kind.title} | {len(chosen)} | {_statuses(chosen)} | "

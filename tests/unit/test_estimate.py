@@ -48,6 +48,12 @@ def test_zero_divides_states(stage: int, weights: float, gradients: float, optim
     )
 
 
+@pytest.mark.parametrize(("ranks", "stage", "size"), [(1, 1, 4), (8, 1, 4 / 8), (8, 3, 4 / 8)])
+def test_gradients_that_are_summed_in_float32(ranks: int, stage: int, size: float) -> None:
+    config = configured(zero_optimization={"stage": stage}, data_types={"grad_accum_dtype": "fp32"})
+    assert states_bytes(config, Topology.of(config.parallel, ranks), 1000).gradients == pytest.approx(size * 1000)
+
+
 def test_offloaded_states_lie_on_the_host() -> None:
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     config = configured(zero_optimization=section | {"stage3_max_live_parameters": 1000})
@@ -126,6 +132,8 @@ def test_the_tool_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(MODEL), "--gpu", "A100-40", "--gpus", "2", *keys]) == 1
     shown = capsys.readouterr().out
     assert "DOES NOT FIT" in shown and "try a higher zero_optimization.stage" in shown
+    assert main([str(MODEL), "train_micro_batch_size_per_gpu=2", "--gpus", "8"]) == 0
+    assert "of 16 micro-batches are summed in bfloat16" in capsys.readouterr().out
     assert main([str(MODEL), str(HOST), "--mfu", "0.2"]) == 0
     speed = estimate(configured(), 8, 312e12, 0.2).tokens_per_second
     assert f"{speed:,.0f}   at 20.0% MFU" in capsys.readouterr().out

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.data import Blend, DataError, Loader, Packing, Shard
+from megatron_coca.data import Batch, Blend, DataError, Loader, Packing, Shard
 from megatron_coca.data.shards import MASKED, ShardWriter
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training.corpus import differing_data, open_corpus, open_loader
+from megatron_coca.training.engine.label_weights import label_weights, step_labels
+from tests.checkpoint_files import run_alone
 
 LENGTH = 16
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": LENGTH, "vocab_size": 512}
@@ -135,6 +137,40 @@ def test_the_keys_reach_the_loader_and_the_identity(pair: tuple[Path, Path]) -> 
         "label shards, which decide the tokens that count in the loss",
         "treatment of documents (saved as one text, now pack_until_overflow, not chopped)",
     ]
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7, 256, 1000])
+@pytest.mark.parametrize("each", [1, 3, 511, 8192])
+def test_equal_numbers_of_labels_have_the_weight_1(parts: int, each: int) -> None:
+    """Exactly, so that losses without masks keep their bits."""
+    assert label_weights([each] * parts, each * parts, parts) == [1.0] * parts
+
+
+def test_weights_make_the_mean_over_all_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_alone(monkeypatch)
+    random = np.random.default_rng(0)
+    masks = [random.random((2, LENGTH)) < share for share in (0.0, 0.1, 0.9, 1.0)]
+    losses = [random.random(mask.shape) for mask in masks]
+    tokens = np.zeros((2, LENGTH + 1), dtype=np.int64)
+    count, weights = step_labels([Batch(tokens, loss_mask=mask) for mask in masks], 1)
+    means = [loss[mask].mean() if mask.any() else 0.0 for loss, mask in zip(losses, masks, strict=True)]
+    wanted = np.concatenate([loss[mask] for loss, mask in zip(losses, masks, strict=True)])
+    assert count == len(wanted) and weights[0] == 0.0
+    assert np.mean(np.multiply(means, weights)) == pytest.approx(wanted.mean(), rel=1e-14)
+    assert step_labels([Batch(tokens, loss_mask=masks[0])] * 3, 1) == (0, [0.0] * 3)
+
+
+def test_without_masks_no_rank_communicates() -> None:
+    """No process group is there to ask, and no array is counted."""
+    batch = Batch(np.zeros((2, LENGTH + 1), dtype=np.int64))
+    assert step_labels([batch] * 3, 4) == (2 * LENGTH * 3 * 4, [1.0] * 3)
+
+
+def test_all_batches_of_partly_labelled_data_have_a_mask(pair: tuple[Path, Path]) -> None:
+    """So all ranks agree on whether to count labels."""
+    blend = Blend([Shard(*pair), Shard(pair[0])], [1, 1], LENGTH, 3)
+    masks = [blend.read(np.array([number])).loss_mask for number in range(12)]
+    assert all(mask is not None for mask in masks) and {bool(np.all(mask)) for mask in masks} == {True, False}
 
 
 WRONG = [

@@ -1,11 +1,14 @@
 """The grid of ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_coca.config import ConfigError, ParallelConfig, load_config
-from megatron_coca.training.topology import Topology, effective_stage, zero_section
+from megatron_coca.config import BatchSizes, ConfigError, ParallelConfig, load_config
+from megatron_coca.training.topology import Topology, effective_stage, rounded_sum, zero_section
+
+ROOT = Path(__file__).parents[2]
 
 
 def parallel(pipe: int = 0, tensor: int = 1, sequence: int = 1) -> ParallelConfig:
@@ -56,6 +59,30 @@ def test_gradients_summed_in_float32(precision: str, stage: int) -> None:
 
 
 ZERO = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "precision": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "accumulation", "warns"),
+    [
+        ({}, 16, True),
+        ({}, 15, False),
+        ({"precision": "fp32"}, 256, False),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, 256, False),
+        ({"pipe_parallel_size": 2}, 64, True),
+    ],
+)
+def test_long_sums_in_bfloat16_are_warned_of(keys: dict[str, Any], accumulation: int, warns: bool) -> None:
+    config = load_config([], ZERO | keys)
+    note = rounded_sum(config, BatchSizes(1, accumulation, accumulation))
+    assert (note is not None) is warns
+    if note is not None:
+        assert f"of {accumulation} micro-batches" in note and ("data_types" in note) is not bool(keys)
+
+
+@pytest.mark.parametrize(("cluster", "gpus"), [("gpu1", 1), ("a100x8", 8), ("a100x32", 32), ("slurm", 32)])
+def test_no_configured_cluster_sums_many_gradients_in_bfloat16(cluster: str, gpus: int) -> None:
+    config = load_config([ROOT / "configs/350M/roformer_coca.yml", ROOT / f"configs/cluster/{cluster}.yml"])
+    assert rounded_sum(config, config.batch.resolve(gpus)) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.training.corpus import Corpus, open_corpus
-from megatron_coca.training.engine import StepResult
+from megatron_coca.training.engine import HeldOutLoss, StepResult
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
@@ -33,7 +33,7 @@ class CountingEngine:
     """An engine whose weight is the number of steps that changed it, and whose losses the test gives."""
 
     copies: frozenset[str] = frozenset()
-    partitioned, loss_scale, module = False, None, torch.nn.Linear(1, 1)
+    partitioned, loss_scale, module, labels = False, None, torch.nn.Linear(1, 1), 1
 
     def __init__(self, loss: Callable[[int], float]) -> None:
         self.weight, self.calls, self._loss = torch.zeros(1), 0, loss
@@ -45,10 +45,10 @@ class CountingEngine:
         self.read.append(b"".join(np.ascontiguousarray(batch.tokens).tobytes() for batch in batches))
         taken = bad_reason(loss, 1.0, limits) is None
         self.weight += taken
-        return StepResult(loss, 1.0, not taken)
+        return StepResult(loss, 1.0, not taken, self.labels)
 
-    def mean_loss(self, batches: Sequence[Batch]) -> float:
-        return 1.0
+    def mean_loss(self, batches: Sequence[Batch]) -> HeldOutLoss:
+        return HeldOutLoss(1.0, 1)
 
     def pieces(self) -> list[StatePiece]:
         return [StatePiece("w", WEIGHT, 0, self.weight)]

@@ -14,6 +14,7 @@ from megatron_coca.data import Batch, Blend, DataError, Packing, Shard, Tokenize
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.model import GPT, LanguageModelLoss, build_model
 from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.engine import HeldOutLoss
 from megatron_coca.training.validation import check_validation, validate
 
 SHAPE = {
@@ -42,10 +43,10 @@ class Mean:
     def __init__(self) -> None:
         self.seen: list[np.ndarray] = []
 
-    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         tokens = np.concatenate([batch.tokens for batch in micro_batches])
         self.seen.append(tokens)
-        return float(tokens.mean())
+        return HeldOutLoss(float(tokens.mean()), tokens.size)
 
 
 def losses_of(shards: list[Shard], weights: list[float], **keys: Any) -> tuple[dict[str, float], Mean]:
@@ -114,10 +115,10 @@ class OfModel:
         self._loss = LanguageModelLoss(model)
 
     @torch.no_grad()
-    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
         named = ({name: torch.from_numpy(x) for name, x in vars(b).items() if x is not None} for b in micro_batches)
         losses = [self._loss(batch.pop("tokens"), **batch) for batch in named]
-        return float(torch.stack(losses).mean())
+        return HeldOutLoss(float(torch.stack(losses).mean()), 1)
 
 
 def random_shard(prefix: Path, tokens: int = 400) -> Shard:

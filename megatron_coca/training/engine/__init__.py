@@ -8,3 +8,4 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from megatron_coca.training.engine.engine import Engine, StepResult, build_engine, deepspeed_config
+from megatron_coca.training.engine.label_weights import HeldOutLoss, label_weights

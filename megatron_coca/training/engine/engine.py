@@ -25,6 +25,7 @@ from megatron_coca.model.stages import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
+from megatron_coca.training.engine.label_weights import HeldOutLoss, StepLabels, step_labels
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
@@ -110,13 +111,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 
 
 class StepResult(NamedTuple):
-    """The outcome of one optimizer step: mean loss over all ranks in nats per token, global gradient norm before
-    clipping (None if fp16's loss scaling found an overflow), and if the weights were left unchanged.
+    """The outcome of one optimizer step: mean loss of its labels over all ranks in nats per token, global gradient norm
+    before clipping (None if fp16's loss scaling found an overflow), if the weights were left unchanged, and the number
+    of labels. Without any the loss is 0, and so are all gradients.
     """
 
     loss: float
     grad_norm: float | None
     skipped: bool
+    labels: int
 
 
 class Engine:
@@ -143,8 +146,10 @@ class Engine:
             ConfigError: DeepSpeed does not support what is configured.
         """
         self._clipping, self._config = config.optimizer.gradient_clipping, config
-        # Of the current step: the mean of the losses on the device, once all micro-batches are done; loss and gradient
-        # norm, once they are read; and if the optimizer changed weights.
+        self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)
+        # Of the current step: its labels; the mean of the losses on the device, once all micro-batches are done; loss
+        # and gradient norm, once they are read; and if the optimizer changed weights.
+        self._counted = StepLabels(0, [])
         self._mean: Tensor | None = None
         self._loss: float | None = None
         self._norm: float | None = None
@@ -201,10 +206,10 @@ class Engine:
         The last `step` of DeepSpeed calls `_accepts_step` before it changes weights: they stay unchanged if the loss
         or the gradient norm, both over all ranks, is above `limits` or not finite.
         """
-        self._begin_step(learning_rate, limits)
+        inputs = self._begin_step(micro_batches, learning_rate, limits)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for index, batch in enumerate(micro_batches):
-            loss = self._engine(**self._inputs(batch))
+        for index, arguments in enumerate(inputs):
+            loss = self._engine(**arguments)
             total += loss.detach()
             self._engine.backward(loss)
             if index == len(micro_batches) - 1:
@@ -215,12 +220,13 @@ class Engine:
         return self._step_result()
 
     @torch.no_grad()
-    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
-        """Return the loss of held-out samples, averaged over all ranks, in nats per token. Every rank must call it."""
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
+        """Return the loss of held-out samples. Every rank must call it."""
         self._engine.eval()
-        losses = [self._engine(**self._inputs(batch)).double() for batch in micro_batches]
+        counted = step_labels(micro_batches, self._data_ranks)
+        losses = [self._engine(**arguments).double() for arguments in self._inputs(micro_batches, counted)]
         self._engine.train()
-        return float(mean_over_ranks(torch.stack(losses).mean()))
+        return HeldOutLoss(float(mean_over_ranks(torch.stack(losses).mean())), counted.labels)
 
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the memory that the engine works on."""
@@ -257,15 +263,25 @@ class Engine:
         rank = internals.get_tensor_model_parallel_rank()
         return next((cut.shard(rank, size) for cut in layer_shards(self._config.model) if cut.holds(name)), None)
 
-    def _begin_step(self, learning_rate: float, limits: Limits | None) -> None:
+    def _begin_step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None
+    ) -> Iterator[dict[str, Any]]:
+        """Set up the step, and return the inputs of its micro-batches."""
         self._mean = self._loss = self._norm = None
         self._limits, self._applied = limits or Limits(), False
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        self._counted = step_labels(micro_batches, self._data_ranks)
+        return self._inputs(micro_batches, self._counted)
 
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The arrays of a batch as keyword arguments of the trained module: on its device what all layers read, on the
-        host what the model first looks into, which would wait for the device.
+    def _inputs(self, micro_batches: Sequence[Batch], counted: StepLabels) -> Iterator[dict[str, Any]]:
+        """Yield the keyword arguments of the trained module for each micro-batch."""
+        for batch, weight in zip(micro_batches, counted.weights, strict=True):
+            yield {**self._tensors(batch), "loss_weight": weight}
+
+    def _tensors(self, batch: Batch) -> dict[str, Tensor]:
+        """The arrays of a batch: on the module's device what all layers read, on the host what the model first looks
+        into, which would wait for the device.
         """
         tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
         tensors["samples"] = tensors.pop("tokens")
@@ -302,7 +318,7 @@ class Engine:
         loss, norm = self._step_loss(), self._norm
         if norm is None and self.loss_scale is None:
             norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; only in fp16 are they no fault
-        return StepResult(loss, norm, not self._applied)
+        return StepResult(loss, norm, not self._applied, self._counted.labels)
 
 
 @dataclass(frozen=True)
@@ -380,21 +396,21 @@ class PipelineEngine(Engine):
         self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
     ) -> StepResult:
         """Run one optimizer step over the micro-batches of this rank's data-parallel copy; see `Engine.train_step`."""
-        self._begin_step(learning_rate, limits)
-        self._engine.train_batch(self._feed(micro_batches))
+        self._engine.train_batch(self._feed(self._begin_step(micro_batches, learning_rate, limits)))
         return self._step_result()
 
     @torch.no_grad()
-    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
-        """Return the loss of held-out samples, averaged over all data-parallel copies, in nats per token."""
-        batches, count = self._feed(micro_batches), len(micro_batches)
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> HeldOutLoss:
+        """Return the loss of held-out samples; see `Engine.mean_loss`."""
+        counted, count = step_labels(micro_batches, self._data_ranks), len(micro_batches)
+        batches = self._feed(self._inputs(micro_batches, counted))
         self._engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         self._engine.module.train()
-        return float(self._mean_loss())
+        return HeldOutLoss(float(self._mean_loss()), counted.labels)
 
-    def _feed(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
+    def _feed(self, arguments: Iterable[dict[str, Any]]) -> Iterator[tuple[Tensor, None]]:
         """Give the stage its micro-batches; returns what DeepSpeed's first stage takes for its input."""
-        inputs = [StageInput(**self._inputs(batch)) for batch in micro_batches]
+        inputs = [StageInput(**each) for each in arguments]
         if inputs[0].samples.shape != self._shape:
             # DeepSpeed sends the next stage a shape once and then assumes that it stays.
             self._engine.reset_activation_shape()

@@ -226,6 +226,14 @@ def anyone(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> tup
     return tuple(bool(value) for value in values.tolist())
 
 
+def sum_on_host(value: int) -> int:
+    """Return the sum of `value` over all ranks. The device is not asked."""
+    total = torch.tensor(value, dtype=torch.int64)
+    if world_size() > 1:
+        dist.all_reduce(total, group=_host_group())
+    return int(total)
+
+
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Return the sum over all ranks of each value."""
     return [math.fsum(column) for column in zip(*gather_floats(list(values)), strict=True)]
