@@ -17,6 +17,7 @@ from megatron_coca.data.tokenizers.kinds import (
     fingerprint_of,
 )
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
+from megatron_coca.data.tokenizers.text_rules import find_rules, rules_of
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.regular_files import read_regular
 
@@ -57,7 +58,10 @@ def load_tokenizer(
             given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
     tokenizer = _open(tokenizer_type, _read_files(tokenizer_type, given), eod, str(vocab_file or tokenizer_type))
     if vocab_file is not None:
-        tokenizer.chat = find_template(Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent)
+        folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
+        tokenizer.chat = find_template(folder)
+        if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
+            tokenizer.rules = find_rules(folder)  # another name does not say that the folder is the model's
     return tokenizer
 
 
@@ -77,6 +81,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
     if "chat_template" in saved:
         tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"])
+    tokenizer.rules = rules_of(saved.get("text_rules", {}))
     return tokenizer
 
 
