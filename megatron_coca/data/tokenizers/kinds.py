@@ -154,6 +154,10 @@ class Tokenizer(ABC):
                 raise DataError(f"Token id {i} is outside the vocabulary of {self.vocab_size} ({self.tokenizer_type}).")
         return self._decode([i for i in listed if i != self.eod])
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """As ``decode``, with the names of special tokens, where the type has names that a text can spell."""
+        return self.decode(ids)
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -339,6 +343,9 @@ class HFTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def piece(self, token: int) -> str:
         return self._model.id_to_token(token) or f"<{token}>"

@@ -189,12 +189,12 @@ class HarnessModel(TemplateLM):
     def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[str]:
         tokenizer, stops = self.encoding.tokenizer, (*stops, *self.encoding.stops)
         window = max((len(stop.encode()) for stop in stops), default=0) + 4
-        # The text of a special token is not in the decoded text, so such a stop string ends a text by its id.
-        ends = {*self.encoding.ends, *self.encoding.named_tokens(stops)}
+        ends = set(self.encoding.ends)
 
         def finished(generated: list[int]) -> bool:
-            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended.
-            tail = tokenizer.decode(generated[-window:])
+            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended. It may
+            # be the name of a special token, which the answer's text does not have.
+            tail = tokenizer.spell(generated[-window:])
             return generated[-1] in ends or any(stop in tail for stop in stops)
 
         answers = generate(

@@ -1,7 +1,7 @@
 """How texts of the harness become tokens: as its class for Hugging Face models encodes them. Importing needs no lm_eval."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,11 +67,6 @@ class PromptEncoding:
         if self.start is not None:
             return [*([self.start] if add else []), *self.tokenizer.encode_prompt(text)]
         return self.tokenizer.encode_prompt(text, add and self.adds)
-
-    def named_tokens(self, texts: Iterable[str]) -> list[int]:
-        """Ids of the special tokens of which one of `texts` is the name."""
-        encoded = (self.tokenizer.encode_prompt(text) for text in texts if self.tokenizer.names_tokens)
-        return [ids[0] for ids in encoded if len(ids) == 1 and not self.tokenizer.decode(ids)]
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
