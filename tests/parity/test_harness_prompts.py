@@ -132,7 +132,7 @@ def test_chats(name: str, turns: bool, tasks: Path, tmp_path: Path) -> None:
     assert record is not None and (record.system, record.multiturn) == ("Be brief.", turns)
 
 
-@pytest.mark.parametrize(("name", "length"), [("local_choice", 10), ("free_until", 30)])
+@pytest.mark.parametrize(("name", "length"), [("local_choice", 14), ("free_until", 30)])
 def test_cut_prompts_are_hflms_and_counted(
     name: str, length: int, tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

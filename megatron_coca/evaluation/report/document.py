@@ -157,7 +157,9 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
 
 
 def csv_table(table: Table) -> str:
-    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals and the seeds."""
+    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals, the seeds, and
+    notes on numbers.
+    """
     columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
     for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
         columns.append([head, *(cell.text if cell.value is None else _number(cell.value) for cell in cells)])
@@ -165,6 +167,8 @@ def csv_table(table: Table) -> str:
             values = [getattr(cell, name) for cell in cells]
             if any(value is not None and (name != "seeds" or value > 1) for value in values):
                 columns.append([f"{head} {name}", *map(_number, values)])
+        if any(cell.note and cell.value is not None for cell in cells):
+            columns.append([f"{head} note", *(cell.note for cell in cells)])
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
     return text.getvalue()
