@@ -228,6 +228,8 @@ def add_retrieval_options(
     add_batch_option(parser, 16384)
     stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
     add("--answer-stub", action="store_true", help=stub)
+    add_start_option(parser, "prompt")
+    add_chat_options(parser)
     add_dynamic_length_option(parser)
     if has_haystack:
         text = "text files, JSONL files or folders, or builtin for the built-in corpus; default: the passkey's filler"

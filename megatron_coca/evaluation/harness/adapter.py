@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -129,6 +130,11 @@ class HarnessModel(TemplateLM):
                     for scored in by_input[inputs[index]]:
                         targets = torch.tensor(scored, device=self.model_device)
                         nll, correct = score_hidden(self.model, hidden[-len(scored) :], targets).tolist()
+                        if not math.isfinite(nll):  # a task would still find a largest one among its choices
+                            raise EvaluationError(
+                                f"a log-likelihood is {-nll}: the computation overflowed its dtype, or the weights are "
+                                "not finite; use --dtype float32 or bfloat16"
+                            )
                         scores[inputs[index], scored] = -nll, round(correct) == len(scored)
                 progress.advance(len(batch))
         return [scores[scoring] for scoring in scorings]
