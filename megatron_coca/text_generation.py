@@ -74,8 +74,8 @@ class Continuation:
 class TextGenerator:
     """A model in evaluation mode with its tokenizer; made by `load_generator`.
 
-    Names of special tokens in a prompt become these. Prompts get the token `start` in front, if there is one; without it
-    an empty prompt is the end-of-document token.
+    Names of special tokens in a prompt become these. Prompts get the token `start` in front, if there is one; without
+    it an empty prompt is the end-of-document token.
     """
 
     model: GPT

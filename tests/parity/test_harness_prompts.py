@@ -1,5 +1,5 @@
-"""Prompts of lm-eval against the harness's own HFLM on Hugging Face folders: special tokens, start and end tokens, chats,
-truncation.
+"""Prompts of lm-eval against the harness's own HFLM on Hugging Face folders: special tokens, start and end tokens,
+chats, truncation.
 """
 
 import json
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
 from tests.parity.test_harness import flat
-from tests.unit.harness_cases import WORDS, command, read, write_documents, write_tasks
+from tests.unit.harness_cases import WORDS, command, read, write_tasks
 from tests.unit.test_chat import CHATML
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>"]
@@ -134,7 +134,12 @@ def test_chats(name: str, turns: bool, tasks: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "length"), [("local_choice", 14), ("free_until", 30)])
 def test_cut_prompts_are_hflms_and_counted(
-    name: str, length: int, tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    name: str,
+    length: int,
+    tasks: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = llama(tmp_path / "model", begun=True)
     compare(folder, tasks, name, tmp_path, "--max-length", length, max_length=length)

@@ -1,5 +1,5 @@
-"""Scores that a task of the harness did not measure, which it gives as -1: in results, in files of earlier versions, and
-in tables.
+"""Scores that a task of the harness did not measure, which it gives as -1: in results, in files of earlier versions,
+and in tables.
 """
 
 import json

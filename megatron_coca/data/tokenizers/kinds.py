@@ -100,7 +100,9 @@ class Tokenizer(ABC):
     def turn_ends(self) -> tuple[list[int], list[str]]:
         """Tokens and texts that end an answer of a chat. ``DataError`` without a template."""
         if self.chat is None:
-            raise DataError("The tokenizer has no chat template; prepare the training data with one, or use plain text.")
+            raise DataError(
+                "The tokenizer has no chat template; prepare the training data with one, or use plain text."
+            )
         end = self.chat.end_of_turn()
         # A special token ends the turn by its id, as it is not in the text; other tokens by their text.
         closing = self.encode_rendered(end)[0][:1]

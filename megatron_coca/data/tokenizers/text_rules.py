@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about texts: which tokens begin and end them, and whether they name special tokens."""
+"""Rules of a Hugging Face folder for texts: the tokens that begin and end them, and names of special tokens in them."""
 
 import json
 from collections.abc import Mapping

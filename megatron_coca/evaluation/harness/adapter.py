@@ -291,8 +291,6 @@ def evaluate_task(
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
     settings = {} if chat is None else {**chat, "apply_chat_template": True}
-    results = evaluate(
-        lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings
-    )
+    results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings)
     assert results is not None, "only processes other than the first get None"
     return dict(results)

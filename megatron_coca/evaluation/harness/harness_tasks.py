@@ -44,7 +44,7 @@ NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
 
 
 NOT_MEASURED = -1.0
-"""The harness's value of a score that it did not measure, such as that of a length that a task of ruler did not have."""
+"""The harness's value of a score that it did not measure, such as that of a length without samples in ruler."""
 
 
 class Score(Record):
@@ -201,7 +201,9 @@ def _measure(
         subject.vocab_size,
         given.dynamic_length,
     )
-    chat = given.chat and {"system_instruction": given.chat.system, "fewshot_as_multiturn": given.chat.multiturn}
+    chat = None
+    if given.chat is not None:
+        chat = {"system_instruction": given.chat.system, "fewshot_as_multiturn": given.chat.multiturn}
     try:
         with measured(subject.device) as meter:
             results = evaluate_task(model, manager, name, given.num_fewshot, given.limit, given.seed, chat)
@@ -306,4 +308,3 @@ def _tasks_of(name: str, results: dict[str, Any]) -> list[str]:
 
 def _hash_of(samples: Sequence[dict[str, Any]], field: str) -> str | None:
     return _hash("".join(sample[field] for sample in samples)) if samples else None
-

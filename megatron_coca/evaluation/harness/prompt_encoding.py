@@ -1,4 +1,4 @@
-"""How texts of the harness become tokens: as its class for Hugging Face models encodes them. Importing needs no lm_eval."""
+"""Tokens of the harness's texts, as its class for Hugging Face models encodes them. Importing needs no lm_eval."""
 
 import logging
 from collections.abc import Mapping, Sequence

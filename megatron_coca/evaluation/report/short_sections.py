@@ -94,15 +94,19 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     )
 
 
+def limit_text(protocol: HarnessProtocol) -> str:
+    longest = "inputs are read whole" if protocol.max_length is None else f"max_length {protocol.max_length}"
+    window = f", rolling windows of {protocol.rolling_window} tokens" if protocol.rolling_window is not None else ""
+    return f"{longest}{window}"
+
+
 def protocol_text(protocol: HarnessProtocol) -> str:
     shots = "as the tasks say" if protocol.num_fewshot is None else str(protocol.num_fewshot)
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
-    longest = "inputs are read whole" if protocol.max_length is None else f"max_length {protocol.max_length}"
-    window = f", rolling windows of {protocol.rolling_window}" if protocol.rolling_window is not None else ""
     parts = [
         protocol.text,
         f"lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}",
-        f"{longest}{window}",
+        limit_text(protocol),
         "names of special tokens in prompts are these tokens" if protocol.names_tokens else "",
         "the start and end tokens of the model's own library are around every text" if protocol.adds else "",
         f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",

@@ -1,0 +1,86 @@
+"""Passkeys, needles and RULER-style tasks as chats: prompts, where an answer begins and ends, and the record of them."""
+
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_coca.data import Tokenizer
+from megatron_coca.data.tokenizers.chat import ChatTemplate
+from megatron_coca.evaluation.cli import TASKS
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.retrieval import tasks
+from megatron_coca.evaluation.retrieval.prompts import FILLER_HAYSTACK, PromptForm
+from megatron_coca.text_generation import load_generator
+from tests.unit.test_chat import checkpoint, folder, ours
+
+__all__ = ["checkpoint", "folder", "ours"]
+
+KINDS = {
+    "passkey": tasks.passkey,
+    "needle": lambda stub: tasks.needle(40, FILLER_HAYSTACK, stub),
+    "ruler": lambda stub: tasks.ruler("multi_query", FILLER_HAYSTACK, stub),
+}
+
+
+@pytest.mark.parametrize("stub", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_are_those_of_transformers(name: str, stub: bool, folder: Path, ours: Tokenizer) -> None:
+    """With the beginning of the answer behind them, and the places of their facts."""
+    form = PromptForm(ours, chat=ours.chat, system="Be brief.")
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for case in KINDS[name](stub).make_cases(form, 1200, 2, 0):
+        whole = ours.spell(case.prompt)
+        message, _, answer = whole.partition("<|im_start|>user\n")[2].partition("<|im_end|>\n<|im_start|>assistant\n")
+        chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": message}]
+        expected: Any = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert case.prompt[: len(expected)].tolist() == expected and len(case.prompt) <= 1200
+        assert answer == (whole.rpartition("\n")[2] if stub else "") and bool(answer) == stub
+        for fact, found in zip(case.facts, case.expected, strict=False):
+            assert len(case.facts) > 1 or found in ours.decode(case.prompt[-fact.distance :])
+            assert ours.decode(case.prompt[-fact.distance :]).lstrip()[:4].strip(" .") in whole
+
+
+def test_a_template_that_changes_messages_is_an_error(ours: Tokenizer) -> None:
+    form = PromptForm(ours, chat=ChatTemplate("{{ messages[0].content | upper }}", {}))
+    with pytest.raises(EvaluationError, match="changes the text of a message"):
+        tasks.passkey().make_cases(form, 800, 1, 0)
+
+
+def run(checkpoint: Path, output: Path, *options: str) -> int:
+    parser = ArgumentParser()
+    TASKS["passkey"].add_arguments(parser)
+    fixed = ["--checkpoint", str(checkpoint), "--lengths", "700", "--cases", "2", "--device", "cpu"]
+    return TASKS["passkey"].run(parser.parse_args([*fixed, "--output", str(output), *options]))
+
+
+def test_the_command_answers_as_generation_does(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option and its message are part of the identity; without it nothing is recorded."""
+    output = tmp_path / "chat.json"
+    assert run(checkpoint, output, "--apply_chat_template", "--system-instruction", "S") == 0
+    content = json.loads(output.read_text())
+    assert content["protocol"]["chat"]["system"] == "S" and "prompts are chats" in capsys.readouterr().out
+    generator = load_generator(checkpoint)
+    form = PromptForm(generator.tokenizer, chat=generator.tokenizer.chat, system="S")
+    for case, record in zip(tasks.passkey().make_cases(form, 700, 2, 0), content["results"][0]["cases"], strict=True):
+        message = generator.tokenizer.decode(case.prompt).removeprefix("system:S.user:").removesuffix(".assistant:")
+        (row,) = generator.answer([[{"role": "system", "content": "S"}, {"role": "user", "content": message}]], 64)
+        assert record["answer"] == row.text and record["tokens"] == len(case.prompt)
+    with pytest.raises(EvaluationError, match=r"holds another measurement \(different protocol.chat"):
+        run(checkpoint, output)
+    plain = tmp_path / "plain.json"
+    assert run(checkpoint, plain) == 0
+    protocol = json.loads(plain.read_text())["protocol"]
+    assert (protocol["chat"], protocol["start"], protocol["ends"]) == (None, None, [])
+
+
+def test_options_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="--system-instruction: has no effect without --apply-chat-template"):
+        run(checkpoint, tmp_path / "a.json", "--system-instruction", "S")
+    with pytest.raises(EvaluationError, match="--start-token: a chat has that of its template"):
+        run(checkpoint, tmp_path / "a.json", "--apply-chat-template", "--start-token", "a")
