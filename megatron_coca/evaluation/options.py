@@ -171,7 +171,7 @@ def truth(text: str) -> bool:
 
 
 def add_chat_options(parser: ArgumentParser, examples: bool = False) -> None:
-    """Declare the options that `chats.chat_record` reads, also as the harness spells them; `examples` for few-shot tas."""
+    """Declare the options that `chats.chat_record` reads, also as the harness spells them; `examples` for few-shot."""
     add = parser.add_argument
     chat = "every prompt is the user's message of a chat, rendered by the tokenizer's template, and the answer follows"
     add("--apply-chat-template", "--apply_chat_template", action="store_true", help=chat)

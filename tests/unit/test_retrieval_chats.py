@@ -1,4 +1,4 @@
-"""Passkeys, needles and RULER-style tasks as chats: prompts, where an answer begins and ends, and the record of them."""
+"""Passkeys, needles and RULER-style tasks as chats: prompts, where an answer begins and ends, their record."""
 
 import json
 from argparse import ArgumentParser
