@@ -383,5 +383,5 @@ def _select_tokenizer(
             f"runs to its limit ({note})"
         )
         return TokenizerFiles({}, TokenIds(), missing)
-    files, differing = tokenizer_files(tokenizer)
+    files, differing = tokenizer_files(tokenizer, begun=bool(opened.imported) and not opened.step)
     return TokenizerFiles(files, TokenIds(eos=end_ids(tokenizer)), "; ".join(filter(None, (note, differing))) or None)

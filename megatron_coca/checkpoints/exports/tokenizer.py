@@ -10,7 +10,7 @@ from megatron_coca.checkpoints.files import CheckpointError, read_json_if_presen
 from megatron_coca.checkpoints.huggingface_import import CONFIG, GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import DataError, Tokenizer
-from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, first_difference
+from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings
 from megatron_coca.data.tokenizers.text_rules import token_ids
 
@@ -105,8 +105,11 @@ ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaP
 """Post-processors that add special tokens around a text; the model has seen none there in training."""
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> tuple[dict[str, bytes], str | None]:
-    """Return the files to save with a model, and a note on what they do not express, or None."""
+def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str, bytes], str | None]:
+    """Return the files to save with a model, and a note on what they do not express, or None.
+
+    A model that is `begun` knows the token that begins texts, which data prepared here do not have.
+    """
     own = dict(tokenizer.files.values())
     model = BUILDERS[tokenizer.tokenizer_type](tokenizer)
     # The characters of a special token in a text are ordinary characters; `split_special_tokens` says it in files.
@@ -123,13 +126,13 @@ def tokenizer_files(tokenizer: Tokenizer) -> tuple[dict[str, bytes], str | None]
         "split_special_tokens": True,
         "padding_side": "left",
     }
-    if tokenizer.bos is not None:
+    if begun and tokenizer.bos is not None:
         settings |= {"bos_token": tokenizer.rules.bos}
-    if tokenizer.chat is not None:  # whose rendered text names special tokens
-        known = {
-            name: symbol for name, symbol in tokenizer.chat.symbols.items() if model.token_to_id(symbol) is not None
-        }
-        settings |= known | {"chat_template": tokenizer.chat.source, "split_special_tokens": False}
+    if tokenizer.chat is not None:
+        symbols = tokenizer.chat.symbols.items()
+        settings |= {name: symbol for name, symbol in symbols if model.token_to_id(symbol) is not None}
+        named = isinstance(tokenizer, HFTokenizer)  # a rendered chat names special tokens
+        settings |= {"chat_template": tokenizer.chat.source, "split_special_tokens": not named}
     return {
         "tokenizer.json": _readable_by_older(json.loads(model.to_str())),
         "tokenizer_config.json": (json.dumps(settings, indent=1) + "\n").encode(),

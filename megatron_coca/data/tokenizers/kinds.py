@@ -114,6 +114,11 @@ class Tokenizer(ABC):
         """True if a prompt can name special tokens, so that ``encode_prompt`` may differ from ``encode``."""
         return False
 
+    @property
+    def unread_names(self) -> tuple[str, ...]:
+        """Names of special tokens that the model's own library would read in a prompt, and ``encode_prompt`` does not."""
+        return ()
+
     def token(self, symbol: str) -> int:
         """Id of a symbol. ``DataError`` where the vocabulary lacks it."""
         found = self._lookup(symbol)

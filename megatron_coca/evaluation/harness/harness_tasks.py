@@ -146,7 +146,8 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
     chat = chat_record(args, tokenizer)
     adds = args.start_token is None and evaluation.untrained and tokenizer.encode_prompt("", add=True) != []
     start = None if adds or args.start_token == "" else evaluation.start_token(args.start_token)
-    encoding = PromptEncoding(tokenizer, start, adds, chat is not None)
+    begun = evaluation.untrained or tokenizer.chat is not None
+    encoding = PromptEncoding(tokenizer, start, adds, chat is not None, begun)
     longest = args.max_length
     if longest is None and trained.position.embedding.weights == "table":
         longest = trained.model.max_position_embeddings  # no model has positions beyond its table

@@ -36,18 +36,22 @@ class PromptEncoding:
         start: id that is put before every text, or None.
         adds: every text gets the start and end tokens of the model's own library. With `start` it has no effect.
         chat: prompts are chats, so that the end of a turn ends an answer.
+        begun: the model knows the token that begins texts, which data prepared here do not have.
     """
 
     tokenizer: Tokenizer
     start: int | None = None
     adds: bool = False
     chat: bool = False
+    begun: bool = False
 
     @property
     def prefix(self) -> int:
         """Id before a text without context: `start`, else the token that begins texts, else the one that ends them."""
         if self.start is not None:
             return self.start
+        if not self.begun:
+            return self.tokenizer.eod
         return self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
 
     @cached_property
@@ -62,11 +66,26 @@ class PromptEncoding:
 
     def encode(self, text: str, add: bool | None = None) -> list[int]:
         """Token ids; `add` puts tokens around the text, by default unless it begins with the name of the prefix."""
+        self._warn_of_names(text)
         if add is None:
             add = not text.startswith(self.tokenizer.piece(self.prefix))
         if self.start is not None:
             return [*([self.start] if add else []), *self.tokenizer.encode_prompt(text)]
         return self.tokenizer.encode_prompt(text, add and self.adds)
+
+    def _warn_of_names(self, text: str) -> None:
+        found = next((name for name in self._unread if name in text), None)
+        if found is not None:
+            self._unread.clear()
+            logger.warning(
+                "a prompt contains %s, which %s reads as ordinary text; put the model's tokenizer.json into its folder",
+                *(found, self.tokenizer.tokenizer_type),
+            )
+
+    @cached_property
+    def _unread(self) -> list[str]:
+        """Names to warn of, once."""
+        return [*self.tokenizer.unread_names]
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
