@@ -40,14 +40,14 @@ def test_lists_stay_lists(place: str, tmp_path: Path) -> None:
     exported = export(imported, tmp_path / "exported").folder
     again = export(original, tmp_path / "again").folder
     tokenizer, model = AutoTokenizer.from_pretrained(original), AutoModelForCausalLM.from_pretrained(original).eval()
-    prompts = [f"<|im_start|>user\n{each['question']}<|im_end|>\n" for each in documents()[:5]]
+    prompts = [f"<|im_start|>user\n{each['question']}<|im_end|>\n" for each in documents()[:3]]
     rows = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
-    expected = [model.generate(row, max_new_tokens=20, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
+    expected = [model.generate(row, max_new_tokens=12, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
     assert any(row[-1] == TURN for row in expected)
     for place in (original, imported, exported, again):
-        assert [row.tokens for row in load_generator(place).complete(prompts, 20)] == expected
+        assert [row.tokens for row in load_generator(place).complete(prompts, 12)] == expected
     theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
-    assert [theirs.generate(row, max_new_tokens=20)[0, row.shape[1] :].tolist() for row in rows] == expected
+    assert [theirs.generate(row, max_new_tokens=12)[0, row.shape[1] :].tolist() for row in rows] == expected
     for name in ("config.json", "generation_config.json"):
         assert json.loads((exported / name).read_text())["eos_token_id"] == [END, TURN]
     assert "Each of the tokens 0, 2 ends a text" in (exported / "README.md").read_text()

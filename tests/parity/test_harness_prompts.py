@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
 from tests.parity.test_harness import flat
 from tests.unit.harness_cases import WORDS, command, read, write_tasks
@@ -20,6 +21,8 @@ from tests.unit.test_chat import CHATML
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>"]
 END, BOS, TURN = 0, 1, 2
+DOCUMENTS = 4
+"""Of those of harness_cases.py."""
 NAMED = "<|im_start|>user\\n{{question}}<|im_end|>\\n<|im_start|>assistant\\n"
 """A prompt that spells the tokens of ChatML."""
 
@@ -41,7 +44,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 UNSTOPPED = """\
-generation_kwargs: {until: ["zzz"], max_gen_toks: 24, do_sample: false}
+generation_kwargs: {until: ["zzz"], max_gen_toks: 16, do_sample: false}
 metric_list: [{metric: exact_match}]
 fewshot_split: test
 """
@@ -64,8 +67,9 @@ def llama(folder: Path, begun: bool = False, ends: Any = END, generation: Any = 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
-        model.lm_head.weight[TURN] *= 3
-        model.lm_head.weight[END] = -model.lm_head.weight[TURN]
+        # So that most texts contain the end of a turn, some the end of text, and few begin with them.
+        often = 2 * model.lm_head.weight.std() * torch.randn(32, generator=torch.Generator().manual_seed(5))
+        model.lm_head.weight[TURN], model.lm_head.weight[END] = often, -0.8 * often
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
@@ -76,15 +80,25 @@ def llama(folder: Path, begun: bool = False, ends: Any = END, generation: Any = 
 
 
 def compare(
-    folder: Path, tasks: Path, name: str, output: Path, *options: object, chat: Any = None, **theirs: Any
+    folder: Path,
+    tasks: Path,
+    name: str,
+    output: Path,
+    *options: object,
+    chat: Any = None,
+    checkpoint: Path | None = None,
+    **theirs: Any,
 ) -> list[Any]:
-    """Every answer of the command equals HFLM's; returns them."""
+    """Every answer of the command equals HFLM's; returns them. `checkpoint` is the command's, by default `folder`."""
     shots = {"num_fewshot": 2} if chat is not None else {}
     manager = index_tasks([name], [tasks])
     hflm = HFLM(pretrained=str(folder), device="cpu", batch_size=1, **theirs)
-    expected = evaluate_task(hflm, manager, name, shots.get("num_fewshot"), None, 1234, chat)
-    given = ["--num-fewshot", 2] if shots else []
-    assert command(folder, tasks, name, *options, *given, "--log-samples", "--output", output / "a.json") == 0
+    expected = evaluate_task(hflm, manager, name, shots.get("num_fewshot"), DOCUMENTS, 1234, chat)
+    given = ["--limit", DOCUMENTS, *(["--num-fewshot", 2] if shots else [])]
+    assert (
+        command(checkpoint or folder, tasks, name, *options, *given, "--log-samples", "--output", output / "a.json")
+        == 0
+    )
     lines = (output / "a.samples" / f"{name}.jsonl").read_text().splitlines()
     found = {row["doc_id"]: row for row in map(json.loads, lines)}
     for sample in expected["samples"][name]:
@@ -112,6 +126,14 @@ def test_special_tokens_in_and_around_prompts(
     compare(folder, tasks, name, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["named_choice", "local_rolling", "free_until"])
+def test_an_imported_folder_is_the_same_model(name: str, tasks: Path, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model", begun=True, ends=[END, TURN])
+    imported = import_checkpoint(folder, tmp_path / "imported").folder
+    compare(folder, tasks, name, tmp_path, checkpoint=imported)
+    assert read(tmp_path / "a.json").protocol.adds
+
+
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
 def test_every_end_token_ends_a_text(place: str, tasks: Path, tmp_path: Path) -> None:
     ends = {"ends": [END, TURN]} if place == "config.json" else {"generation": [END, TURN]}
@@ -132,7 +154,7 @@ def test_chats(name: str, turns: bool, tasks: Path, tmp_path: Path) -> None:
     assert record is not None and (record.system, record.multiturn) == ("Be brief.", turns)
 
 
-@pytest.mark.parametrize(("name", "length"), [("local_choice", 14), ("free_until", 30)])
+@pytest.mark.parametrize(("name", "length"), [("local_choice", 14), ("free_until", 22)])
 def test_cut_prompts_are_hflms_and_counted(
     name: str,
     length: int,
@@ -146,5 +168,8 @@ def test_cut_prompts_are_hflms_and_counted(
     (cell,) = read(tmp_path / "a.json").results
     lines = (tmp_path / "a.samples" / f"{name}.jsonl").read_text().splitlines()
     assert 0 < cell.cut == sum(json.loads(line)["cut"] for line in lines) < cell.samples
-    assert f"the prompts of {cell.cut} of 9 samples are longer than --max-length {length} allows" in caplog.text
-    assert f"{cell.cut} of 9 prompts cut" in capsys.readouterr().out
+    assert (
+        f"the prompts of {cell.cut} of {cell.samples} samples are longer than --max-length {length} allows"
+        in caplog.text
+    )
+    assert f"{cell.cut} of {cell.samples} prompts cut" in capsys.readouterr().out

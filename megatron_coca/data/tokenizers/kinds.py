@@ -116,7 +116,7 @@ class Tokenizer(ABC):
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Names of special tokens that the model's own library would read in a prompt, and ``encode_prompt`` does not."""
+        """Names of special tokens that the model's own library reads in a prompt, but not ``encode_prompt``."""
         return ()
 
     def token(self, symbol: str) -> int:
