@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
@@ -62,7 +64,18 @@ def load_tokenizer(
         tokenizer.chat = find_template(folder)
         if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
             tokenizer.rules = find_rules(folder)  # another name does not say that the folder is the model's
+        with suppress(OSError, ValueError, KeyError, AttributeError):  # not a folder that `Tokenizer.save` wrote
+            _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
+
+
+def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
+    """Take chat template and text rules from the description of a saved tokenizer with the same files."""
+    if saved["fingerprint"] != fingerprint_of(tokenizer.tokenizer_type, tokenizer.files, saved.get("eod_symbol")):
+        return
+    if "chat_template" in saved:
+        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"])
+    tokenizer.rules = rules_of(saved.get("text_rules", {}))
 
 
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
@@ -79,9 +92,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
-    if "chat_template" in saved:
-        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"])
-    tokenizer.rules = rules_of(saved.get("text_rules", {}))
+    _take_settings(tokenizer, saved)
     return tokenizer
 
 
