@@ -1,5 +1,6 @@
 """Prompts as chats: the options, their record in result files, and the check that the tokenizer has a template."""
 
+import datetime
 import hashlib
 from argparse import Namespace
 
@@ -16,11 +17,13 @@ class ChatRecord(Record):
     template_sha256: str
     system: str | None = None
     multiturn: bool | None = None  # examples are turns of the chat; None for a task without examples
+    date: str | None = None  # today's, if the template prints the date, so that prompts of two days are not mixed
 
     def __str__(self) -> str:
         system = "" if self.system is None else f", system message {self.system!r}"
         turns = {None: "", True: ", examples as turns", False: ", examples in one message"}[self.multiturn]
-        return f"template {self.template_sha256[:DIGITS]}{system}{turns}"
+        day = "" if self.date is None else f", of {self.date}"
+        return f"template {self.template_sha256[:DIGITS]}{system}{turns}{day}"
 
 
 def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
@@ -40,4 +43,5 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
     digest = hashlib.sha256(tokenizer.chat.source.encode()).hexdigest()
     if hasattr(args, "fewshot_as_multiturn") and multiturn is None:
         multiturn = True  # the default of the harness
-    return ChatRecord(template_sha256=digest, system=args.system_instruction, multiturn=multiturn)
+    today = datetime.date.today().isoformat() if "strftime_now" in tokenizer.chat.source else None
+    return ChatRecord(template_sha256=digest, system=args.system_instruction, multiturn=multiturn, date=today)

@@ -126,6 +126,13 @@ def test_special_tokens_in_and_around_prompts(
     compare(folder, tasks, name, tmp_path)
 
 
+@pytest.mark.parametrize(("begun", "token"), [(True, ""), (False, "<s>")])
+def test_another_start_token(begun: bool, token: str, tasks: Path, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model", begun)
+    compare(folder, tasks, "named_choice", tmp_path, "--start-token", token, add_bos_token=token != "")
+    assert read(tmp_path / "a.json").protocol.start == (BOS if token else None)
+
+
 @pytest.mark.parametrize("name", ["named_choice", "local_rolling", "free_until"])
 def test_an_imported_folder_is_the_same_model(name: str, tasks: Path, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model", begun=True, ends=[END, TURN])

@@ -1,7 +1,9 @@
 """Passkeys, needles and RULER-style tasks as chats: prompts, where an answer begins and ends, their record."""
 
+import datetime
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
+from megatron_coca.evaluation.chats import chat_record
 from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.retrieval import tasks
@@ -44,6 +47,27 @@ def test_prompts_are_those_of_transformers(name: str, stub: bool, folder: Path, 
             assert ours.decode(case.prompt[-fact.distance :]).lstrip()[:4].strip(" .") in whole
 
 
+def test_a_start_token_counts_and_changes_no_distance(ours: Tokenizer) -> None:
+    bos = ours.token("<s>")
+    (begun,) = tasks.passkey().make_cases(PromptForm(ours, bos), 1200, 1, 0)
+    (plain,) = tasks.passkey().make_cases(ours, 1199, 1, 0)
+    assert begun.prompt[0] == bos and len(begun.prompt) <= 1200 and bos not in begun.prompt[1:]
+    assert ours.decode(begun.prompt[-begun.facts[0].distance :]).lstrip()[:5] == begun.expected[0]
+    assert bos not in plain.prompt
+
+
+def test_the_date_of_a_template_is_part_of_the_record(ours: Tokenizer) -> None:
+    """Its prompts are others tomorrow."""
+    options = Namespace(apply_chat_template=True, system_instruction=None)
+    assert ours.chat is not None
+    before = chat_record(options, ours)
+    dated = copy(ours)
+    dated.chat = ChatTemplate("{{ strftime_now('%d %b %Y') }}" + ours.chat.source, ours.chat.symbols)
+    record = chat_record(options, dated)
+    assert before is not None and before.date is None
+    assert record is not None and record.date == datetime.date.today().isoformat()
+
+
 def test_a_template_that_changes_messages_is_an_error(ours: Tokenizer) -> None:
     form = PromptForm(ours, chat=ChatTemplate("{{ messages[0].content | upper }}", {}))
     with pytest.raises(EvaluationError, match="changes the text of a message"):
@@ -54,6 +78,7 @@ def run(checkpoint: Path, output: Path, *options: str) -> int:
     parser = ArgumentParser()
     TASKS["passkey"].add_arguments(parser)
     fixed = ["--checkpoint", str(checkpoint), "--lengths", "700", "--cases", "2", "--device", "cpu"]
+    fixed += ["--max-new-tokens", "12"]
     return TASKS["passkey"].run(parser.parse_args([*fixed, "--output", str(output), *options]))
 
 
@@ -69,7 +94,7 @@ def test_the_command_answers_as_generation_does(
     form = PromptForm(generator.tokenizer, chat=generator.tokenizer.chat, system="S")
     for case, record in zip(tasks.passkey().make_cases(form, 700, 2, 0), content["results"][0]["cases"], strict=True):
         message = generator.tokenizer.decode(case.prompt).removeprefix("system:S.user:").removesuffix(".assistant:")
-        (row,) = generator.answer([[{"role": "system", "content": "S"}, {"role": "user", "content": message}]], 64)
+        (row,) = generator.answer([[{"role": "system", "content": "S"}, {"role": "user", "content": message}]], 12)
         assert record["answer"] == row.text and record["tokens"] == len(case.prompt)
     with pytest.raises(EvaluationError, match=r"holds another measurement \(different protocol.chat"):
         run(checkpoint, output)
