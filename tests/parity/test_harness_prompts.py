@@ -175,8 +175,5 @@ def test_cut_prompts_are_hflms_and_counted(
     (cell,) = read(tmp_path / "a.json").results
     lines = (tmp_path / "a.samples" / f"{name}.jsonl").read_text().splitlines()
     assert 0 < cell.cut == sum(json.loads(line)["cut"] for line in lines) < cell.samples
-    assert (
-        f"the prompts of {cell.cut} of {cell.samples} samples are longer than --max-length {length} allows"
-        in caplog.text
-    )
+    assert f"the prompts of {cell.cut} of {cell.samples} samples exceed the limit of {length} tokens" in caplog.text
     assert f"{cell.cut} of {cell.samples} prompts cut" in capsys.readouterr().out

@@ -224,8 +224,8 @@ def _measure(
     for cell in cells:
         if cell.cut and cell.documents_sha256 is not None:
             logger.warning(
-                "%s: task %s: the prompts of %d of %d samples are longer than --max-length %s allows and lost their "
-                "beginning; raise it, or do not compare the score",
+                "%s: task %s: the prompts of %d of %d samples exceed the limit of %s tokens (--max-length) and lost "
+                "their beginning; raise it, or do not compare the score",
                 *(subject.label, cell.task, cell.cut, cell.samples, given.max_length),
             )
     for cell in cells[:-1]:
