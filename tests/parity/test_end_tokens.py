@@ -30,7 +30,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("config.json", marks=pytest.mark.slow), "generation_config.json"])
 def test_lists_stay_lists(place: str, tmp_path: Path) -> None:
     """A folder, its import, and the export of that generate the texts of transformers, from prompts with special
     tokens.

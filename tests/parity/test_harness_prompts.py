@@ -141,7 +141,7 @@ def test_an_imported_folder_is_the_same_model(name: str, tasks: Path, tmp_path: 
     assert read(tmp_path / "a.json").protocol.adds
 
 
-@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("place", ["config.json", pytest.param("generation_config.json", marks=pytest.mark.slow)])
 def test_every_end_token_ends_a_text(place: str, tasks: Path, tmp_path: Path) -> None:
     ends = {"ends": [END, TURN]} if place == "config.json" else {"generation": [END, TURN]}
     one = compare(llama(tmp_path / "one"), tasks, "free_until", tmp_path / "1")
