@@ -35,7 +35,8 @@ class Continuation:
 
     Attributes:
         tokens: all generated tokens.
-        finish: "eod" after the end-of-document token or one of `ends`, "stop" after a stop string, else "length".
+        finish: "eod" after a token that ends texts (`Tokenizer.ends`) or one of `ends`, "stop" after a stop string,
+            else "length".
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Continuation:
     ) -> None:
         if "" in stops:
             raise ValueError("an empty stop string would end every text before its first token; leave it out")
-        self._tokenizer, self._stops, self._ends = tokenizer, stops, (tokenizer.eod, *ends)
+        self._tokenizer, self._stops, self._ends = tokenizer, stops, (*tokenizer.ends, *ends)
         self._context = list(prompt[-CONTEXT:])
         self._before = len(tokenizer.decode(self._context))
         self.tokens: list[int] = []
@@ -73,7 +74,8 @@ class Continuation:
 class TextGenerator:
     """A model in evaluation mode with its tokenizer; made by `load_generator`.
 
-    Prompts get the token `start` in front, if there is one; without it an empty prompt is the end-of-document token.
+    Names of special tokens in a prompt become these. Prompts get the token `start` in front, if there is one; without
+    it an empty prompt is the end-of-document token.
     """
 
     model: GPT
@@ -99,7 +101,7 @@ class TextGenerator:
                 default 16384; `progress`, which shows it; `dynamic_length` as in `generate_tokens`.
         """
         start = [] if self.start is None else [self.start]
-        ids = [[*start, *self.tokenizer.encode(prompt)] or [self.tokenizer.eod] for prompt in prompts]
+        ids = [[*start, *self.tokenizer.encode_prompt(prompt)] or [self.tokenizer.eod] for prompt in prompts]
         rows = [Continuation(self.tokenizer, row, stops) for row in ids]
         return self._continue(ids, rows, max_new_tokens, sampling, **options)
 
@@ -119,11 +121,7 @@ class TextGenerator:
         if template is None:
             raise DataError("the tokenizer has no chat template; prepare the training data with one, or continue text")
         ids = [self.tokenizer.encode_rendered(template.render(chat, prompt=True))[0] for chat in chats]
-        end = template.end_of_turn()
-        # A special token ends the turn by its id, as it is not in the text; other tokens by their text.
-        closing = self.tokenizer.encode_rendered(end)[0][:1]
-        ends = closing if not self.tokenizer.decode(closing) else []
-        text = [end.strip() or end] if end and not ends else []
+        ends, text = self.tokenizer.turn_ends()
         rows = [Continuation(self.tokenizer, row, [*stops, *text], ends) for row in ids]
         return self._continue(ids, rows, max_new_tokens, sampling, **options)
 

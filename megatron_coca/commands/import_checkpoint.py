@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
     print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
-    kept = "chat template, special tokens around and within texts, and generation defaults are not taken over"
+    kept = "sampling defaults, and in exports special tokens around and within texts, are not taken over"
     remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to have those of the source"
     for note in filter(None, (done.tokenizer_note, remedy if done.huggingface_folder is not None else None)):
         print(plain(f"megatron-coca import: {note}"), file=sys.stderr)

@@ -176,6 +176,26 @@ def add_batch_option(parser: ArgumentParser, default: int) -> None:
     parser.add_argument("--tokens-per-batch", type=positive_int, default=default, metavar="N", help=text)
 
 
+def truth(text: str) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in known:
+        raise ArgumentTypeError(f"{text!r} is neither true nor false")
+    return known[text.lower()]
+
+
+def add_chat_options(parser: ArgumentParser, examples: bool = False) -> None:
+    """Declare the options that `chats.chat_record` reads, also as the harness spells them; `examples` for few-shot."""
+    add = parser.add_argument
+    chat = "every prompt is the user's message of a chat, rendered by the tokenizer's template, and the answer follows"
+    add("--apply-chat-template", "--apply_chat_template", action="store_true", help=chat)
+    system = "with --apply-chat-template: the system message, before a task's own"
+    add("--system-instruction", "--system_instruction", metavar="TEXT", help=system)
+    if examples:
+        turns = "with --apply-chat-template: examples are turns of the chat; default: true; false: one message has all"
+        known = {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
+        add("--fewshot-as-multiturn", "--fewshot_as_multiturn", help=turns, **known)  # type: ignore[arg-type]
+
+
 def add_start_option(parser: ArgumentParser, text: str) -> None:
     start = f"put this token before every {text}, such as '<bos>' for Gemma; default: none"
     parser.add_argument("--start-token", metavar="TOKEN", help=start)
@@ -221,6 +241,8 @@ def add_retrieval_options(
     add_batch_option(parser, 16384)
     stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
     add("--answer-stub", action="store_true", help=stub)
+    add_start_option(parser, "prompt")
+    add_chat_options(parser)
     add_dynamic_length_option(parser)
     if has_haystack:
         text = "text files, JSONL files or folders, or builtin for the built-in corpus; default: the passkey's filler"
@@ -264,8 +286,13 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     shots = "examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
-    add("--max-length", type=token_count, metavar="N", help="maximum input tokens; default: the training length")
-    add_start_option(parser, "text")
+    longest = "longer prompts lose their beginning; default: none does, and rolling windows have the training length"
+    add("--max-length", type=token_count, metavar="N", help=longest)
+    start = "put this token before every text; default: as the model's own library does, '': none"
+    add("--start-token", metavar="TOKEN", help=start)
+    add_chat_options(parser, examples=True)
+    logged = "write every sample with its prompts and answers to RESULT.samples/TASK.jsonl, as the harness does"
+    add("--log-samples", "--log_samples", action="store_true", help=logged)
     add_batch_option(parser, 16384)
     add_dynamic_length_option(parser)
     add("--seed", type=whole_number, default=1234, metavar="N", help="seed for the choice of few-shot examples")

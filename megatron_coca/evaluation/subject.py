@@ -15,6 +15,7 @@ from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
+from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ORIGINAL
@@ -104,6 +105,13 @@ class Evaluation:
                 "tokenizer.json into the folder"
             )
         return self.tokenizer
+
+    @property
+    def untrained(self) -> bool:
+        """True for a Hugging Face folder, and for one that was imported and not trained since: then the model expects
+        the tokens that its own library puts around texts.
+        """
+        return is_huggingface_folder(self.opened.folder) or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
         """Return the id of `--start-token`, None without it, which is noted. Raises as `chosen_start`."""

@@ -217,6 +217,8 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
         if name not in known:
             names = ", ".join(sorted(other.removeprefix("--") for other in known if other.startswith("--")))
             raise EvaluationError(f"tasks.{task}.{key}: unknown option; known: {names}")
+        if value is False and known[name].nargs == "?":  # an option whose default may be true
+            return [name, "false"]
         if value is None or value is False:
             return []
         if value is True:

@@ -14,6 +14,7 @@ from megatron_coca.data import load_saved_tokenizer
 from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.harness.adapter import HarnessModel
 from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
+from megatron_coca.evaluation.harness.prompt_encoding import InputLimits, PromptEncoding
 
 LENGTH = 48
 """Tokens read at most: beyond the training length, and less than some documents have."""
@@ -106,9 +107,9 @@ def adapter(
     loaded: LoadedModel, tokens_per_batch: int = 400, max_length: int = LENGTH, start: int | None = None
 ) -> HarnessModel:
     assert loaded.tokenizer_folder is not None and loaded.config.model.vocab_size is not None
-    tokenizer = load_saved_tokenizer(loaded.tokenizer_folder)
-    rows = loaded.config.model.vocab_size
-    return HarnessModel(loaded.model, tokenizer, max_length, tokens_per_batch, rows, start=start)
+    encoding = PromptEncoding(load_saved_tokenizer(loaded.tokenizer_folder), start)
+    limits, rows = InputLimits(max_length, max_length), loaded.config.model.vocab_size
+    return HarnessModel(loaded.model, encoding, limits, tokens_per_batch, rows)
 
 
 def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:

@@ -275,3 +275,23 @@ def test_small_vocabularies_that_agree_on_the_probes_are_told_apart(tmp_path: Pa
     assert all(one.encode(text) == other.encode(text) for text in PROBES)
     assert one.encode("zqxjkv") != other.encode("zqxjkv")
     assert first_difference(one, other) is not None and not agree(one, other)
+
+
+def test_rules_of_texts_are_found_saved_and_taken_from_a_saved_copy(tmp_path: Path) -> None:
+    """The list of generation_config.json comes before that of config.json; ids beyond the vocabulary end nothing."""
+    made = train_bpe(["the sea was calm"] * 9, 284, tmp_path / "tokenizer.json")
+    assert load_tokenizer("HFTokenizer", tmp_path).ends == (0,)
+    settings = {"bos_token": {"content": "<|padding|>"}, "eos_token": "<|endoftext|>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [0, 9]}))
+    assert load_tokenizer("HFTokenizer", tmp_path).ends == (0, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 0, 9999, True]}))
+    found = load_tokenizer("HFTokenizer", tmp_path)
+    assert (found.ends, found.bos, found.start, found.fingerprint) == ((0, 7), 1, 1, made.fingerprint)
+    assert found.encode_prompt("a<|padding|>", add=True) == [1, *made.encode("a"), 1]
+    assert found.encode("a<|padding|>") == made.encode("a<|padding|>")
+    found.save(tmp_path / "saved")
+    copies = load_saved_tokenizer(tmp_path / "saved"), load_tokenizer("HFTokenizer", tmp_path / "saved")
+    assert [copy.rules for copy in copies] == [found.rules] * 2
+    (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    assert load_tokenizer("HFTokenizer", tmp_path / "other.json").ends == (0,), "the folder may be anybody's"

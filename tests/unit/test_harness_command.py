@@ -1,6 +1,8 @@
 """`evaluate.py lm-eval`."""
 
+import json
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +79,72 @@ def test_without_the_harness(checkpoint: Path, tasks: Path, monkeypatch: pytest.
         command(checkpoint, tasks, "local_choice")
 
 
-def test_the_training_length_is_read_by_default(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
-    assert command(checkpoint, tasks, "local_rolling", "--limit", 2, "--output", tmp_path / "a.json") == 0
-    assert read(tmp_path / "a.json").protocol.max_length == TRAINED
+def test_inputs_are_read_whole_by_default_and_windows_have_the_training_length(
+    checkpoint: Path, tasks: Path, tmp_path: Path
+) -> None:
+    """The prompts are longer than the training length; as with a limit that holds them all."""
+    (tasks / "long.yaml").write_text(
+        (tasks / "choice.yaml").read_text().replace("local_choice", "long").replace("{{question}}", "{{text}} " * 3)
+    )
+    for name, options in (("whole", []), ("limited", ["--max-length", 2000])):
+        assert command(checkpoint, tasks, "long", *options, "--output", tmp_path / f"{name}.json") == 0
+    whole, limited = (read(tmp_path / f"{name}.json") for name in ("whole", "limited"))
+    assert whole.results == limited.results and whole.results[0].cut == 0
+    assert (whole.protocol.max_length, whole.protocol.rolling_window) == (None, TRAINED)
+    assert (limited.protocol.max_length, limited.protocol.rolling_window) == (2000, None)
 
 
-def test_a_fine_tuned_model_is_read_at_its_own_training_length(tasks: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_table_of_positions_reads_no_more_than_it_has(tasks: Path, tmp_path: Path) -> None:
+    run = random_checkpoint(tmp_path / "run", **NEOX, pos_emb="learned", max_position_embeddings=2 * TRAINED)
+    assert command(run, tasks, "local_choice", "--output", tmp_path / "a.json") == 0
+    result = read(tmp_path / "a.json")
+    assert result.protocol.max_length == 2 * TRAINED and 0 < result.results[0].cut < result.results[0].samples
+
+
+def test_results_of_earlier_versions_are_resumed(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+    """The fields that they lack have defaults that this measurement has too."""
+    given = ["local_rolling", "--max-length", LENGTH, "--limit", 2, "--output", tmp_path / "a.json"]
+    assert command(checkpoint, tasks, *given) == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    for added in ("rolling_window", "adds", "names_tokens", "prefix", "ends", "chat"):
+        del content["protocol"][added]
+    for added in ("cut", "logged"):
+        del content["results"][0][added]
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    cost = (tmp_path / "a.cost.json").read_bytes()
+    assert command(checkpoint, tasks, *given) == 0
+    assert (tmp_path / "a.cost.json").read_bytes() == cost
+
+
+def test_logged_samples_are_written_and_resumed(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+    given = ["local_choice", "--limit", 3, "--output", tmp_path / "a.json"]
+    with pytest.raises(EvaluationError, match="--log-samples: needs --output"):
+        command(checkpoint, tasks, "local_choice", "--log_samples")
+    assert command(checkpoint, tasks, *given) == 0
+    cost = tmp_path / "a.cost.json"
+    costs = [cost.read_bytes()]
+    assert command(checkpoint, tasks, *given, "--log-samples") == 0
+    (cell,) = read(tmp_path / "a.json").results
+    (logged,) = cell.logged
+    path = tmp_path / "a.samples" / "local_choice.jsonl"
+    assert logged.file == "a.samples/local_choice.jsonl" and logged.intact(tmp_path / "a.json")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["doc_id"] for row in rows] == [0, 1, 2]
+    assert rows[0]["arguments"]["gen_args_1"]["arg_1"].strip() in rows[0]["doc"]["choices"]
+    assert sum(row["acc"] for row in rows) / 3 == next(each.value for each in cell.scores if each.metric == "acc")
+    costs.append(cost.read_bytes())
+    for remove in (lambda: None, path.unlink, lambda: path.write_text("")):
+        remove()
+        assert command(checkpoint, tasks, *given, "--log-samples") == 0 and logged.intact(tmp_path / "a.json")
+        costs.append(cost.read_bytes())
+    assert [one == other for one, other in pairwise(costs)] == [False, True, False, False]
+
+
+def test_windows_of_a_fine_tuned_model_have_its_own_training_length(tasks: Path, tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": TRAINED // 4}
     run = random_checkpoint(tmp_path / "run", **NEOX, rope_scaling=scaling)
     assert command(run, tasks, "local_rolling", "--limit", 2, "--output", tmp_path / "a.json") == 0
-    assert read(tmp_path / "a.json").protocol.max_length == TRAINED
+    assert read(tmp_path / "a.json").protocol.rolling_window == TRAINED
 
 
 def test_a_text_beyond_the_positions_of_a_model_is_refused_and_other_tasks_go_on(tasks: Path, tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.evaluation.harness.adapter import greedy_limits
+from megatron_coca.evaluation.harness.prompt_encoding import PromptEncoding
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
-from tests.unit.harness_cases import adapter, requests
+from tests.tokenizer_files import train_unigram
+from tests.unit.harness_cases import WORDS, adapter, requests
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,22 @@ def test_a_token_before_every_text(tmp_path: Path) -> None:
         for model, text in ((begun, "ab"), (plain, "#ab"))
     ]
     assert texts[0] == texts[1]
+
+
+def test_numbers_that_are_not_finite_are_no_scores(tmp_path: Path) -> None:
+    """The largest of logits that are NaN would be an answer, right or wrong."""
+    loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
+    with torch.no_grad():
+        next(loaded.model.parameters())[:] = torch.inf
+    with pytest.raises(EvaluationError, match="a log-likelihood is nan: the computation overflowed"):
+        adapter(loaded).loglikelihood(requests("loglikelihood", [("ab", "cd")]))
+
+
+def test_names_that_a_sentencepiece_model_does_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = train_unigram([" ".join(WORDS)] * 40, 280, tmp_path / "tokenizer.model")
+    encoding = PromptEncoding(tokenizer)
+    for text in ("the sea", "the sea<eod>", "calm<eod>"):
+        encoding.encode(text)
+    assert caplog.text.count("a prompt contains <eod>, which SPMTokenizer reads as ordinary text") == 1

@@ -134,3 +134,12 @@ def test_a_model_without_the_task_is_asked_for_passkeys(tmp_path: Path) -> None:
     assert {head["head"] for head in cells[1000, 0]["heads"]} == {0, 1}
     assert all(0 < head["weight"] < 1 and head["fact"] < head["rest"] for head in cells[1000, 0]["heads"])
     assert result["missing"][0]["at"] == "length 64", "no passkey prompt is that short"
+
+
+def test_answers_that_overflow_are_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([], SHAPE | KEYS)
+    weights = {name: torch.full_like(each, torch.inf) for name, each in build_model(config).state_dict().items()}
+    run = write_checkpoint(tmp_path / "run", config, weights, tokenizer=None)
+    content = evaluate(run, tmp_path / "a.json", "--lengths", "32", "--shifts", "0", "--diagnosed", "0", expected=2)
+    assert content["results"] == [] and content["missing"][0]["kind"] == "failed"
+    assert "overflowed its dtype" in content["missing"][0]["reason"]

@@ -17,6 +17,7 @@ from megatron_coca.evaluation.suite import (
     SuiteFile,
     check_variants,
     describe_exit,
+    option_arguments,
     plan_commands,
     read_suite,
     run_to_its_end,
@@ -210,3 +211,9 @@ def test_multiples_count_the_length_of_the_fine_tuning(tmp_path: Path) -> None:
     assert (lengths, problems) == ({"PI": 32}, {})
     (planned,) = commands(suite(tmp_path, text), lengths, tmp_path)
     assert parser().parse_args(planned.arguments).lengths == [64]
+
+
+def test_an_option_that_is_true_by_default_can_be_false() -> None:
+    given = {"apply_chat_template": True, "fewshot_as_multiturn": False, "log_samples": False, "tasks": ["a"]}
+    found = option_arguments("lm-eval", given, 64)
+    assert found == ["--apply-chat-template", "--fewshot-as-multiturn", "false", "--tasks", "a"]

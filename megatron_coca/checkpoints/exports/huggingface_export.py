@@ -4,6 +4,7 @@ A stock architecture is used where it computes what the model does. Otherwise a 
 (modelling_file.py).
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.exports.tokenizer import (
     TokenIds,
     TokenizerFiles,
+    end_ids,
     original_files,
     own_files,
     suppress_tokens,
@@ -52,6 +54,7 @@ from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
 from megatron_coca.config.source import given_values
+from megatron_coca.data.tokenizers.text_rules import token_ids
 
 MODELLING_FILE = TEMPLATE.name
 
@@ -317,7 +320,9 @@ def export(
     unused = contents[GENERATION].get("suppress_tokens", [])
     if GENERATION in written and unused:
         written[GENERATION] = suppress_tokens(written[GENERATION], unused)
-    written[CARD] = model_card(opened, config, kind, weights, folder.name, notes or CardNotes()).encode()
+    generation = json.loads(written[GENERATION]) if GENERATION in written else contents[GENERATION]
+    ends = token_ids(generation.get("eos_token_id"))
+    written[CARD] = model_card(opened, config, kind, weights, folder.name, notes or CardNotes(), ends).encode()
     if modelling is not None:
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
@@ -370,7 +375,7 @@ def _select_tokenizer(
     if is_huggingface_folder(opened.folder) and not set(given_values(overrides)).intersection(TOKENIZER_KEYS):
         own = own_files(opened.folder)
         if own.ids.eos is None and tokenizer is not None:
-            return own._replace(ids=own.ids._replace(eos=tokenizer.eod))
+            return own._replace(ids=own.ids._replace(eos=end_ids(tokenizer)))
         return own
     if tokenizer is None:
         missing = (
@@ -378,5 +383,5 @@ def _select_tokenizer(
             f"runs to its limit ({note})"
         )
         return TokenizerFiles({}, TokenIds(), missing)
-    files, differing = tokenizer_files(tokenizer)
-    return TokenizerFiles(files, TokenIds(eos=tokenizer.eod), "; ".join(filter(None, (note, differing))) or None)
+    files, differing = tokenizer_files(tokenizer, begun=bool(opened.imported) and not opened.step)
+    return TokenizerFiles(files, TokenIds(eos=end_ids(tokenizer)), "; ".join(filter(None, (note, differing))) or None)

@@ -4,6 +4,7 @@ It says what the configuration and the checkpoint contain, and no path of the ma
 is in model_card.md.j2.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,11 +38,17 @@ class CardNotes:
 
 
 def model_card(
-    opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights, name: str, notes: CardNotes
+    opened: OpenedCheckpoint,
+    config: Config,
+    kind: str,
+    weights: Weights,
+    name: str,
+    notes: CardNotes,
+    ends: Sequence[int] = (),
 ) -> str:
     """Return the card of an export of `opened` as `model_type` `kind` into the folder `name`.
 
-    `config` has the overrides of the export; `weights` are those that are written.
+    `config` has the overrides of the export; `weights` are those that are written; `ends` are ids that end a text.
     """
     position, length = config.position, config.model.seq_length
     remote, coca = kind in REMOTE_TYPES, position.pos_emb.startswith("coca")
@@ -59,6 +66,7 @@ def model_card(
         tags=list(dict.fromkeys(tags)),
         name=name,
         notes=notes,
+        ends=ends,
         facts=facts,
         trust=", trust_remote_code=True" if remote else "",
         by_the_longest=not remote and position.extension.stock.by_longest,

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
 from megatron_coca.checkpoints.huggingface_import import CONFIG, GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
-from megatron_coca.data import Tokenizer
-from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, first_difference
+from megatron_coca.data import DataError, Tokenizer
+from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings
+from megatron_coca.data.tokenizers.text_rules import token_ids
 
 THEIRS = (
     GENERATION,
@@ -88,7 +90,8 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
             f"{differing!r}; name the folder of the model that training started from"
         )
     end = tokenizer.eod
-    ends = {theirs.eod, *_ids(own.ids.eos), *_ids(read_json_if_present(folder / GENERATION).get("eos_token_id"))}
+    given = read_json_if_present(folder / GENERATION).get("eos_token_id")
+    ends = {theirs.eod, *token_ids(own.ids.eos), *token_ids(given)}
     if end not in ends:
         raise CheckpointError(
             f"{folder}: its end-of-text tokens are {sorted(ends)}, but {end} ({tokenizer.piece(end)!r}) in the "
@@ -107,11 +110,6 @@ def suppress_tokens(data: bytes, unused: list[int]) -> bytes:
     return (json.dumps(content | {"suppress_tokens": sorted({*listed, *unused})}, indent=1) + "\n").encode()
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [token for token in values if isinstance(token, int)]
-
-
 # tokenizer.json -------------------------------------------------------------------------------------------------------
 
 BYTES = 256
@@ -120,8 +118,11 @@ ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaP
 """Post-processors that add special tokens around a text; the model has seen none there in training."""
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> tuple[dict[str, bytes], str | None]:
-    """Return the files to save with a model, and a note on what they do not express, or None."""
+def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str, bytes], str | None]:
+    """Return the files to save with a model, and a note on what they do not express, or None.
+
+    A model that is `begun` knows the token that begins texts, which data prepared here do not have.
+    """
     own = dict(tokenizer.files.values())
     model = BUILDERS[tokenizer.tokenizer_type](tokenizer)
     # The characters of a special token in a text are ordinary characters; `split_special_tokens` says it in files.
@@ -138,10 +139,29 @@ def tokenizer_files(tokenizer: Tokenizer) -> tuple[dict[str, bytes], str | None]
         "split_special_tokens": True,
         "padding_side": "left",
     }
+    if begun and tokenizer.bos is not None:
+        settings |= {"bos_token": tokenizer.rules.bos}
+    if tokenizer.chat is not None:
+        symbols = tokenizer.chat.symbols.items()
+        settings |= {name: symbol for name, symbol in symbols if model.token_to_id(symbol) is not None}
+        named = isinstance(tokenizer, HFTokenizer)  # a rendered chat names special tokens
+        settings |= {"chat_template": tokenizer.chat.source, "split_special_tokens": not named}
     return {
         "tokenizer.json": _readable_by_older(json.loads(model.to_str())),
         "tokenizer_config.json": (json.dumps(settings, indent=1) + "\n").encode(),
     }, None
+
+
+def end_ids(tokenizer: Tokenizer) -> int | list[int]:
+    """`eos_token_id` for a model with this tokenizer: the id that ends texts, or a list of all that do, also of those
+    that end a turn of its chats.
+    """
+    turns: list[int] = []
+    if tokenizer.chat is not None:
+        with suppress(DataError):  # a type that does not encode chats, or a template that renders no turn
+            turns = tokenizer.turn_ends()[0]
+    ends = [*dict.fromkeys([*tokenizer.ends, *turns])]
+    return ends if len(ends) > 1 else ends[0]
 
 
 def _readable_by_older(content: dict[str, Any]) -> bytes:

@@ -3,7 +3,9 @@
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import find_template, saved_template
@@ -19,6 +21,7 @@ from megatron_coca.data.tokenizers.kinds import (
     fingerprint_of,
 )
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
+from megatron_coca.data.tokenizers.text_rules import find_rules, rules_of
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.regular_files import read_regular
 
@@ -66,8 +69,25 @@ def load_tokenizer(
     else:
         tokenizer = _open(tokenizer_type, files, eod, place)
     if vocab_file is not None:
-        tokenizer.chat = find_template(Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent)
+        folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
+        tokenizer.chat = find_template(folder)
+        if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
+            tokenizer.rules = find_rules(folder)  # another name does not say that the folder is the model's
+        with suppress(OSError, ValueError, KeyError, AttributeError):  # not a folder that `Tokenizer.save` wrote
+            _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
+
+
+def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
+    """Take start symbol, chat template and text rules from the description of a saved tokenizer with the same files.
+
+    Raises ValueError, KeyError or AttributeError if these are damaged.
+    """
+    template, start, rules = saved_template(saved), saved.get("start_symbol"), rules_of(saved.get("text_rules", {}))
+    if not isinstance(start, str | None):
+        raise ValueError("start_symbol is not text")
+    if saved["fingerprint"] == fingerprint_of(tokenizer.tokenizer_type, tokenizer.files, saved.get("eod_symbol")):
+        tokenizer.start_symbol, tokenizer.chat, tokenizer.rules = start, template or tokenizer.chat, rules
 
 
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
@@ -77,20 +97,24 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         saved = json.loads(read_regular(path))
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
-        template = saved_template(saved)
-        for name in ("eod_symbol", "start_symbol"):
-            if not isinstance(saved.get(name), str | None):
-                raise ValueError(f"{name} is not text")
+        if not isinstance(eod, str | None):
+            raise ValueError("eod_symbol is not text")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: cannot read the tokenizer's description file ({error}).") from error
+        raise _unreadable(path, error) from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
     # Before opening the files: the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
-    tokenizer.start_symbol = saved.get("start_symbol")
-    tokenizer.chat = template
+    try:
+        _take_settings(tokenizer, saved)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise _unreadable(path, error) from error
     return tokenizer
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: cannot read the tokenizer's description file ({error}).")
 
 
 def needs_files(tokenizer_type: str) -> bool:

@@ -9,13 +9,15 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat import ChatTemplate
+from megatron_coca.data.tokenizers.text_rules import TextRules
 
 DESCRIPTION = "tokenizer_type.json"
 # In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma has
@@ -49,12 +51,15 @@ class Tokenizer(ABC):
         eod: the id that ends each document of a prepared corpus.
         start_symbol: the symbol that begins each text of a prepared corpus, or None. It changes no encoding.
         fingerprint: as ``fingerprint_of``.
-        chat: the template of chats, or None. It changes no encoding, and so not the fingerprint.
+        chat: the template of chats, or None.
+        rules: how the model's own library treats texts. Neither they nor `chat` change the encoding of documents, and
+            so not the fingerprint.
     """
 
     tokenizer_type: str
     start_symbol: str | None = None
     chat: ChatTemplate | None = None
+    rules: TextRules = TextRules()
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
         self.files, self._eod_symbol = files, eod
@@ -79,7 +84,46 @@ class Tokenizer(ABC):
     @property
     def start(self) -> int | None:
         """Id that the model's own library puts before every text, such as Gemma's ``<bos>``; None if there is none."""
-        return None
+        return self.bos if self.rules.add_bos else None
+
+    @property
+    def bos(self) -> int | None:
+        """Id of the symbol that begins texts in the model's own library, even if it is not put before them."""
+        return None if self.rules.bos is None else self._lookup(self.rules.bos)
+
+    @property
+    def eos(self) -> int:
+        """Id of the symbol that ends texts in the model's own library; ``eod`` if there is none."""
+        found = None if self.rules.eos is None else self._lookup(self.rules.eos)
+        return self.eod if found is None else found
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a generated text, ``eod`` first."""
+        others = (token for token in self.rules.ends if token < self.vocab_size)
+        return tuple(dict.fromkeys((self.eod, *others, self.eos)))
+
+    def turn_ends(self) -> tuple[list[int], list[str]]:
+        """Tokens and texts that end an answer of a chat. ``DataError`` without a template."""
+        if self.chat is None:
+            raise DataError(
+                "The tokenizer has no chat template; prepare the training data with one, or use plain text."
+            )
+        end = self.chat.end_of_turn()
+        # A special token ends the turn by its id, as it is not in the text; other tokens by their text.
+        closing = self.encode_rendered(end)[0][:1]
+        ends = closing if not self.decode(closing) else []
+        return ends, [end.strip() or end] if end and not ends else []
+
+    @property
+    def names_tokens(self) -> bool:
+        """True if a prompt can name special tokens, so that ``encode_prompt`` may differ from ``encode``."""
+        return False
+
+    @property
+    def unread_names(self) -> tuple[str, ...]:
+        """Names of special tokens that the model's own library reads in a prompt, but not ``encode_prompt``."""
+        return ()
 
     def token(self, symbol: str) -> int:
         """Id of a symbol. ``DataError`` where the vocabulary lacks it."""
@@ -113,16 +157,20 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
-        try:
+        with _explaining_surrogates(text):
             return self._encode(text)
-        except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
-            surrogate = _SURROGATE.search(text)
-            if surrogate is None:
-                raise
-            raise DataError(
-                f"A text contains a lone surrogate, U+{ord(surrogate[0]):X} at character {surrogate.start()}, which "
-                "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
-            ) from error
+
+    def encode_prompt(self, text: str, add: bool = False) -> list[int]:
+        """Token ids of ``text`` as the model's own library encodes a prompt: names of special tokens become these, and
+        with ``add`` it puts its start and end tokens around the text. ``DataError`` as ``encode``.
+        """
+        with _explaining_surrogates(text):
+            ids = self._encode_named(text)
+        before = [self.bos] if add and self.rules.add_bos and self.bos is not None else []
+        return [*before, *ids, *([self.eos] if add and self.rules.add_eos else [])]
+
+    def _encode_named(self, text: str) -> list[int]:
+        return self._encode(text)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a rendered chat, in which the names of special tokens become these, and the first character and
@@ -138,6 +186,10 @@ class Tokenizer(ABC):
                 raise DataError(f"Token id {i} is outside the vocabulary of {self.vocab_size} ({self.tokenizer_type}).")
         return self._decode([i for i in listed if i != self.eod])
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """As ``decode``, with the names of special tokens, where the type has names that a text can spell."""
+        return self.decode(ids)
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,6 +202,7 @@ class Tokenizer(ABC):
         if self.chat is not None:
             description |= {"chat_template": self.chat.source, "chat_symbols": dict(self.chat.symbols)}
             description |= {"chat_time": self.chat.now} if self.chat.now else {}
+        description |= {"text_rules": rules} if (rules := self.rules.saved()) else {}
         description["fingerprint"] = self.fingerprint
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
 
@@ -162,6 +215,21 @@ class Tokenizer(ABC):
                 "own with --end-token of prepare (end_token in a recipe)."
             )
         return eod
+
+
+@contextmanager
+def _explaining_surrogates(text: str) -> Iterator[None]:
+    """Raise ``DataError`` for an error about ``text`` if it contains a lone surrogate."""
+    try:
+        yield
+    except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
+        surrogate = _SURROGATE.search(text)
+        if surrogate is None:
+            raise
+        raise DataError(
+            f"A text contains a lone surrogate, U+{ord(surrogate[0]):X} at character {surrogate.start()}, which "
+            "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
+        ) from error
 
 
 class CharLevelTokenizer(Tokenizer):
@@ -281,19 +349,46 @@ class HFTokenizer(Tokenizer):
 
     @property
     def start(self) -> int | None:
+        if self._surrounds_itself:
+            return super().start
         added = self._model.encode("", add_special_tokens=True).ids
         return added[0] if added and added[0] != self.eod else None
 
+    @property
+    def names_tokens(self) -> bool:
+        return not self.rules.splits
+
+    @property
+    def _surrounds_itself(self) -> bool:
+        """True if the rules replace the tokens that the file's post-processor adds, as in transformers."""
+        return self.rules.add_bos is not None or self.rules.add_eos is not None
+
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        self._model.encode_special_tokens = False
+        encoded = self._naming(text, False)
+        return encoded.ids, encoded.offsets
+
+    def encode_prompt(self, text: str, add: bool = False) -> list[int]:
+        if not add or self._surrounds_itself:
+            return super().encode_prompt(text, add)
+        with _explaining_surrogates(text):
+            return self._naming(text, True, self.rules.splits).ids
+
+    def _encode_named(self, text: str) -> list[int]:
+        return self._naming(text, False, self.rules.splits).ids
+
+    def _naming(self, text: str, add: bool, split: bool = False) -> Any:
+        """Encode a text in which, unless `split`, the names of special tokens become these; `add` those around it."""
+        self._model.encode_special_tokens = split
         try:
-            encoded = self._model.encode(text, add_special_tokens=False)
+            return self._model.encode(text, add_special_tokens=add)
         finally:
             self._model.encode_special_tokens = True
-        return encoded.ids, encoded.offsets
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def piece(self, token: int) -> str:
         return self._model.id_to_token(token) or f"<{token}>"

@@ -64,6 +64,11 @@ class SentencePieceTokenizer(Tokenizer):
         self._space_mark_ids = marks if all(map(self._model.is_byte, marks)) else None
         return size
 
+    @property
+    def unread_names(self) -> tuple[str, ...]:
+        controls = filter(self._model.is_control, range(self.vocab_size))
+        return tuple(map(self._model.id_to_piece, controls))
+
     def _lookup(self, symbol: str) -> int | None:
         token = self._model.piece_to_id(symbol)
         return None if token == self._model.unk_id() else token

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_coca.console import Progress
-from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.harness.prompt_encoding import InputLimits, PromptEncoding, render_chat
 from megatron_coca.evaluation.perplexity import score_hidden
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, equal_length_batches, generate
@@ -41,42 +42,60 @@ class HarnessModel(TemplateLM):
     HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
     the left, which not every position method allows. Here a batch has inputs of one length.
 
-    Every text follows the token `start`, if there is one; otherwise a text without context follows the end-of-document
-    token. Inputs longer than `max_length` lose their beginning.
+    Texts are encoded by `encoding`. Inputs longer than `limits.max_length` lose their beginning; `cut` has the
+    documents of such inputs by task.
 
-    `model` is in evaluation mode; `max_length` may exceed the training length; a forward pass has at most
-    `tokens_per_batch` tokens, at least one input. Ids from `vocab_size` on are padding and never generated. `tokens`
-    counts those scored or generated so far.
+    `model` is in evaluation mode; a forward pass has at most `tokens_per_batch` tokens, at least one input. Ids from
+    `vocab_size` on are padding and never generated. `tokens` counts those scored or generated so far.
     """
 
     def __init__(
         self,
         model: GPT,
-        tokenizer: Tokenizer,
-        max_length: int,
+        encoding: PromptEncoding,
+        limits: InputLimits,
         tokens_per_batch: int,
         vocab_size: int,
         dynamic_length: DynamicLength = DYNAMIC_LENGTH,
-        start: int | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.document_tokenizer, self.max_length = model, tokenizer, max_length
+        self.model, self.encoding, self.limits = model, encoding, limits
         self.tokens_per_batch, self.vocab_size = tokens_per_batch, vocab_size
-        self.dynamic_length, self.start = dynamic_length, start
+        self.dynamic_length = dynamic_length
         self.model_device = next(model.parameters()).device
         self.tokens = 0
+        self.cut: dict[str, set[int]] = {}
+        self._cut_texts: set[tuple[str, str]] = set()
 
     @property
     def eot_token_id(self) -> int:
-        return self.document_tokenizer.eod
+        return self.encoding.tokenizer.eos
 
     @property
     def prefix_token_id(self) -> int:
-        return self.eot_token_id if self.start is None else self.start
+        return self.encoding.prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the key of the harness's cache of requests, which is not used."""
+        return self.encoding.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return token ids without start or end symbols, as in training."""
-        return self.document_tokenizer.encode(string)
+        return self.encoding.encode(string, add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return render_chat(self.encoding.tokenizer, chat_history, add_generation_prompt)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self._cut_texts = set()
+        scores = super().loglikelihood(requests, disable_tqdm)
+        for request in requests:
+            if request.args in self._cut_texts:
+                self._note_cut(request)
+        return scores
+
+    def _note_cut(self, request: Instance) -> None:
+        self.cut.setdefault(str(request.task_name), set()).add(int(request.doc_id or 0))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenizedRequest], disable_tqdm: bool = False, **_: Any
@@ -87,17 +106,20 @@ class HarnessModel(TemplateLM):
         """
         scorings: list[tuple[Tokens, Tokens]] = []
         by_input: dict[Tokens, set[Tokens]] = {}
+        longest = self.limits.max_length
         for texts, context, continuation in requests:
-            if not 1 <= len(continuation) <= self.max_length:
+            if not continuation or (longest is not None and len(continuation) > longest):
                 raise EvaluationError(
                     f"the continuation {'of a window' if texts is None else repr(texts[1][:60])} has "
-                    f"{len(continuation)} tokens without its context; 1 to {self.max_length} can be scored; correct "
-                    "the task, or raise --max-length"
+                    f"{len(continuation)} tokens without its context; 1 to {longest or 'any number'} can be scored; "
+                    "correct the task, or raise --max-length"
                 )
-            whole = texts is not None  # not a window, of which the first has the prefix
-            begun = whole and self.start is not None and context[:1] != [self.start]
-            tokens = ([self.prefix_token_id] if begun or not context else []) + context + continuation
-            scorings.append((tuple(tokens[-(self.max_length + 1) : -1]), tuple(continuation)))
+            tokens = (context or [self.prefix_token_id]) + continuation
+            if longest is not None and len(tokens) > longest + 1:
+                tokens = tokens[-(longest + 1) :]
+                if texts is not None:
+                    self._cut_texts.add(texts)
+            scorings.append((tuple(tokens[:-1]), tuple(continuation)))
             by_input.setdefault(scorings[-1][0], set()).add(scorings[-1][1])
             self.tokens += len(continuation)
         inputs, scores = sorted(by_input), {}
@@ -108,16 +130,23 @@ class HarnessModel(TemplateLM):
                     for scored in by_input[inputs[index]]:
                         targets = torch.tensor(scored, device=self.model_device)
                         nll, correct = score_hidden(self.model, hidden[-len(scored) :], targets).tolist()
+                        if not math.isfinite(nll):  # a task would still find a largest one among its choices
+                            raise EvaluationError(
+                                f"a log-likelihood is {-nll}: the computation overflowed its dtype, or the weights are "
+                                "not finite; use --dtype float32 or bfloat16"
+                            )
                         scores[inputs[index], scored] = -nll, round(correct) == len(scored)
                 progress.advance(len(batch))
         return [scores[scoring] for scoring in scorings]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of whole texts in nats, over disjoint windows of `max_length` as in the harness."""
+        """Return log-likelihoods of whole texts in nats, over disjoint windows as in the harness."""
         windows: list[TokenizedRequest] = []
         counts = []
         for (text,) in (request.args for request in requests):
-            pairs = list(get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1))
+            # A start token of the options is the prefix only; one that the library adds is scored too, as in HFLM.
+            ids = self.tok_encode(text, None if self.encoding.start is None else False)
+            pairs = list(get_rolling_token_windows(ids, self.prefix_token_id, self.limits.window, 1))
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
             counts.append(len(pairs))
         scores = iter(self._loglikelihood_tokens(windows))
@@ -134,17 +163,12 @@ class HarnessModel(TemplateLM):
         for request in requests:
             (context, settings), task = request.args, str(request.task_name)
             new_tokens, stops = greedy_limits(task, settings)
-            room = self.max_length - new_tokens
-            if room < 1:
-                raise EvaluationError(
-                    f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.max_length}; raise "
-                    "--max-length"
-                )
-            ids = self.tok_encode(context)
-            ids = [self.prefix_token_id, *ids] if self.start is not None or not ids else ids
-            prompt = tuple(ids[-room:])
-            asked.append((texts.setdefault((new_tokens, stops), {}), prompt))
-            texts[new_tokens, stops][prompt] = ""
+            prompt = self.tok_encode(context) or [self.prefix_token_id]
+            if (room := self._room(task, new_tokens)) is not None and len(prompt) > room:
+                prompt = prompt[-room:]
+                self._note_cut(request)
+            asked.append((texts.setdefault((new_tokens, stops), {}), tuple(prompt)))
+            texts[new_tokens, stops][tuple(prompt)] = ""
         with Progress("generating", sum(map(len, texts.values())), "texts") as progress:
             for (new_tokens, stops), answers in texts.items():
                 prompts = sorted(answers)
@@ -153,17 +177,31 @@ class HarnessModel(TemplateLM):
                     answers |= zip(rows, self._continue(rows, new_tokens, stops), strict=True)
                     progress.advance(len(batch))
         found = [answers[prompt] for answers, prompt in asked]
-        self.tokens += sum(len(self.tok_encode(text)) for text in found)
+        self.tokens += sum(len(self.tok_encode(text, False)) for text in found)
         return found
 
+    def _room(self, task: str, new_tokens: int) -> int | None:
+        """The most tokens of a prompt, None without a limit. Raises EvaluationError if there is no room for one."""
+        if self.limits.max_length is None:
+            return None
+        room = self.limits.max_length - new_tokens
+        if room < 1:
+            raise EvaluationError(
+                f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.limits.max_length}; raise "
+                "--max-length"
+            )
+        return room
+
     def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[str]:
-        tokenizer = self.document_tokenizer
+        tokenizer, stops = self.encoding.tokenizer, (*stops, *self.encoding.stops)
         window = max((len(stop.encode()) for stop in stops), default=0) + 4
+        ends = set(self.encoding.ends)
 
         def finished(generated: list[int]) -> bool:
-            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended.
-            tail = tokenizer.decode(generated[-window:])
-            return generated[-1] == tokenizer.eod or any(stop in tail for stop in stops)
+            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended. It may
+            # be the name of a special token, which the answer's text does not have.
+            tail = tokenizer.spell(generated[-window:])
+            return generated[-1] in ends or any(stop in tail for stop in stops)
 
         answers = generate(
             self.model,
@@ -173,13 +211,9 @@ class HarnessModel(TemplateLM):
             vocab_size=self.vocab_size,
             dynamic_length=self.dynamic_length,
         )
-        texts = []
-        for answer in answers.tolist():
-            kept = [token for token in answer if token != NOT_GENERATED]
-            if tokenizer.eod in kept:
-                kept = kept[: kept.index(tokenizer.eod)]
-            texts.append(postprocess_generated_text(tokenizer.decode(kept), list(stops), None))
-        return texts
+        # The token that ends a text is decoded too, as in HFLM: a special one has no text.
+        kept = ([token for token in answer if token != NOT_GENERATED] for answer in answers.tolist())
+        return [postprocess_generated_text(tokenizer.decode(ids), list(stops), None) for ids in kept]
 
 
 def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
@@ -234,9 +268,18 @@ def import_evaluate_library() -> None:
 
 
 def evaluate_task(
-    model: LM, manager: TaskManager, name: str, num_fewshot: int | None, limit: int | None, seed: int
+    model: LM,
+    manager: TaskManager,
+    name: str,
+    num_fewshot: int | None,
+    limit: int | None,
+    seed: int,
+    chat: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the harness's results of a task or group with samples, independent of earlier runs."""
+    """Return the harness's results of a task or group with samples, independent of earlier runs.
+
+    `chat` has the harness's settings `system_instruction` and `fewshot_as_multiturn`; with it prompts are chats.
+    """
     random.seed(seed)
     np.random.seed(seed)
     loaded = manager.load([name])
@@ -247,6 +290,7 @@ def evaluate_task(
         elif own is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
-    results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True)
+    settings = {} if chat is None else {**chat, "apply_chat_template": True}
+    results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings)
     assert results is not None, "only processes other than the first get None"
     return dict(results)

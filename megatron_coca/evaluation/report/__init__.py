@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
@@ -11,6 +12,7 @@ from megatron_coca.evaluation.report.document import console_text, csv_table, ht
 from megatron_coca.evaluation.report.reading import LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.short_sections import limit_text
 from megatron_coca.evaluation.results import Result, check_writable, write_atomically
 from megatron_coca.plain_text import plain
 
@@ -28,6 +30,10 @@ def tables_of_result(result: Result) -> str:
     title = f"{result.label}: {result.setting}"
     if (seen := getattr(getattr(result, "protocol", None), "dynamic_length", None)) is not None:
         title += f"\n{dynamic_length_text(seen)}"
+    if (chat := getattr(getattr(result, "protocol", None), "chat", None)) is not None:
+        title += f"\nprompts are chats ({chat})"
+    if isinstance(result, HarnessResult):
+        title += f"\n{limit_text(result.protocol)}"
     return console_text(report_document([LoadedResult("", result)], title, ReportOptions(papers=False)))
 
 

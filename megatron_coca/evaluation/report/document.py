@@ -160,7 +160,9 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
 
 
 def csv_table(table: Table) -> str:
-    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals and the seeds."""
+    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals, the seeds, and
+    notes on numbers.
+    """
     columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
     columns = [[_no_formula(text) for text in column] for column in columns]
     for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
@@ -170,6 +172,8 @@ def csv_table(table: Table) -> str:
             values = [getattr(cell, name) for cell in cells]
             if any(value is not None and (name != "seeds" or value > 1) for value in values):
                 columns.append([_no_formula(f"{head} {name}"), *map(_number, values)])
+        if any(cell.note and cell.value is not None for cell in cells):
+            columns.append([_no_formula(f"{head} note"), *(_no_formula(cell.note) for cell in cells)])
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
     return text.getvalue()

@@ -35,6 +35,8 @@ RETRIEVAL_COMPARABLE: Comparable = {
     "haystack (sha256)": "protocol.haystack.sha256",
     "tokenizer": "tokenizer",  # lengths are counted in its tokens
     "dynamic length": "protocol.dynamic_length",
+    "start token": "protocol.start",
+    "chat": "protocol.chat",
     "protocol": "protocol.text",
 }
 NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.depths"}
@@ -46,8 +48,14 @@ PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_label": "accuracy (sha
 
 
 def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
-    seen = dynamic_length_text(protocol.dynamic_length)
-    return f"Protocol: {protocol.text}; {protocol.cases} cases a {cell}, seed {protocol.seed}; {seen}."
+    parts = [
+        f"{protocol.text}; {protocol.cases} cases a {cell}, seed {protocol.seed}",
+        f"token {protocol.start} before every prompt" if protocol.start is not None else "",
+        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
+        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
+        dynamic_length_text(protocol.dynamic_length),
+    ]
+    return f"Protocol: {'; '.join(filter(None, parts))}."
 
 
 def by_side(metric: Metric) -> dict[str, Metric]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from megatron_coca.evaluation.harness.harness_tasks import Score
+from megatron_coca.evaluation.harness.harness_tasks import HarnessProtocol, Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
@@ -19,9 +19,13 @@ HARNESS_COMPARABLE: Comparable = {
     "limit": "protocol.limit",
     "seed": "protocol.seed",
     "longest context": "protocol.max_length",
+    "rolling window": "protocol.rolling_window",
+    "chat": "protocol.chat",
     "dynamic length": "protocol.dynamic_length",
     "protocol": "protocol.text",
 }
+NOT_MEASURED = "not measured"
+"""Table text of a score that a task did not measure, such as that of a length without samples."""
 NORMAL_95 = NormalDist().inv_cdf(0.975)
 ScoreKey = tuple[str, str, str]
 """Task, metric and filter of a score."""
@@ -40,12 +44,27 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
         score = find_score(replicate, key)
         return None if score is None else score.value
 
+    found = [score for replicate in series.replicates if (score := find_score(replicate, key)) is not None]
+    if found and all(score.value is None for score in found):
+        return TableCell(NOT_MEASURED, absent=True)
     cell = value_cell(series, f"task {key[0]}", number, "{:.3f}".format)
     score = find_score(series.replicates[0], key)
-    if len(series.replicates) > 1 or score is None or score.stderr is None:
+    if len(series.replicates) == 1 and score is not None and score.value is not None and score.stderr is not None:
+        reach = NORMAL_95 * score.stderr
+        cell = replace(cell, detail=f"± {score.stderr:.3f}", low=score.value - reach, high=score.value + reach)
+    return marked_as_cut(cell, series, key)
+
+
+def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
+    """A score with the number of samples of which a prompt lost its beginning."""
+    tasks = [replicate.cells[key[:1]] for replicate in series.replicates if key[:1] in replicate.cells]
+    worst = max(tasks, key=lambda task: task.cut, default=None)
+    if worst is None or worst.cut == 0:
         return cell
-    reach = NORMAL_95 * score.stderr
-    return replace(cell, detail=f"± {score.stderr:.3f}", low=score.value - reach, high=score.value + reach)
+    told = f"{worst.cut} of {worst.samples} prompts cut"
+    why = f"{told}: longer than the limit of {series.header.protocol.max_length} tokens, they lost their beginning"
+    notes = "; ".join(filter(None, (cell.note, why)))
+    return replace(cell, detail=", ".join(filter(None, (cell.detail, told))), note=notes)
 
 
 @shared.grouped("short", HARNESS_COMPARABLE)
@@ -67,15 +86,35 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     main = Table(
         *(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(shared.mark_best(rows, lowest)), notes
     )
-    protocol = group.first.protocol
+    theirs = tables_of("short context") if options.papers else []
+    return ReportBlock(
+        (protocol_text(group.first.protocol),),
+        (),
+        (main, *(shared.published_table(table, name) for table in theirs)),
+    )
+
+
+def limit_text(protocol: HarnessProtocol) -> str:
+    longest = "inputs are read whole" if protocol.max_length is None else f"max_length {protocol.max_length}"
+    window = f", rolling windows of {protocol.rolling_window} tokens" if protocol.rolling_window is not None else ""
+    return f"{longest}{window}"
+
+
+def protocol_text(protocol: HarnessProtocol) -> str:
     shots = "as the tasks say" if protocol.num_fewshot is None else str(protocol.num_fewshot)
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
-    text = (
-        f"Protocol: {protocol.text}; lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}; "
-        f"{dynamic_length_text(protocol.dynamic_length)}."
-    )
-    theirs = tables_of("short context") if options.papers else []
-    return ReportBlock((text,), (), (main, *(shared.published_table(table, name) for table in theirs)))
+    parts = [
+        protocol.text,
+        f"lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}",
+        limit_text(protocol),
+        "names of special tokens in prompts are these tokens" if protocol.names_tokens else "",
+        "the start and end tokens of the model's own library are around every text" if protocol.adds else "",
+        f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",
+        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
+        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
+        dynamic_length_text(protocol.dynamic_length),
+    ]
+    return f"Protocol: {'; '.join(filter(None, parts))}."
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:

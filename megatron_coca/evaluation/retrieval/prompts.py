@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_coca.data import Tokenizer, corpus_files, ensure_builtin, read_documents
+from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.evaluation.results import EvaluationError, Record
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
@@ -178,14 +179,59 @@ class Draft:
         return " ".join(sentences[(self.first + number) % len(sentences)] for number in range(start, end))
 
 
+class Form(Protocol):
+    """How a prompt is given to a model: its text, and the tokens of a text. A tokenizer alone gives the text itself."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """A prompt as it is, or as the user's message of a chat, which ends where the answer begins.
+
+    Attributes:
+        start: id that is put before the tokens, or None.
+        chat: the template of the chat; None for a prompt as it is.
+        system: the system message of the chat, or None.
+    """
+
+    tokenizer: Tokenizer
+    start: int | None = None
+    chat: ChatTemplate | None = None
+    system: str | None = None
+
+    def encode(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text) if self.chat is None else self.tokenizer.encode_rendered(text)[0]
+        return ids if self.start is None else [self.start, *ids]
+
+    def framed(self, text: Text, stub: str) -> Text:
+        """The whole prompt: the message in the chat, with `stub` as the beginning of the answer.
+
+        Raises EvaluationError if the template does not contain the message as it is.
+        """
+        if self.chat is None:
+            return text._replace(text=" ".join(filter(None, (text.text, stub))))
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        rendered = self.chat.render([*system, {"role": "user", "content": text.text}], prompt=True)
+        before = rendered.find(text.text)
+        if before < 0:
+            raise EvaluationError(
+                "--apply-chat-template: the tokenizer's template changes the text of a message, so the places of the "
+                "facts are not known; use another template, or plain prompts"
+            )
+        return Text(rendered + stub, tuple((depth, before + offset) for depth, offset in text.facts))
+
+
 class Fitted(NamedTuple):
     text: Text
     ids: list[int]
     units: int
 
 
-def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
+def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
     """Return the prompt with the most units that has at most `length` tokens, tokenized as one text.
+
+    `stub` is the beginning of the answer that the prompt ends with.
 
     The next number of units to try is interpolated between the nearest smaller and larger prompts; every third try
     halves the interval, so that sentences of very different lengths cannot cause many.
@@ -195,7 +241,8 @@ def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
 
     def attempt(units: int) -> Fitted:
         text = draft.build(units)
-        return Fitted(text, tokenizer.encode(text.text), units)
+        text = form.framed(text, stub) if isinstance(form, PromptForm) else text
+        return Fitted(text, form.encode(text.text), units)
 
     best, other = attempt(0), attempt(FIRST_TRY)
     if len(best.ids) > length:
@@ -220,10 +267,10 @@ def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
     raise AssertionError("unreachable")
 
 
-def facts_of(fitted: Fitted, tokenizer: Tokenizer) -> tuple[FactRecord, ...]:
+def facts_of(fitted: Fitted, form: Form) -> tuple[FactRecord, ...]:
     """Locate the facts of a prompt in tokens, by tokenizing the text before each."""
     text, count = fitted.text.text, len(fitted.ids)
     return tuple(
-        FactRecord(depth=depth, distance=count - len(tokenizer.encode(text[:offset].rstrip())))
+        FactRecord(depth=depth, distance=count - len(form.encode(text[:offset].rstrip())))
         for depth, offset in fitted.text.facts
     )

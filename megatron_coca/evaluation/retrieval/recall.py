@@ -206,6 +206,10 @@ def measure(
         nll -= float(logs.gather(1, answers).sum())
         scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
         distances += batch.distances.tolist()
+    if not math.isfinite(nll):  # the largest of such logits would count as an answer
+        raise FloatingPointError(
+            f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
+        )
     cases, trained = list(zip(distances, scores, strict=True)), subject.training_length
     return RecallCell(
         **tally_fields(scores),

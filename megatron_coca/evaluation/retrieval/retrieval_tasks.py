@@ -12,6 +12,7 @@ import torch
 
 from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
 from megatron_coca.evaluation.retrieval import tasks
@@ -22,6 +23,7 @@ from megatron_coca.evaluation.retrieval.prompts import (
     Haystack,
     HaystackRecord,
     LengthError,
+    PromptForm,
     load_haystack,
 )
 from megatron_coca.evaluation.retrieval.tasks import RetrievalTask
@@ -97,6 +99,9 @@ class RetrievalProtocol(Record):
     answer_stub: bool
     haystack: HaystackRecord
     dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token put before every prompt
+    ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
+    chat: ChatRecord | None = None  # prompts are chats
 
 
 class NeedleProtocol(RetrievalProtocol):
@@ -183,14 +188,14 @@ def passkey(args: Namespace) -> int:
         for length in sorted(set(args.lengths))
     ]
     evaluation = Evaluation(subject_options(args), "passkey")
-    protocol = RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
+    protocol = RetrievalProtocol(**protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
     return measure(evaluation, units, protocol, PasskeyResult)
 
 
 def needle(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "needle")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
-    protocol = NeedleProtocol(**protocol_fields(args, tasks.NEEDLE_PROTOCOL, haystack), depths=args.depths)
+    protocol = NeedleProtocol(**protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack), depths=args.depths)
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
     units = [
         Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
@@ -202,7 +207,7 @@ def needle(args: Namespace) -> int:
 def ruler(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
-    protocol = RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack))
+    protocol = RetrievalProtocol(**protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack))
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     units = [
         Unit(f"{name}, length {length}", length, {(name, length): task})
@@ -212,9 +217,27 @@ def ruler(args: Namespace) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
-def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
+def protocol_fields(args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack) -> dict[str, Any]:
+    """The fields of a protocol. Raises EvaluationError for options of chats and tokens that the tokenizer lacks."""
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
-    return {"text": text, "haystack": haystack.record()} | {name: getattr(args, name) for name in options}
+    tokenizer = evaluation.needed_tokenizer()
+    chat = chat_record(args, tokenizer)
+    if chat is not None and args.start_token is not None:
+        raise EvaluationError("--start-token: a chat has that of its template; leave it out")
+    ends = [*dict.fromkeys([*tokenizer.ends, *(tokenizer.turn_ends()[0] if chat is not None else ())])]
+    return {name: getattr(args, name) for name in options} | {
+        "text": text,
+        "haystack": haystack.record(),
+        "start": evaluation.start_token(args.start_token) if chat is None else None,
+        "ends": [] if ends == [tokenizer.eod] else ends,
+        "chat": chat,
+    }
+
+
+def prompt_form(tokenizer: Tokenizer, protocol: RetrievalProtocol) -> PromptForm:
+    if protocol.chat is None:
+        return PromptForm(tokenizer, protocol.start)
+    return PromptForm(tokenizer, None, tokenizer.chat, protocol.chat.system)
 
 
 def measure(
@@ -222,6 +245,7 @@ def measure(
 ) -> int:
     """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
     tokenizer = evaluation.needed_tokenizer()
+    form = prompt_form(tokenizer, protocol)
     cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
     remedy = (
         f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
@@ -235,7 +259,7 @@ def measure(
                     cases[unit.at] = [
                         (task, case)
                         for task in unit.tasks.values()
-                        for case in task.make_cases(tokenizer, unit.length, protocol.cases, protocol.seed)
+                        for case in task.make_cases(form, unit.length, protocol.cases, protocol.seed)
                     ]
                 prompts = [case.prompt for _, case in cases[unit.at]]
                 with measured(subject.device) as meter:
@@ -243,6 +267,8 @@ def measure(
                 answered = []
                 for (task, case), ids in zip(cases[unit.at], answers, strict=True):
                     answer = tokenizer.decode(ids)
+                    for stop in tokenizer.turn_ends()[1] if protocol.chat is not None else ():
+                        answer = answer.partition(stop)[0]
                     record = CaseRecord(
                         number=case.number,
                         tokens=len(case.prompt),
@@ -276,12 +302,20 @@ def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
 def generate_answers(
     subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[list[int]]:
-    """Return the token ids of each answer without its end-of-document token, in the order of `prompts` (int32 [n]).
+    """Return the token ids of each answer without the token that ends it, in the order of `prompts` (int32 [n]).
 
     Prompts are not padded, because with CoCA a shift of all positions changes what a model computes. The batches follow
     from the prompts alone, so the same prompts give the same bits.
     """
     answers: dict[int, list[int]] = {}
+    ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}
+    stops = tokenizer.turn_ends()[1] if protocol.chat is not None else []
+    window = max((len(stop.encode()) for stop in stops), default=0) + 4  # tokens with a text that has just ended
+
+    def finished(answer: list[int]) -> bool:
+        tail = tokenizer.decode(answer[-window:]) if stops else ""
+        return answer[-1] in ends or any(stop in tail for stop in stops)
+
     lengths = [len(prompt) for prompt in prompts]
     with Progress(title, len(prompts), "cases") as progress:
         for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):
@@ -290,11 +324,11 @@ def generate_answers(
                 subject.model,
                 ids.to(subject.device),
                 protocol.max_new_tokens,
-                finished=lambda answer: answer[-1] == tokenizer.eod,
+                finished=finished,
                 vocab_size=min(subject.vocab_size, tokenizer.vocab_size),
                 dynamic_length=protocol.dynamic_length,
             )
             for index, row in zip(batch, generated.tolist(), strict=True):
-                answers[index] = [token for token in row if token not in (NOT_GENERATED, tokenizer.eod)]
+                answers[index] = [token for token in row if token not in ends]
             progress.advance(len(batch))
     return [answers[index] for index in range(len(prompts))]

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.retrieval import prompts
-from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, Hidden
+from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, Hidden, PromptForm
 from megatron_coca.safe_yaml import read_yaml
 
 PASSKEY_PROTOCOL = (
@@ -104,21 +104,21 @@ class RetrievalTask:
     answer_stub: bool = False
     score_answer: Callable[[str, Sequence[str]], float] = share_found
 
-    def make_cases(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Case]:
+    def make_cases(self, form: Tokenizer | PromptForm, length: int, count: int, seed: int) -> list[Case]:
         """Return cases 0 .. count-1 of at most `length` tokens; they do not depend on other lengths or on `count`.
 
         Raises LengthError for a length that is too short.
         """
+        form = PromptForm(form) if isinstance(form, Tokenizer) else form
         cases = []
         for number in range(count):
             random = Random(f"{self.name}/{seed}/{length}/{number}")
             puzzle = self.puzzle(random, length)
             first = 0 if self.haystack.restarts else random.randrange(len(self.haystack.sentences))
-            question = f"{puzzle.question} {puzzle.stub}" if self.answer_stub else puzzle.question
-            draft = Draft(puzzle.description, self.haystack, puzzle.hidden, question, first, puzzle.in_lines)
-            fitted = prompts.fit(draft, tokenizer, length)
+            draft = Draft(puzzle.description, self.haystack, puzzle.hidden, puzzle.question, first, puzzle.in_lines)
+            fitted = prompts.fit(draft, form, length, puzzle.stub if self.answer_stub else "")
             ids = np.array(fitted.ids, dtype=np.int32)
-            cases.append(Case(number, ids, puzzle.expected, prompts.facts_of(fitted, tokenizer)))
+            cases.append(Case(number, ids, puzzle.expected, prompts.facts_of(fitted, form)))
         return cases
 
 

@@ -1,0 +1,75 @@
+"""Rules of a Hugging Face folder for texts: the tokens that begin and end them, and names of special tokens in them."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.regular_files import read_regular
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How transformers treats texts with a tokenizer; the defaults are those of a tokenizer.json without other files.
+
+    Attributes:
+        bos, eos: the symbols of these roles.
+        ends: ids that end a generated text.
+        splits: names of special tokens in a text are ordinary characters (`split_special_tokens`).
+        add_bos, add_eos: whether these surround every text; None: as tokenizer.json says.
+    """
+
+    bos: str | None = None
+    eos: str | None = None
+    ends: tuple[int, ...] = ()
+    splits: bool = False
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """The values that are not the defaults, for a JSON file."""
+        default = TextRules()
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+
+
+def rules_of(saved: Mapping[str, Any]) -> TextRules:
+    """The inverse of `TextRules.saved`."""
+    known = {field.name: saved[field.name] for field in fields(TextRules) if field.name in saved}
+    return TextRules(**known | {"ends": tuple(known.get("ends", ()))})
+
+
+def find_rules(folder: Path) -> TextRules:
+    """The rules of a Hugging Face folder; a file that is missing or unreadable says nothing."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        found[name] = {}
+        with suppress(OSError, ValueError):
+            content = json.loads(read_regular(folder / name))
+            found[name] = content if isinstance(content, dict) else {}
+    settings = found["special_tokens_map.json"] | found["tokenizer_config.json"]
+    given = found["generation_config.json"].get("eos_token_id")
+    return TextRules(
+        bos=_symbol(settings.get("bos_token")),
+        eos=_symbol(settings.get("eos_token")),
+        ends=token_ids(given if given is not None else found["config.json"].get("eos_token_id")),
+        splits=settings.get("split_special_tokens") is True,
+        add_bos=_flag(settings.get("add_bos_token")),
+        add_eos=_flag(settings.get("add_eos_token")),
+    )
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """The ids in a value of a configuration file: one, a list of them, or none."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
+
+
+def _symbol(value: Any) -> str | None:
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None

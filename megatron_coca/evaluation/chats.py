@@ -1,0 +1,47 @@
+"""Prompts as chats: the options, their record in result files, and the check that the tokenizer has a template."""
+
+import datetime
+import hashlib
+from argparse import Namespace
+
+from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.results import EvaluationError, Record
+
+DIGITS = 12
+"""Of a template's hash where it is shown; the result files have them all."""
+
+
+class ChatRecord(Record):
+    """The chat template of a measurement; part of its identity."""
+
+    template_sha256: str
+    system: str | None = None
+    multiturn: bool | None = None  # examples are turns of the chat; None for a task without examples
+    date: str | None = None  # today's, if the template prints the date, so that prompts of two days are not mixed
+
+    def __str__(self) -> str:
+        system = "" if self.system is None else f", system message {self.system!r}"
+        turns = {None: "", True: ", examples as turns", False: ", examples in one message"}[self.multiturn]
+        day = "" if self.date is None else f", of {self.date}"
+        return f"template {self.template_sha256[:DIGITS]}{system}{turns}{day}"
+
+
+def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
+    """The record of `--apply-chat-template`, None without it. Raises EvaluationError for options that do not fit."""
+    multiturn = getattr(args, "fewshot_as_multiturn", None)
+    if not args.apply_chat_template:
+        given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}
+        for option in (name for name, used in given.items() if used):
+            raise EvaluationError(f"{option}: has no effect without --apply-chat-template; add that, or leave it out")
+        return None
+    if tokenizer.chat is None:
+        raise EvaluationError(
+            "--apply-chat-template: the tokenizer has no chat template; put the model's chat_template.jinja beside its "
+            "tokenizer.json, or train on chats"
+        )
+    tokenizer.turn_ends()  # a type that cannot encode chats, and a template with an error, end here
+    digest = hashlib.sha256(tokenizer.chat.source.encode()).hexdigest()
+    if hasattr(args, "fewshot_as_multiturn") and multiturn is None:
+        multiturn = True  # the default of the harness
+    today = datetime.date.today().isoformat() if "strftime_now" in tokenizer.chat.source else None
+    return ChatRecord(template_sha256=digest, system=args.system_instruction, multiturn=multiturn, date=today)

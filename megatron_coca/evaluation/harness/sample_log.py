@@ -1,0 +1,55 @@
+"""`evaluate.py lm-eval --log-samples`: the documents of a task with prompts and answers, in the harness's format."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from megatron_coca.evaluation.results import Record, write_atomically
+
+
+class LoggedFile(Record):
+    """A file of samples; `file` is relative to the folder of the result file."""
+
+    file: str
+    sha256: str
+
+    def intact(self, result: Path) -> bool:
+        """True if the file beside the result file `result` has this content."""
+        try:
+            return sha256((result.parent / self.file).read_bytes()).hexdigest() == self.sha256
+        except OSError:
+            return False
+
+
+def log_samples(
+    result: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], cut: Mapping[str, Collection[int]]
+) -> dict[str, LoggedFile]:
+    """Write the samples of each task to a file of its own, in a folder that is named after the result file `result`.
+
+    `cut` has the documents by task of which a prompt was truncated. Raises EvaluationError if a file cannot be written.
+    """
+    logged = {}
+    for task, rows in samples.items():
+        name = f"{result.name.removesuffix('.json')}.samples/{quote(task, safe='')}.jsonl"
+        ordered = sorted(rows, key=lambda row: (row["doc_id"], row["filter"]))
+        content = "".join(_line(row, row["doc_id"] in cut.get(task, ())) for row in ordered).encode()
+        write_atomically(result.parent / name, content)
+        logged[task] = LoggedFile(file=name, sha256=sha256(content).hexdigest())
+    return logged
+
+
+def _line(sample: Mapping[str, Any], cut: bool) -> str:
+    """A sample as one line of JSON, as the harness writes it; `cut` says that a prompt lost its beginning."""
+    from lm_eval.utils import handle_non_serializable, sanitize_list
+
+    arguments = {
+        f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(values)}
+        for number, values in enumerate(sample["arguments"])
+    }
+    row = {**deepcopy(dict(sample)), "arguments": arguments, "target": str(sample["target"]), "cut": cut}
+    row |= {name: sanitize_list(sample[name]) for name in ("resps", "filtered_resps")}
+    return json.dumps(row, default=handle_non_serializable, ensure_ascii=False) + "\n"
