@@ -246,11 +246,13 @@ class LogitScaling(Choice):
     Attributes:
         rule: the factor, for tables.
         learned: every head of every layer multiplies it by a learned number, which begins at the option `initial`.
+        evaluation_only: a model is trained without it.
     """
 
     key: ClassVar[str] = "logit_scaling"
     rule: str = ""
     learned: bool = False
+    evaluation_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

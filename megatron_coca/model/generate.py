@@ -71,10 +71,10 @@ class Sampling:
             )
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """[batch, vocabulary] -> float32 of the same shape: distances to the largest logit, divided by the temperature;
+        """[batch, vocabulary] -> float32 or better of the same shape: distances to the largest logit, divided by the temperature;
         -inf for tokens left out.
         """
-        scores = logits.float()
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
@@ -213,8 +213,8 @@ def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [batch, vocabulary] in float32, those of the tokens in `seen`, bool of the same shape, made smaller."""
-    scores = logits.float()
+    """Logits [batch, vocabulary] in float32 or better, those of the tokens in `seen`, bool of the same shape, made smaller."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 

@@ -48,7 +48,7 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
 @torch.no_grad()
 def _closed(inputs: AttentionInputs) -> Tensor:
-    """A sum of log gates [batch, heads, 1] with which a key has no weight beside the query's own, whatever their scores.
+    """A sum of log gates [batch, heads, 1] with which a key has no weight beside the query's own, whatever the scores.
 
     Scores differ by at most twice the product of the largest norms, biases by the largest one over that of distance 0,
     and exp(-128) is 0 in float32 (exp(-768) in float64). float16 holds the sums of fewer nats.

@@ -181,6 +181,7 @@ class Positions:
         factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
         options.pop("type", None)
         self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
+        self.scales_training = not factor.get("evaluation_only")
         self.bands = self.trained_bands = UNMAPPED
         if given.get("relative_positions"):
             distances, options = read_choice("relative_positions", given["relative_positions"])
@@ -200,7 +201,9 @@ class Positions:
         at_query, at_key = TokenPositions(queries, start), TokenPositions(keys, start)
         if where.keys is where.queries:
             at_key = at_query
-        factor = self.logit_scaling(queries, self.trained) if self.logit_scaling is not None else None
+        factor = None
+        if self.logit_scaling is not None and (self.scales_training or not training):
+            factor = self.logit_scaling(queries, self.trained)
         rotary, scaled = self._frequencies(where, factor) if self.form.rotary else (None, factor)
         distance = causal = inside = seen = None
         if self.biased or self.limited or self.softcap is not None or bands != UNMAPPED:
@@ -277,10 +280,11 @@ def own_attention(
     """Compute attention under a map, or with a cap of the scores.
 
     Under a map features of q and k hold the concatenated operands of all segments, and the mask [segments, ...] hides
-    each pair from all segments but its own.
+    each pair from all segments but its own. Products are rounded to the operands' dtype once, as in `eager`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mask, cap = mask if mask.dim() == 5 else mask[None], module.positions.softcap
+    mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
     segments = zip(q.chunk(len(mask), dim=-1), k.chunk(len(mask), dim=-1), mask, strict=True)
     products = [((a @ b.transpose(2, 3)).to(hidden) * scaling, hidden) for a, b, hidden in segments]
     scores = torch.stack([soft_capped(product, cap) + hidden for product, hidden in products])
