@@ -172,6 +172,12 @@ class PositionMethod:
         return not self.form.decay and (length is not None or not by_length)
 
     @property
+    def switch(self) -> int | None:
+        """The length beyond which frequencies are others, the same for all longer texts, or None."""
+        switches = self.rotary is not None and self.rotary.scaling.declaration.switches
+        return self.rotary.original_length if self.rotary is not None and switches else None
+
+    @property
     def window(self) -> int | None:
         """Tokens that a query sees, its own included, or None for all; a cache keeps as many."""
         (band, *others) = self.bands

@@ -1,8 +1,9 @@
 """Additive score biases as formulas of the distance r = m - n, without an N x N tensor.
 
-A bias has a `formula`, its `coefficients` ([heads, k] float32 or better) and `at`, which evaluates it. Kernels know some formulas
-by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16 has 4 or 5
-different values for 512 adjacent distances at 32k. Learned biases are modules whose weights may have any dtype.
+A bias has a `formula`, its `coefficients` ([heads, k] float32 or better) and `at`, which evaluates it. Kernels know
+some formulas by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16
+has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules whose weights may have any
+dtype.
 """
 
 import math
@@ -32,8 +33,8 @@ class DistanceBias(Protocol):
 
     @property
     def coefficients(self) -> Tensor:
-        """c0, c1 per query head, [heads, 1 or 2] float32 or better (buckets: [heads, buckets]); differentiable if learned.
-        Formulas that no kernel knows have none, [heads, 0].
+        """c0, c1 per query head, [heads, 1 or 2] float32 or better (buckets: [heads, buckets]); differentiable if
+        learned. Formulas that no kernel knows have none, [heads, 0].
         """
         ...
 
