@@ -167,12 +167,18 @@ def by_full_passes(model: torch.nn.Module, prompt: Tensor, new: int) -> Tensor:
 )
 def test_greedy_generation_at_a_growing_length_is_ours(name: str, use_cache: bool, tmp_path: Path) -> None:
     """By the default of both: each step sees the length so far. Generation leaves the training length as it
-    proceeds."""
+    proceeds.
+    """
     checkpoint = random_checkpoint(tmp_path / "run", **GROWING[name])
     theirs, prompt, ours = remote(checkpoint, tmp_path / "exported"), tokens(28), load_model(checkpoint)
     expected = generate(ours, prompt, 30, vocab_size=500) if use_cache else by_full_passes(ours, prompt, 30)
     settings = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False, "use_cache": use_cache}
     assert torch.equal(theirs.generate(prompt, **settings)[:, 28:], expected)
+    if name == "coca, longrope" and use_cache:
+        rows, batch, mask = padded((31, 22))  # leave the length of the short factors at other steps
+        alone = [theirs.generate(row, pad_token_id=17, **settings)[0, row.shape[1] :] for row in rows]
+        together = theirs.generate(batch, attention_mask=mask, pad_token_id=17, **settings)[:, 31:]
+        assert torch.equal(together, torch.stack(alone))
     if name == "coca, longrope":
         assert torch.equal(expected, by_full_passes(ours, prompt, 30)), "all tokens are computed again at the switch"
     if name == "coca, dynamic":

@@ -610,26 +610,35 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         self.post_init()
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        inputs_embeds: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """As the stock model's; but where LongRoPE switches to the factors of long texts, all tokens are computed again
-        and the cache is left, as in Phi 3's class.
+        and the cache is left, as in Phi 3's class. A prompt that was given as embeddings cannot be.
         """
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        if 0 < past < input_ids.shape[1] and self._outgrown(past, input_ids, attention_mask):
+        if past_key_values is not None and self._outgrown(past_key_values, input_ids, attention_mask):
             past_key_values = None
             if "next_sequence_length" in kwargs:
                 kwargs["next_sequence_length"] = None
             if kwargs.get("cache_position") is not None:  # of transformers 4
                 kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
         return super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
 
-    def _outgrown(self, past: int, input_ids: Tensor, mask: Any) -> bool:
-        """Whether a row, counted from its first token that is not padding, passes a switch after `past` tokens."""
+    def _outgrown(self, cache: Any, input_ids: Tensor, mask: Any) -> bool:
+        """Whether a row, counted from its first token that is not padding, passes a switch after the cached tokens."""
         switches = {positions.switch for positions in self.model.positions.values()} - {None}
-        if not switches:
+        past = int(cache.get_seq_length()) if switches else 0
+        if not 0 < past < input_ids.shape[1]:
             return False
         real = torch.ones_like(input_ids) if mask is None or mask.dim() != 2 else mask.ne(0).long()
         before, now = real[:, :past].sum(-1), real.sum(-1)
