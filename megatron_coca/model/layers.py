@@ -422,7 +422,7 @@ class _SummedLoss(torch.autograd.Function):
             capped = None if cap is None else soft_capped(logits.to(wide), cap)
             logits = logits if capped is None else capped.to(logits.dtype)
             losses, logit_grad = LOSS_KERNELS[kernel](logits, labels[tokens])
-            if capped is not None:
+            if cap is not None and capped is not None:
                 logit_grad = (logit_grad * (1 - (capped / cap).square())).to(logit_grad.dtype)
             total = total + losses.sum()
             torch.mm(logit_grad, weight, out=hidden_grad[tokens])
