@@ -24,6 +24,8 @@ from megatron_coca.attention.backends import gated
 from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.positions.gates import GATES
+from megatron_coca.config import load_config
+from megatron_coca.model import build_model
 from tests.reference.dense import attention
 
 CASES = {name: Case(name) for name in ("none", "rotary", "coca", "coca_strict", "alibi", "kerple_log")} | {
@@ -170,6 +172,24 @@ def test_strong_gates_of_documents_and_late_queries(name: str, backend: str, que
     places = tuple(tuple(index - ids.index(each) for index, each in enumerate(ids)) for ids in DOCUMENTS)
     layout = Layout(81, queries=queries, kv_heads=1, positions=places, ids=DOCUMENTS)
     check(name, backend, layout, torch.float64, average=-400.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", GATES)
+def test_models_with_strong_gates_decode_as_they_read(gate: str) -> None:
+    """One pass has two blocks of queries; with a cache each step is a block of its own."""
+    keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "seq_length": 64}
+    model = (
+        build_model(load_config([], keys | {"vocab_size": 50, "pos_emb": "coca", "forgetting_gate": gate}))
+        .double()
+        .eval()
+    )
+    for block in model.blocks:
+        block.attention.position_gates.projection.weight.mul_(3000)
+        block.attention.position_gates.projection.bias.fill_(-300.0 if gate == "fox" else 300.0)
+    ids, cache = torch.randint(50, (1, 290)), model.new_cache()
+    steps = torch.cat([model(part, cache=cache) for part in ids.split([100, 170, *[1] * 20], dim=1)], dim=1)
+    torch.testing.assert_close(steps, model(ids), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

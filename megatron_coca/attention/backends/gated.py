@@ -82,15 +82,14 @@ def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> Att
     width, parts = gate_features(groups), GATE_PARTS if dtype.itemsize == 2 else 1
     constant = 8 * 2.0 ** round(-math.log2(block.scale))  # a power of two, exact in every precision
     size = -(-rows // (width // (groups * parts)))  # rows that share an origin
-    starts, stop = range(total.shape[-1] - rows, total.shape[-1], size), total.shape[-1]
-    biases = [_bias(total, first, min(first + size, stop), closed) / (constant * block.scale) for first in starts]
-    features = [part for bias in biases for part in _parts(bias, dtype, parts)]
-    of_key = torch.stack(features, dim=-1).unflatten(1, (kv_heads, groups))
-    of_key = F.pad(of_key.transpose(2, 3).flatten(3), (0, width - groups * len(features)))
-    row, origin = (torch.arange(count, device=total.device) for count in (rows, len(starts)))
+    bias = _biases(total, rows, size, closed) / (constant * block.scale)
+    used = bias.shape[2] * parts
+    of_key = torch.stack(_parts(bias, dtype, parts), dim=-1).transpose(2, 3).flatten(3).unflatten(1, (kv_heads, groups))
+    of_key = F.pad(of_key.transpose(2, 3).flatten(3), (0, width - groups * used))
+    row, origin = (torch.arange(count, device=total.device) for count in (rows, bias.shape[2]))
     own = (row[:, None] // size == origin).repeat_interleave(parts, dim=1)
     chosen = torch.eye(groups, device=total.device)[:, None, :, None] * own[:, None] * constant
-    chosen = F.pad(chosen.flatten(2), (0, width - groups * len(features))).to(dtype).repeat(kv_heads, 1, 1)
+    chosen = F.pad(chosen.flatten(2), (0, width - groups * used)).to(dtype).repeat(kv_heads, 1, 1)
     of_query = chosen.expand(len(block.value), -1, -1, -1)
     segments = tuple(
         replace(each, query=torch.cat((each.query, of_query), -1), key=torch.cat((each.key, of_key), -1))
@@ -99,12 +98,15 @@ def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> Att
     return block.replace(segments=segments, value=F.pad(block.value, (0, width)), gates=None)
 
 
-def _bias(total: Tensor, first: int, stop: int, closed: Tensor) -> Tensor:
-    """c - F_n of all keys for the rows at the tokens from `first` to `stop`, c that of the token in their middle; no
-    smaller than what closes a key to the first of these rows, for which it is largest.
+def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
+    """c - F_n of all keys for every `size` of the last `rows` tokens, c that of the token in their middle, [batch,
+    heads, origins, keys]; no smaller than what closes a key to the first of these rows, for which it is largest.
     """
-    bias = total[:, :, (first + stop) // 2, None] - total
-    return bias.clamp(min=bias[:, :, first, None].detach() + closed, max=bias[:, :, stop - 1, None].detach())
+    first = torch.arange(total.shape[-1] - rows, total.shape[-1], size, device=total.device)
+    stop = (first + size).clamp(max=total.shape[-1])
+    origin = total[:, :, (first + stop) // 2, None]
+    low, high = (origin.detach() - total[:, :, place, None].detach() for place in (first, stop - 1))
+    return (origin - total[:, :, None]).clamp(low + closed[..., None], high)
 
 
 def _parts(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
