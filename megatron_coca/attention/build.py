@@ -55,6 +55,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         bands=UNMAPPED if distances is not None and distances.training_only else bands,
         trained_bands=bands,
         logit_scaling=partial(scale, **factors) if scale else None,
+        scales_training=not scaling.evaluation_only,
         operands=operand_maker(position.operand_kernel),
         softmax_scale=model.softmax_scale,
         softcap=model.attn_logit_softcapping,

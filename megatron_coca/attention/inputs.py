@@ -67,7 +67,7 @@ class AttentionInputs:
         dropout: of attention weights (0 in evaluation).
         documents: document boundaries, or None for one document per row.
         softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
-        sinks: [heads] float32, the score of one more key of every head whose value is 0, or None.
+        sinks: [heads], the score of one more key of every head whose value is 0, or None.
         gates: [batch, heads, key_length] float32 or better, the logarithms of the tokens' forgetting gates, or None.
             Those of the tokens after the key, up to the query, are added to the score of a pair, as the bias is.
 

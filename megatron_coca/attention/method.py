@@ -120,6 +120,7 @@ class PositionMethod:
         clex: makes the network of learned frequencies, or None.
         bands, trained_bands: the relative-position map in evaluation and in training.
         logit_scaling: factor on a row's logits by its position, or None.
+        scales_training: whether it is there in training too.
         operands: computes Q' and K' of every segment.
         softmax_scale: factor on the dot products, None for 1 / sqrt(head_dim).
         softcap: bound of the scores, as in `AttentionInputs`.
@@ -142,6 +143,7 @@ class PositionMethod:
     bands: tuple[Band, ...] = UNMAPPED
     trained_bands: tuple[Band, ...] = UNMAPPED
     logit_scaling: LogitScaling | None = None
+    scales_training: bool = True
     operands: OperandMaker = with_torch
     softmax_scale: float | None = None
     softcap: float | None = None
@@ -168,6 +170,12 @@ class PositionMethod:
         """
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
         return not self.form.decay and (length is not None or not by_length)
+
+    @property
+    def switch(self) -> int | None:
+        """The length beyond which frequencies are others, the same for all longer texts, or None."""
+        switches = self.rotary is not None and self.rotary.scaling.declaration.switches
+        return self.rotary.original_length if self.rotary is not None and switches else None
 
     @property
     def window(self) -> int | None:
@@ -314,7 +322,9 @@ class PositionEncoding(ShardedModule):
             first = keys.first if keys.first.shape[-1] == 1 else keys.first[..., -positions.shape[-1] :]
             queries = TokenPositions(positions.to(torch.float64), first)
             keys = queries if of_new_keys else keys
-        factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
+        factor: Tensor | None = None
+        if method.logit_scaling is not None and (method.scales_training or not self.training):
+            factor = method.logit_scaling(queries.positions, method.training_length)
         head_factor: Tensor | None = None
         if factor is not None and method.factor_bias:
             head_factor, factor = column(factor, dtype), None

@@ -65,12 +65,13 @@ class DrawnPositions:
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
         """Positions int64 [n, length] of samples by global number, int64 [n], which are read at `step`.
 
-        With `begins`, bool [n, length], every document of a sample draws its own; not with `stretched`.
+        With `begins`, bool [n, length], every document of a sample draws its own; the largest position of `stretched`
+        stays that of the step.
         """
         (words_for, make), largest = DRAWN[self.type], self.largest
         if self.type == "stretched":
             word = random_words(np.array([step]), 1, derive_key("stretch", self.seed))[0, 0]
-            largest, begins = length * (1 + int(word % np.uint64(largest // length))), None
+            largest = length * (1 + int(word % np.uint64(largest // length)))
         count = words_for(largest)
         starts = np.zeros((len(numbers), length), dtype=bool) if begins is None else begins.copy()
         starts[:, 0] = True

@@ -266,7 +266,8 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
     total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
     size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 26) // model.logits(hidden[:1]).shape[-1])
     for states, tokens in zip(hidden.split(size), targets.split(size), strict=True):
-        logits = model.logits(states)[:, :vocabulary].float()
+        logits = model.logits(states)[:, :vocabulary]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest, own = logits.amax(dim=-1), logits.gather(1, tokens[:, None])[:, 0]
         # In place, because a copy would be as large as the logits.
         sums = logits.sub_(largest[:, None]).exp_().sum(dim=-1)

@@ -184,6 +184,7 @@ class FrequencyExtension(Choice):
         least_rotated: rotated features of a head that it needs.
         learned: its frequencies are weights of the model.
         measures_length: its formula reads L.
+        switches: it has one set of frequencies up to L and one beyond, so decoding computes all tokens again there.
     """
 
     key: ClassVar[str] = "rope_scaling"
@@ -193,6 +194,7 @@ class FrequencyExtension(Choice):
     least_rotated: int = 2
     learned: bool = False
     measures_length: bool = False
+    switches: bool = False
 
     def refusal(self, use: Use) -> str | None:
         if self.name != "default" and not use.pos_emb.rotary:
@@ -246,11 +248,13 @@ class LogitScaling(Choice):
     Attributes:
         rule: the factor, for tables.
         learned: every head of every layer multiplies it by a learned number, which begins at the option `initial`.
+        evaluation_only: a model is trained without it.
     """
 
     key: ClassVar[str] = "logit_scaling"
     rule: str = ""
     learned: bool = False
+    evaluation_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

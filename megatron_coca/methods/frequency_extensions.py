@@ -156,6 +156,7 @@ declare(
                 _ATTENTION,
             ),
             length_dependent=True,
+            switches=True,
             checks=(_lists, _logarithm),
             huggingface="stock",
             stock=StockRope(MEASURED, derives_factor=True, by_longest=True),

@@ -14,7 +14,14 @@ def _training(length: int, given: Values) -> int:
 declare(
     (
         LogitScaling(name="none", label="", source="Vaswani et al. 2017", huggingface="stock"),
-        LogitScaling("log_n", "log n", "Su 2023", rule="`max(1, ln(m+1)/ln L)`, at evaluation", checks=(_logarithm,)),
+        LogitScaling(
+            "log_n",
+            "log n",
+            "Su 2023",
+            rule="`max(1, ln(m+1)/ln L)`, at evaluation",
+            evaluation_only=True,
+            checks=(_logarithm,),
+        ),
         LogitScaling(
             "log_n_trained",
             "log n trained",

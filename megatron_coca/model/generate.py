@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -71,10 +72,10 @@ class Sampling:
             )
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """[batch, vocabulary] -> float32 of the same shape: distances to the largest logit, divided by the temperature;
-        -inf for tokens left out.
+        """[batch, vocabulary] -> the same in float32 or better: distances to the largest logit, divided by the
+        temperature; -inf for tokens left out.
         """
-        scores = logits.float()
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
@@ -106,8 +107,9 @@ def generate_tokens(
 
     Prompts have one length and no padding, because not every position method is shift-invariant. Length-dependent ones
     take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are those of full passes without
-    a cache. With "current" frequencies change at each step, as in transformers: keys in the cache are rotated again,
-    hidden states of earlier tokens stay.
+    a cache. With "current" frequencies change at each step: keys in the cache are rotated again, hidden states of
+    earlier tokens stay. LongRoPE changes them once; all tokens are computed again there, as in Phi 3's class of
+    transformers, so the tokens are those of full passes too.
 
     The random numbers of a row follow from its seed alone, so a sample does not depend on the other rows, except that
     rounding depends on the size of the batch: where a draw lies at the border of two tokens, the other may follow.
@@ -127,12 +129,14 @@ def generate_tokens(
     _check(model, prompts, max_new_tokens, dynamic_length)
     limit = vocab_size or model._config.vocab_size
     length = DYNAMIC_LENGTHS[dynamic_length](prompts.shape[1], max_new_tokens)
-    cache = model.new_cache(length=length, capacity=prompts.shape[1] + max_new_tokens)
+    new_cache = partial(model.new_cache, length=length, capacity=prompts.shape[1] + max_new_tokens)
     uniforms = seen = None
     if sampling.temperature > 0:
         uniforms = uniform_draws(seeds or row_seeds(prompts.tolist(), sampling.seed), max_new_tokens).to(prompts.device)
-    new = prompts
+    cache, new, text = new_cache(), prompts, [prompts]
     for step in range(max_new_tokens):
+        if model.outgrown(cache, new.shape[1]):
+            cache, new = new_cache(), torch.cat(text, dim=1)
         logits = model.logits(model.hidden_states(new, cache=cache, last=1)[:, -1])
         finite = logits[:, :limit].amax(dim=-1, keepdim=True) < torch.inf  # False for NaN
         if sampling.repetition_penalty != 1:
@@ -143,6 +147,7 @@ def generate_tokens(
             new = logits.argmax(dim=-1, keepdim=True)
         else:
             new = draw(sampling.filtered(logits), uniforms[:, step])
+        text.append(new)
         yield _on_host(new, finite, logits.dtype)
 
 
@@ -213,8 +218,8 @@ def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [batch, vocabulary] in float32, those of the tokens in `seen`, bool of the same shape, made smaller."""
-    scores = logits.float()
+    """Logits [batch, vocabulary] in float32 or better, smaller for the tokens in `seen`, bool of the same shape."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 

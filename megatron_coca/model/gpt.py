@@ -214,6 +214,13 @@ class GPT(ShardedModule):
         """An empty cache with memory for `capacity` tokens; `length` as in `Cache`."""
         return Cache([self.methods[name].window for name in self.layer_types], length, capacity)
 
+    def outgrown(self, cache: Cache, new: int) -> bool:
+        """Whether a text leaves a cache that was told no length: with `new` more tokens an extension switches to the
+        frequencies of long texts (LongRoPE), and all tokens must be computed again, into a new cache.
+        """
+        switches = {method.switch for method in self.methods.values()} if cache.length is None and len(cache) else ()
+        return any(switch is not None and cache.reached <= switch < cache.reached + new for switch in switches)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of any slice of `hidden_states`, in its dtype."""
         head, hidden = self.final_linear, self._scaled(hidden)

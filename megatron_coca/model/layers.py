@@ -51,10 +51,10 @@ class SinusoidalPositions(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """[..., hidden_size] float32 for integer positions [...] of any size; phases are taken in float64."""
+        """[..., hidden_size] float64 for integer positions [...] of any size."""
         pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
         phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
-        return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size].float()
+        return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size]
 
 
 ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
@@ -99,7 +99,9 @@ class Embedding(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """g * x / |x| with one learned g (Nguyen and Salazar 2019); x [..., hidden_size], the norm is taken in float32."""
+    """g * x / |x| with one learned g (Nguyen and Salazar 2019); x [..., hidden_size], the norm is taken in float32 or
+    better.
+    """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -107,7 +109,8 @@ class ScaleNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.g * (x / x.float().norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.g * (x / wide.norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
 
 
 class ZeroCenteredRMSNorm(nn.RMSNorm):
@@ -336,8 +339,11 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap), or the logits without a cap."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    """cap * tanh(logits / cap), computed in float32 or better and rounded once, or the logits without a cap."""
+    if cap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (cap * torch.tanh(wide / cap)).to(logits.dtype)
 
 
 def linear_cross_entropy(
@@ -413,10 +419,12 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, len(labels), size):
             tokens = slice(start, start + size)
             states = hidden[tokens]
-            logits = soft_capped(states @ weight.t(), cap)
-            slope = None if cap is None else 1 - (logits / cap).square()
+            logits = states @ weight.t()
+            capped = None if cap is None else soft_capped(logits.to(wide), cap)
+            logits = logits if capped is None else capped.to(logits.dtype)
             losses, logit_grad = LOSS_KERNELS[kernel](logits, labels[tokens])
-            logit_grad = logit_grad if slope is None else logit_grad * slope
+            if cap is not None and capped is not None:
+                logit_grad = (logit_grad * (1 - (capped / cap).square())).to(logit_grad.dtype)
             total = total + losses.sum()
             torch.mm(logit_grad, weight, out=hidden_grad[tokens])
             if trained:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("modules_cache")
 __all__ = ["modules_cache"]
 
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 STRICT = {"rtol": 1e-5, "atol": 1e-5}
 FIXED: dict[str, dict[str, Any]] = {
     "coca": NEOX | {"pos_emb": "coca"},
@@ -53,6 +54,7 @@ GROWING: dict[str, dict[str, Any]] = {
     "coca, dynamic, partial": NEOX | {"pos_emb": "coca"} | DYNAMIC,
     "coca, dynamic_yarn": LLAMA | {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic_yarn", "beta_fast": 4.0}},
     "xpos, dynamic_max": LLAMA | {"pos_emb": "xpos", "rope_scaling": {"rope_type": "dynamic_max", "target_length": 40}},
+    "coca, longrope": GROUPED | {"pos_emb": "coca", "rope_scaling": {"rope_type": "longrope", "factor": 4.0} | LISTS},
     "coca, clex": LLAMA | {"pos_emb": "coca", "rope_scaling": {"rope_type": "clex", "max_factor": 4}},
 }
 ALL = FIXED | GROWING
@@ -157,16 +159,28 @@ def by_full_passes(model: torch.nn.Module, prompt: Tensor, new: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "use_cache"), [*((name, True) for name in GROWING), ("coca, dynamic", False), ("coca, clex", False)]
+    ("name", "use_cache"),
+    [
+        *((name, True) for name in GROWING),
+        *((name, False) for name in ("coca, dynamic", "coca, clex", "coca, longrope")),
+    ],
 )
 def test_greedy_generation_at_a_growing_length_is_ours(name: str, use_cache: bool, tmp_path: Path) -> None:
     """By the default of both: each step sees the length so far. Generation leaves the training length as it
-    proceeds."""
+    proceeds.
+    """
     checkpoint = random_checkpoint(tmp_path / "run", **GROWING[name])
     theirs, prompt, ours = remote(checkpoint, tmp_path / "exported"), tokens(28), load_model(checkpoint)
     expected = generate(ours, prompt, 30, vocab_size=500) if use_cache else by_full_passes(ours, prompt, 30)
     settings = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False, "use_cache": use_cache}
     assert torch.equal(theirs.generate(prompt, **settings)[:, 28:], expected)
+    if name == "coca, longrope" and use_cache:
+        rows, batch, mask = padded((31, 22))  # leave the length of the short factors at other steps
+        alone = [theirs.generate(row, pad_token_id=17, **settings)[0, row.shape[1] :] for row in rows]
+        together = theirs.generate(batch, attention_mask=mask, pad_token_id=17, **settings)[:, 31:]
+        assert torch.equal(together, torch.stack(alone))
+    if name == "coca, longrope":
+        assert torch.equal(expected, by_full_passes(ours, prompt, 30)), "all tokens are computed again at the switch"
     if name == "coca, dynamic":
         others = [generate(ours, prompt, 30, vocab_size=500, dynamic_length=each) for each in ("prompt", "total")]
         assert not any(torch.equal(each, expected) for each in others), "the length does count"
@@ -270,6 +284,43 @@ def test_positions_that_are_given(tmp_path: Path) -> None:
     assert not torch.allclose(logits, theirs(batch).logits, atol=1e-3)
     for given in ({"inputs_embeds": theirs.get_input_embeddings()(batch)}, {"input_ids": batch}):
         torch.testing.assert_close(theirs(**given).logits, ours(batch), **STRICT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["coca", "coca, rerope, log n", "alibi", "coca, dynamic", "learned"])
+def test_positions_that_are_given_in_steps(name: str, tmp_path: Path) -> None:
+    """With a cache, from 40 on; and those that count padding on the left: each row as our model has it alone."""
+    checkpoint = random_checkpoint(tmp_path / "run", **ALL[name])
+    theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
+    batch, moved = tokens(20), torch.arange(40, 60)
+    own, kept = ours.new_cache(), None
+    for start, stop in ((0, 12), (12, 17), (17, 18), (18, 20)):
+        expected = ours(batch[:, start:stop], positions=moved[start:stop], cache=own)
+        given = {"position_ids": moved[None, start:stop], "past_key_values": kept, "use_cache": True}
+        step = theirs(batch[:, start:stop], **given)
+        kept = step.past_key_values
+        torch.testing.assert_close(step.logits, expected, **STRICT)
+    rows, padded_batch, mask = padded((20, 13))
+    kept = None
+    for start, stop in ((0, 15), (15, 16), (16, 20)):
+        given = {"position_ids": torch.arange(start, stop)[None].expand(2, -1), "past_key_values": kept}
+        step = theirs(padded_batch[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **given)
+        kept = step.past_key_values
+    own = ours.new_cache()
+    for first, start, stop in ((7, 0, 8), (15, 8, 9), (16, 9, 13)):
+        places = torch.arange(first, first + stop - start)
+        expected = ours(rows[1][:, start:stop], positions=places, cache=own)
+    torch.testing.assert_close(step.logits[1:], expected, **STRICT)
+
+
+@torch.no_grad()
+def test_positions_that_a_cache_cannot_keep_are_an_error(tmp_path: Path) -> None:
+    theirs, gaps = exported("coca", tmp_path), torch.tensor([[0, 1, 5, 6]])
+    cache = theirs(tokens(2, 1), use_cache=True).past_key_values
+    for given in ({"position_ids": gaps}, {"position_ids": gaps + 2}):
+        with pytest.raises(ValueError, match="do not go up by 1, which a cache does not keep; set use_cache=False"):
+            theirs(tokens(4, 1), past_key_values=cache, **given)
+    assert theirs(tokens(4, 1), position_ids=gaps, use_cache=False).logits.shape[1] == 4
 
 
 @torch.no_grad()

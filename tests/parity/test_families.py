@@ -31,6 +31,7 @@ from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
+from megatron_coca.model.generate import generate
 from megatron_coca.training.initial_model import initial_model
 from tests.checkpoint_files import beginning_tokenizer
 from tests.parity.exported import random_checkpoint
@@ -249,6 +250,24 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         wide.save_pretrained(tmp_path / "wide")
     found = open_checkpoint(tmp_path / "wide").load(dtype=torch.float64).model(tokens(LONG))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("prompt", [5, 16, 17])
+def test_phi3_passes_the_switch_of_longrope_as_its_class(
+    prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 16 tokens on with other factors: logits of every step in float64, and the tokens, with a cache."""
+    ids, settings = tokens(prompt), {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    with in_float64():
+        wide = build("phi3 longrope, tied, partly rotated")
+        expected = wide.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        wide.save_pretrained(tmp_path)
+    ours = open_checkpoint(tmp_path).load(dtype=torch.float64).model
+    seen, logits = [], ours.logits
+    monkeypatch.setattr(ours, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
+    assert torch.equal(generate(ours, ids, 14), expected.sequences[:, prompt:])
+    torch.testing.assert_close(torch.stack(seen), torch.stack(expected.logits), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -120,6 +120,18 @@ def test_a_growing_length_is_seen_at_every_token(rope_type: str, pos_emb: str) -
     assert torch.equal(generate(model, prompts(SHORT), NEW), wanted)
 
 
+@pytest.mark.parametrize("pos_emb", ["coca", "rotary"])
+def test_longrope_computes_all_tokens_again_at_its_switch(pos_emb: str) -> None:
+    """Of several layers, so that the tokens are those of full passes at the length so far."""
+    scaling = {"rope_type": "longrope"} | GROWING["longrope"]
+    model = random_model(pos_emb=pos_emb, rope_scaling=scaling)
+    wanted, margins = by_full_passes(model, prompts(SHORT), NEW)
+    assert margins.min() > 2e-5
+    for penalty in (1.0, 1.4):
+        found = generate(model, prompts(SHORT), NEW, sampling=Sampling(repetition_penalty=penalty))
+        assert torch.equal(found, wanted) == (penalty == 1.0)
+
+
 @torch.no_grad()
 def test_a_growing_length_rotates_all_cached_keys_anew() -> None:
     """Logits of one layer at each step, against the pass from scratch."""

@@ -131,7 +131,8 @@ def forgotten(gate: str, opened: Tensor, queries: int) -> Tensor:
     """F_m - F_n, F the running sum of ln sigmoid(x) (Lin et al. 2025, equations 5 to 8) or of -softplus(x) (Veisi et
     al. 2025), of x [batch, heads, length], for the last `queries` tokens and all keys, in the dtype of x.
     """
-    logarithms = torch.sigmoid(opened).log() if gate == "fox" else -torch.log(1 + opened.exp())
+    zero = torch.zeros_like(opened)
+    logarithms = -torch.logaddexp(zero, -opened if gate == "fox" else opened)  # finite where a sigmoid is 0
     running = torch.cumsum(logarithms, dim=-1)
     return running[..., -queries:, None] - running[..., None, :]
 

@@ -45,6 +45,9 @@ class Speaker:
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> list[Iterator[int]]:
         return []
 
+    def outgrown(self, cache: list[Iterator[int]], new: int) -> bool:
+        return False
+
     def hidden_states(self, ids: Tensor, cache: list[Iterator[int]], last: int) -> Tensor:
         if not cache:
             self.prompts.append(tuple(ids.shape))

@@ -60,6 +60,9 @@ class Fixed:
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
         return Cache([None], length, capacity)
 
+    def outgrown(self, cache: Cache, new: int) -> bool:
+        return False
+
     def hidden_states(
         self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
     ) -> Tensor:

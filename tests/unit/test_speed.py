@@ -138,15 +138,15 @@ def test_peak_counts_what_is_held_at_once() -> None:
 
 
 def test_memory_is_what_a_call_holds_at_once() -> None:
-    """The reference holds the scores of four heads, in half precision in fewer bytes."""
+    """The reference holds the scores of four heads, in float32 in half precision too."""
     peaks = []
     for dtype in (torch.float32, torch.bfloat16):
         (method, *_), _ = build(config(attention_backend="reference"), ["rotary"], dtype=dtype)
         short, long = tried(method, "layer forward", 512, 1024)
         assert isinstance(short, int) and isinstance(long, int)
-        assert long > 4 * dtype.itemsize * 1024**2 and 3 < long / short < 5
+        assert long > 4 * 4 * 1024**2 and 3 < long / short < 5
         peaks.append(long)
-    assert peaks[1] < 0.9 * peaks[0]
+    assert 0.8 < peaks[1] / peaks[0] < 1.2
 
 
 def parsed() -> Namespace:

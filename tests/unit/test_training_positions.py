@@ -109,6 +109,37 @@ def test_all_layouts_of_ranks_read_the_same_positions() -> None:
     assert (np.concatenate([divided[0][0], divided[1][0], divided[0][1], divided[1][1]]) == whole).all()
 
 
+def test_stretched_documents_draw_their_own() -> None:
+    begins = np.zeros((3, 40), dtype=bool)
+    begins[0, [7, 8, 10, 30]] = begins[2, [1, 20]] = True
+    draw = DrawnPositions("stretched", 160, 0)
+    found = draw.draw(np.arange(3), 40, begins, step=2)
+    last = draw.draw(np.arange(3), 40, step=2)[0, -1]
+    assert last == 159, "the step draws the largest factor"
+    for row, starts in zip(found, ([0, 7, 8, 10, 30], [0], [0, 1, 20]), strict=True):
+        documents = np.split(row, starts[1:])
+        assert [document[0] for document in documents] == [0] * len(starts)
+        assert [document[-1] for document in documents] == [last * (len(document) > 1) for document in documents]
+        assert all((np.diff(document) > 0).all() for document in documents)
+    plain = draw.draw(np.arange(3), 40, np.zeros((3, 40), dtype=bool), step=2)
+    assert (plain[1] == found[1]).all(), "a sample of one document is as without boundaries"
+
+
+def test_a_factor_of_evaluation_is_absent_in_training() -> None:
+    """Positions beyond the training length get the factor of `log_n` in evaluation only."""
+    positions = torch.arange(64).expand(4, 64) * 16
+    tokens = torch.from_numpy(SyntheticSamples(TaskSettings(), 64, 0).read(NUMBERS[:4]).tokens)
+    found = {}
+    for scaling in ("none", "log_n", "temperature"):
+        torch.manual_seed(0)
+        settings = open_corpus(config("randomized", f"logit_scaling={scaling}")).config
+        loss = LanguageModelLoss(build_model(settings).double())
+        found[scaling] = [loss.train(on)(tokens, positions=positions).item() for on in (True, False)]
+    assert found["log_n"][0] == found["none"][0] == found["none"][1]
+    assert abs(found["log_n"][1] - found["none"][1]) > 1e-6
+    assert found["temperature"][0] == found["temperature"][1] != found["none"][0]
+
+
 def test_validation_keeps_the_plain_positions() -> None:
     corpus = open_corpus(config())
     assert corpus.valid is not None

@@ -59,7 +59,7 @@ class FlexBackend:
             )
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
-            return _attend_one_query(inputs)
+            return ReferenceBackend().attend(inputs)
         if not torch.is_grad_enabled() and inputs.documents is None:
             padded = _padded(inputs)
             rows = slice(inputs.past, inputs.value.shape[2])
@@ -121,14 +121,6 @@ def _compiled(*operands: Tensor, **options: Any) -> Any:
         return _compiled_kernel()(*operands, **options)
 
 
-def _attend_one_query(inputs: AttentionInputs) -> Tensor:
-    """In float32, as the kernel does."""
-    (segment,) = inputs.segments
-    wide = Segment(segment.query.float(), segment.key.float(), segment.band)
-    out = ReferenceBackend().attend(inputs.replace(segments=(wide,), value=inputs.value.float()))
-    return out.to(segment.query.dtype)
-
-
 def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
     """Soft-capping, then the bias."""
     add, cap = None if inputs.bias is None else _bias_mod(inputs.bias, inputs), inputs.softcap
@@ -147,7 +139,8 @@ def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tens
     atomic addition per pair, and tensors created in a score_mod miscompile.
     """
     past = inputs.past
-    values = bias.at(torch.arange(inputs.value.shape[2], dtype=torch.float32, device=inputs.value.device))
+    wide = torch.promote_types(inputs.value.dtype, torch.float32)
+    values = bias.at(torch.arange(inputs.value.shape[2], dtype=wide, device=inputs.value.device))
 
     def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score + values[head, (query + past - key).clamp(min=0)]

@@ -1,6 +1,7 @@
-"""Dense attention with an N x N score tensor: slow, any dtype, the reference for the other backends."""
+"""Dense attention with an N x N score tensor: slow, in float32 or better, the reference for the other backends."""
 
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -22,7 +23,7 @@ LONGEST = 8192
 
 
 class ReferenceBackend:
-    """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions, in the inputs' own dtype. O(N^2) memory."""
+    """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions. O(N^2) memory."""
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the missing package or too many tokens: it supports all inputs else."""
@@ -39,11 +40,21 @@ class ReferenceBackend:
         # Not at the top: GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
         import opt_einsum
 
+        dtype, inputs = inputs.query.dtype, widened(inputs)
         weights = torch.softmax(with_sinks(_scores(inputs), inputs.sinks), dim=-1)
         weights = weights[..., : inputs.value.shape[2]].to(inputs.value.dtype)
         weights = torch.dropout(weights, inputs.dropout, train=inputs.dropout > 0)
         grouped = weights.unflatten(1, (inputs.value.shape[1], -1))
-        return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
+        return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2).to(dtype)
+
+
+def widened(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with operands in float32 or better: scores rounded to half precision at every step would have several
+    times its error.
+    """
+    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+    segments = tuple(replace(each, query=each.query.to(dtype), key=each.key.to(dtype)) for each in inputs.segments)
+    return inputs.replace(segments=segments, value=inputs.value.to(dtype))
 
 
 QUERY_ROWS = 256
@@ -54,8 +65,10 @@ LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """The same for inputs without documents, for blocks of queries in turn: memory is linear in the length, and the
-    backward pass computes the scores again.
+    backward pass computes the scores again. In half precision it keeps operands in float32, in which the gradients of
+    the blocks are summed.
     """
+    dtype, inputs = inputs.query.dtype, widened(inputs)
     block_of, outputs, size = ReferenceBackend().attend, [], QUERY_ROWS
     if inputs.bias is not None and inputs.bias.formula in PAIRWISE:
         size = min(max(PAIRS // inputs.value.shape[2], LEAST_ROWS), MOST_ROWS)
@@ -63,7 +76,7 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
-    return torch.cat(outputs[::-1], dim=2)
+    return torch.cat(outputs[::-1], dim=2).to(dtype)
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -93,7 +106,9 @@ def missing_einsum() -> str | None:
 
 
 def _scores(inputs: AttentionInputs) -> Tensor:
-    """Scores [batch, heads, query_length, key_length] by the segment of each pair's band, -inf outside all bands."""
+    """Scores [batch, heads, query_length, key_length] by the segment of each pair's band, -inf outside all bands, of
+    `widened` inputs.
+    """
     import opt_einsum
 
     distance = _distances(inputs.query.shape[2], inputs.value.shape[2], inputs.value.device)
@@ -105,14 +120,13 @@ def _scores(inputs: AttentionInputs) -> Tensor:
         if inputs.softcap is not None:
             product = inputs.softcap * torch.tanh(product / inputs.softcap)
         scores = torch.where(_visible(segment.band, distance, first), product, scores)
-    wide = torch.promote_types(scores.dtype, torch.float32)
     if inputs.bias is not None:
         token = distance[:, :1]  # of the query: the distance of the first key
-        query = (token if first is None else token - first[:, 0]).to(wide)
-        bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(wide), query)
+        query = (token if first is None else token - first[:, 0]).to(scores.dtype)
+        bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(scores.dtype), query)
         scores = scores + (bias.transpose(0, 1) if bias.dim() == 4 else bias)
     if inputs.gates is not None:
-        scores = scores + gate_bias(inputs.gates, inputs.past).to(wide)
+        scores = scores + gate_bias(inputs.gates, inputs.past).to(scores.dtype)
     return scores
 
 

@@ -1,8 +1,9 @@
 """Additive score biases as formulas of the distance r = m - n, without an N x N tensor.
 
-A bias has a `formula`, its `coefficients` ([heads, k] float32) and `at`, which evaluates it. Kernels know some formulas
-by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16 has 4 or 5
-different values for 512 adjacent distances at 32k. Learned biases are modules whose weights may have any dtype.
+A bias has a `formula`, its `coefficients` ([heads, k] float32 or better) and `at`, which evaluates it. Kernels know
+some formulas by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16
+has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules whose weights may have any
+dtype.
 """
 
 import math
@@ -32,8 +33,8 @@ class DistanceBias(Protocol):
 
     @property
     def coefficients(self) -> Tensor:
-        """c0, c1 per query head, [heads, 1 or 2] float32 (buckets: [heads, buckets]); differentiable if learned.
-        Formulas that no kernel knows have none, [heads, 0].
+        """c0, c1 per query head, [heads, 1 or 2] float32 or better (buckets: [heads, buckets]); differentiable if
+        learned. Formulas that no kernel knows have none, [heads, 0].
         """
         ...
 
@@ -269,8 +270,12 @@ class _Bounded(torch.autograd.Function):
         return gradient.masked_fill(outward, 0.0), None, None
 
 
+def _wide(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
 def _bounded(weight: Tensor, high: float = math.inf) -> Tensor:
-    return _Bounded.apply(weight.float(), SMALLEST, high)
+    return _Bounded.apply(_wide(weight), SMALLEST, high)
 
 
 class LearnedBias(nn.Module, ABC):
@@ -365,9 +370,9 @@ class LearnedFire(LearnedBias):
         self.a.fill_(1.0)
 
     def forward(self) -> Tensor:
-        """The coefficients of `FireBias`, float32."""
+        """The coefficients of `FireBias`, float32 or better."""
         shared = torch.cat((self.hidden_weight, self.hidden_bias, self.c, self.a))
-        return torch.cat((self.output_weight, shared.expand(len(self.output_weight), -1)), dim=1).float()
+        return _wide(torch.cat((self.output_weight, shared.expand(len(self.output_weight), -1)), dim=1))
 
     def distance_bias(self) -> FireBias:
         return FireBias(self())
@@ -393,7 +398,7 @@ class LearnedBuckets(LearnedBias):
 
     def forward(self) -> Tensor:
         """The table, multiplied by sqrt(head_dim), [heads, buckets]."""
-        return (self.weight.float() * self.scale).T
+        return (_wide(self.weight) * self.scale).T
 
     def distance_bias(self) -> BucketBias:
         return BucketBias(self(), self.max_distance)

@@ -175,12 +175,14 @@ class Positions:
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
         self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
         self.by_length = self.form.rotary and self.extension.length_dependent
+        self.switch = original if self.by_length and self.extension.get("switches") else None
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
         self.limited = self.window is not None or self.chunk is not None
         self.softcap = config.network["attn_logit_softcapping"]
         factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
         options.pop("type", None)
         self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
+        self.scales_training = not factor.get("evaluation_only")
         self.bands = self.trained_bands = UNMAPPED
         if given.get("relative_positions"):
             distances, options = read_choice("relative_positions", given["relative_positions"])
@@ -200,7 +202,9 @@ class Positions:
         at_query, at_key = TokenPositions(queries, start), TokenPositions(keys, start)
         if where.keys is where.queries:
             at_key = at_query
-        factor = self.logit_scaling(queries, self.trained) if self.logit_scaling is not None else None
+        factor = None
+        if self.logit_scaling is not None and (self.scales_training or not training):
+            factor = self.logit_scaling(queries, self.trained)
         rotary, scaled = self._frequencies(where, factor) if self.form.rotary else (None, factor)
         distance = causal = inside = seen = None
         if self.biased or self.limited or self.softcap is not None or bands != UNMAPPED:
@@ -245,9 +249,12 @@ class Positions:
 
 
 def token_places(
-    mask: Tensor | None, position_ids: Tensor | None, past: int, new: int, total: int, device: Any
+    mask: Tensor | None, position_ids: Tensor | None, past: int, new: int, total: int, device: Any, cached: bool = False
 ) -> TokenPlaces:
     """Return the positions of `new` queries after `past` tokens, among `total` keys.
+
+    Given positions of queries need not be those that a row counts, from 0 on. The cache holds none, so its tokens then
+    count back from the first query.
 
     A mask [batch, keys] says which keys are padding; of one [batch, 1, queries, keys] the last query's row says it.
     """
@@ -259,9 +266,22 @@ def token_places(
         real = nn.functional.pad(mask.to(device).ne(0).long(), (0, total - mask.shape[1]))
     keys = (real.cumsum(-1) - 1).clamp(min=0)
     queries = keys[:, past : past + new] if position_ids is None else position_ids.to(device)
+    if cached and position_ids is not None:
+        check_steps(queries, real[:, past : past + new])
     if past == 0:
         keys = queries if total == new else nn.functional.pad(queries, (0, total - new))
+    elif position_ids is not None:
+        first, index = queries[:, :1], torch.arange(total, device=device)
+        keys = torch.where(first == keys[:, past : past + 1], keys, (first + index - past).clamp(min=0))
     return TokenPlaces(queries, keys, (queries * real[:, past : past + new]).amax(dim=-1) + 1, past)
+
+
+def check_steps(positions: Tensor, real: Tensor) -> None:
+    """Raise a ValueError unless positions of tokens, but for padding, go up by 1: the cache does not keep them."""
+    if torch.compiler.is_compiling():  # compiled code cannot wait for the answer
+        return
+    if ((positions.diff(dim=-1) != 1) & (real[:, :-1] & real[:, 1:]).bool()).any():
+        raise ValueError("position_ids do not go up by 1, which a cache does not keep; set use_cache=False")
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -277,10 +297,11 @@ def own_attention(
     """Compute attention under a map, or with a cap of the scores.
 
     Under a map features of q and k hold the concatenated operands of all segments, and the mask [segments, ...] hides
-    each pair from all segments but its own.
+    each pair from all segments but its own. Products are rounded to the operands' dtype once, as in `eager`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mask, cap = mask if mask.dim() == 5 else mask[None], module.positions.softcap
+    mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
     segments = zip(q.chunk(len(mask), dim=-1), k.chunk(len(mask), dim=-1), mask, strict=True)
     products = [((a @ b.transpose(2, 3)).to(hidden) * scaling, hidden) for a, b, hidden in segments]
     scores = torch.stack([soft_capped(product, cap) + hidden for product, hidden in products])
@@ -522,7 +543,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
             # Keys that a cache of fixed size holds, -1 for one that grows; transformers 4 has another name for it.
             size = getattr(past_key_values, "get_max_length", None) or past_key_values.get_max_cache_shape
             total = max(past + new, size(0))
-        where = token_places(attention_mask, position_ids, past, new, total, embeds.device)
+        cached = past_key_values is not None
+        where = token_places(attention_mask, position_ids, past, new, total, embeds.device, cached)
         shared = {}
         for name, positions in self.positions.items():
             learned = positions.bias.shared is not None  # only where all layers are alike
@@ -586,3 +608,38 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         self.lm_head.scale = config.network["final_logit_scale"]
         self.lm_head.cap = config.network["final_logit_softcapping"]
         self.post_init()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        inputs_embeds: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the stock model's; but where LongRoPE switches to the factors of long texts, all tokens are computed again
+        and the cache is left, as in Phi 3's class. A prompt that was given as embeddings cannot be.
+        """
+        if past_key_values is not None and self._outgrown(past_key_values, input_ids, attention_mask):
+            past_key_values = None
+            if "next_sequence_length" in kwargs:
+                kwargs["next_sequence_length"] = None
+            if kwargs.get("cache_position") is not None:  # of transformers 4
+                kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def _outgrown(self, cache: Any, input_ids: Tensor, mask: Any) -> bool:
+        """Whether a row, counted from its first token that is not padding, passes a switch after the cached tokens."""
+        switches = {positions.switch for positions in self.model.positions.values()} - {None}
+        past = int(cache.get_seq_length()) if switches else 0
+        if not 0 < past < input_ids.shape[1]:
+            return False
+        real = torch.ones_like(input_ids) if mask is None or mask.dim() != 2 else mask.ne(0).long()
+        before, now = real[:, :past].sum(-1), real.sum(-1)
+        return any(bool(((before <= switch) & (now > switch)).any()) for switch in switches)

@@ -27,7 +27,7 @@ MARK = "# ASSEMBLED\n"
 STAND_INS = frozenset({"ModelConfig", "Options", "Rotary"})
 """Classes of the template that take the place of the package's of the same name."""
 TABLES = {"rope_scaling": "EXTENSIONS", "relative_positions": "DISTANCE_MAPS", "logit_scaling": "LOGIT_SCALINGS"}
-FLAGS = ("rotary", "biased", "length_dependent", "learned", "training_only")
+FLAGS = ("rotary", "biased", "length_dependent", "switches", "learned", "training_only", "evaluation_only")
 """Attributes of declarations that the template reads."""
 
 
