@@ -49,7 +49,8 @@ def test_what_is_written(imported: Path) -> None:
     assert native.verify(step)["holds"] == "weights"
     meta = native.read_json(step / "meta.json")
     assert meta["step"] == 0 and "torch" in meta["versions"]
-    assert meta["imported"] == {"source": "coca_llama", "identity": "coca_llama", "model_type": "llama"}
+    identity = open_checkpoint(LLAMA).identity
+    assert meta["imported"] == {"source": "coca_llama", "identity": identity, "model_type": "llama"}
 
 
 @pytest.mark.parametrize(("source", "overrides"), [(LLAMA, ()), (NEOX, ["pos_emb=coca"])])

@@ -1,6 +1,5 @@
 """`evaluate.py lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
 
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from megatron_coca.attention.positions import PositionRangeError
+from megatron_coca.evaluation.harness.task_files import config_hash, inputs_hash
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
     OPEN,
@@ -34,9 +34,6 @@ PROTOCOL = (
 )
 """Part of the identity of a result file: another text would be another measurement."""
 
-NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
-"""Names and paths in the configuration of a task that do not change what is measured."""
-
 
 class Score(Record):
     metric: str
@@ -54,6 +51,7 @@ class TaskScores(Cell):
     num_fewshot: int | None  # None for a group whose tasks differ
     samples: int  # documents that were scored
     config_sha256: str  # of the configuration in its file, paths left out; empty for a task that a group defines
+    inputs_sha256: str | None = None  # of its code, its local data and its tasks; None in files of earlier versions
     documents_sha256: str | None  # of the documents in their order; None for a group
     prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
     scores: list[Score]
@@ -110,25 +108,25 @@ def run(args: Namespace) -> int:
     for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
         for name in dict.fromkeys(names):
             earlier = store.get((name,))
-            if earlier is not None and earlier.config_sha256 == config_hash(manager, name):
+            if earlier is not None and (changed := _changed(earlier, manager)) is None:
                 continue
             if earlier is not None and not args.overwrite:
                 raise EvaluationError(
-                    f"{store.path}: holds another measurement (the configuration of task {name} is another); name "
-                    "another --output, or replace it with --overwrite"
+                    f"{store.path}: holds another measurement ({changed} task {name} changed since); name another "
+                    "--output, or replace it with --overwrite"
                 )
             with noting_missing(store, f"task {name}", remedy):
                 _measure(name, manager, subject, store)
     return evaluation.status
 
 
-def config_hash(manager: Any, name: str) -> str:
-    """Return the hash of the configuration in the file of a task or group; empty if it has no file."""
-    entry = manager.task_index.get(name)
-    if entry is None or entry.yaml_path is None:
-        return ""
-    config = {key: value for key, value in entry.cfg.items() if key not in NOT_HASHED}
-    return _hash(json.dumps(config, sort_keys=True, default=str).replace(str(entry.yaml_path.parent), ""))
+def _changed(earlier: TaskScores, manager: Any) -> str | None:
+    """Return what of a task or group is not as it was when its scores were measured, None if nothing is."""
+    if earlier.config_sha256 != config_hash(manager, earlier.task):
+        return "the configuration of"
+    if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
+        return "the code, the data or the tasks of"
+    return None
 
 
 def _hash(text: str) -> str:
@@ -155,7 +153,8 @@ def _measure(name: str, manager: Any, subject: Subject, store: Store[HarnessResu
             results = evaluate_task(model, manager, name, *settings)
         # The cell of the given name comes last: it says that those of all of its tasks are there.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
-        cells = [task_scores(each, results, config_hash(manager, each)) for each in names]
+        hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
+        cells = [task_scores(each, results, *both) for each, both in zip(names, hashes, strict=True)]
     except PositionRangeError:
         raise
     # A task file can run any code; the fault of one task must not stop the others.
@@ -182,7 +181,7 @@ def reason(error: BaseException) -> str:
     return "; caused by ".join(texts)
 
 
-def task_scores(name: str, results: dict[str, Any], config_sha256: str) -> TaskScores:
+def task_scores(name: str, results: dict[str, Any], config_sha256: str, inputs_sha256: str) -> TaskScores:
     metrics = results["results"].get(name, {})
     higher_is_better = results["higher_is_better"].get(name, {})
     scores = []
@@ -209,6 +208,7 @@ def task_scores(name: str, results: dict[str, Any], config_sha256: str) -> TaskS
         num_fewshot=shots if isinstance(shots, int) else None,
         samples=_count(name, results),
         config_sha256=config_sha256,
+        inputs_sha256=inputs_sha256,
         documents_sha256=_hash_of(samples, "doc_hash"),
         prompts_sha256=_hash_of(samples, "prompt_hash"),
         scores=scores,

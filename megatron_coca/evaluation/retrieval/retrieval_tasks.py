@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -97,6 +97,7 @@ class RetrievalProtocol(Record):
     answer_stub: bool
     haystack: HaystackRecord
     dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    prompts_sha256: str | None = None  # of samples of the prompts; None in files of earlier versions
 
 
 class NeedleProtocol(RetrievalProtocol):
@@ -183,15 +184,17 @@ def passkey(args: Namespace) -> int:
         for length in sorted(set(args.lengths))
     ]
     evaluation = Evaluation(subject_options(args), "passkey")
-    protocol = RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
+    made = [task for unit in units[:1] for task in unit.tasks.values()]
+    protocol = RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS, made))
     return measure(evaluation, units, protocol, PasskeyResult)
 
 
 def needle(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "needle")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
-    protocol = NeedleProtocol(**protocol_fields(args, tasks.NEEDLE_PROTOCOL, haystack), depths=args.depths)
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
+    fields = protocol_fields(args, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
+    protocol = NeedleProtocol(**fields, depths=args.depths)
     units = [
         Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
         for length in sorted(set(args.lengths))
@@ -202,8 +205,8 @@ def needle(args: Namespace) -> int:
 def ruler(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
-    protocol = RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack))
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
+    protocol = RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack, by_name.values()))
     units = [
         Unit(f"{name}, length {length}", length, {(name, length): task})
         for length in sorted(set(args.lengths))
@@ -212,9 +215,10 @@ def ruler(args: Namespace) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
-def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
+def protocol_fields(args: Namespace, text: str, haystack: Haystack, made: Iterable[RetrievalTask]) -> dict[str, Any]:
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
-    return {"text": text, "haystack": haystack.record()} | {name: getattr(args, name) for name in options}
+    fields = {name: getattr(args, name) for name in options}
+    return fields | {"text": text, "haystack": haystack.record(), "prompts_sha256": tasks.sample_digest(made)}
 
 
 def measure(
