@@ -10,7 +10,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megatron_coca.data import DataError, load_tokenizer
+from megatron_coca.data import DataError, Tokenizer, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.manifest import read_manifest
@@ -201,3 +201,23 @@ def test_a_block_that_is_not_complete_is_not_there(
 @pytest.mark.parametrize(("size", "mebibytes"), [(0, 8), (10**9, 8), (9 << 30, 64), (10 << 30, 64), (10**12, 256)])
 def test_small_corpora_have_small_blocks(size: int, mebibytes: int) -> None:
     assert blocks_module.block_bytes(size) == mebibytes << 20
+
+
+def test_a_trained_tokenizer_belongs_to_the_text_that_it_was_trained_on(
+    tmp_path: Path, corpus: list[CorpusSource]
+) -> None:
+    """An interrupted preparation keeps it; one whose text changed since trains another."""
+    trained: list[Path] = []
+
+    def train(folder: Path) -> Tokenizer:
+        trained.append(folder)
+        return CHARACTERS
+
+    settings = blocks_module.settings_of(corpus, train, RULES, None)
+    for _ in range(2):
+        Blocks(corpus, find_inputs(corpus), tmp_path / "out", train, RULES, settings)
+    assert len(trained) == 1
+    with (tmp_path / "books0.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    Blocks(corpus, find_inputs(corpus), tmp_path / "out", train, RULES, settings)
+    assert len(trained) == 2
