@@ -14,6 +14,7 @@ import torch
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints.exports import read_back
 from megatron_coca.checkpoints.exports.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.exports.modelling_file import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
@@ -44,10 +45,10 @@ from megatron_coca.checkpoints.huggingface_import import (
     is_huggingface_folder,
     parse_config,
 )
-from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_parameters
+from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
@@ -75,12 +76,14 @@ def _neox_keys(config: Config, shared: Json) -> Json:
         "attention_bias": model.use_bias_in_attn_linear,
         "hidden_dropout": model.hidden_dropout,
         "rope_parameters": rope,
+        "rotary_pct": position.rotary_pct,
+        **older_keys(rope, "rotary_emb_base"),
         "pos_emb": "rotary",  # transformers ignores it; without it, such a folder could be one of the CoCA authors'
     }
 
 
 def _llama_keys(config: Config, shared: Json) -> Json:
-    model = config.model
+    model, rope = config.model, rope_parameters(config.position, config.model.seq_length)
     return shared | {
         "hidden_act": "silu",
         "rms_norm_eps": model.rms_norm_epsilon,
@@ -88,14 +91,19 @@ def _llama_keys(config: Config, shared: Json) -> Json:
         "head_dim": model.head_dim,
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
-        "rope_parameters": rope_parameters(config.position, model.seq_length),
+        "rope_parameters": rope,
+        **older_keys(rope),
     }
 
 
 def _our_keys(config: Config, shared: Json) -> Json:
     flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
-    return _llama_keys(config, shared) | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.position.rotary_emb_base},  # stock code's own
+    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # stock code's own
+    without = {
+        name: value for name, value in _llama_keys(config, shared).items() if name not in ("rope_scaling", ORIGINAL)
+    }
+    return without | {
+        "rope_parameters": plain,
         NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
@@ -190,6 +198,9 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
     if config.position.embedding.weights == "table" and kind in FAMILIES:
         return config.model.max_position_embeddings
     measured = config.position.extension.stock.length if kind != OURS else None
+    factor = getattr(config.position.rope_scaling, "factor", None)
+    if measured == ORIGINAL and config.position.extension.name == "longrope" and (factor * original) % 1 == 0:
+        return int(factor * original)  # transformers 4 takes the factor from the two lengths
     return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
 
 
@@ -204,9 +215,13 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     position, length = config.position, config.model.seq_length
     if [*config.layer_types] != [GLOBAL]:
         section[LAYERS] = list(config.model.layer_names)
+        # A type without the limit that the model has says so: what it does not say is the model's.
+        kinds = {
+            name: dict.fromkeys(LIMITS) | _position_section(config, own) for name, own in config.layer_types.items()
+        }
         section["layer_types"] = {
-            name: {key: value for key, value in _position_section(config, own).items() if key in LayerType.model_fields}
-            for name, own in config.layer_types.items()
+            name: {key: value for key, value in own.items() if key in LayerType.model_fields}
+            for name, own in kinds.items()
             if name != GLOBAL
         }
     if position.pos_emb == "learned":
@@ -245,11 +260,19 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the folder, its `model_type`, and a note on lost tokenizer behaviour, or None."""
+    """Result of an export.
+
+    Attributes:
+        folder: for transformers.
+        model_type: of config.json.
+        tokenizer_note: a note on lost tokenizer behaviour, or None.
+        compared: by what its logits were compared with those of the source.
+    """
 
     folder: Path
     model_type: str
     tokenizer_note: str | None
+    compared: str
 
     @property
     def remote(self) -> bool:
@@ -327,7 +350,30 @@ def export(
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
             write_safetensors(partial / SINGLE, shown, {"format": "pt"})
-    return Exported(folder, kind, note)
+        compared = _read_back(partial, kind, config, ours)
+    return Exported(folder, kind, note, compared)
+
+
+def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
+    """Compare what was written with the source; returns by what. Raises CheckpointError."""
+    read_back.check_folder(folder, config, ours)
+    exporter, family = EXPORTERS[kind], FAMILIES.get(kind)
+    common = ("num_hidden_layers", "vocab_size")
+    layers, rows = (str(family.names.get(name, name)) if family is not None else name for name in common)
+    written = read_back.Written(
+        folder,
+        exporter.architecture,
+        MODELLING_FILE if kind == OURS else None,
+        open_safetensors_file(folder / SINGLE, folder),
+        {row.ours: row.theirs for row in weight_map.expand(exporter.rows(config), config.model.num_layers)},
+        (layers, rows),
+    )
+    # Classes without rotation have tables of their training length.
+    rotates = family is None or family.rope is not None
+    part = read_back.excerpt(config, ours, read_back.LONG if rotates else config.model.seq_length)
+    return read_back.check_transformers(
+        written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"})
+    )
 
 
 def _kind(opened: OpenedCheckpoint, config: Config) -> str:
