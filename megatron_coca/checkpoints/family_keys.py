@@ -166,8 +166,9 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
     """Our keys of rotation by type of layers."""
+    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", 1.0)
     if family.by_type is None:
-        check_spellings(config, source, "rope_theta")
+        check_spellings(config, source, base, share)
         return {FULL: _rope(family, config, rope_section(config), source)}
     section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
@@ -177,7 +178,7 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
         )
     # As transformers 4 wrote it, the extension and the base are those of layers without a window.
     name, default = family.by_type
-    check_spellings({**config, "rope_parameters": section.get(FULL)}, source, "rope_theta")
+    check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
     if name is not None:
         inner = (section.get(SLIDING) or {}).get("rope_theta")
         refuse_contradiction(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})

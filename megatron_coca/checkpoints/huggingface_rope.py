@@ -41,17 +41,23 @@ def refuse_contradiction(source: Path, given: Mapping[str, Any]) -> None:
             )
 
 
-def check_spellings(config: Json, source: Path, base_name: str, share_name: str = "partial_rotary_factor") -> None:
+def check_spellings(config: Json, source: Path, base: tuple[str, float], share: tuple[str, float]) -> None:
     """Raise CheckpointError if the keys of transformers 4 and 5 are both there and describe different rotations.
 
-    `base_name` and `share_name` are the top-level names of the base and of the share of features that are rotated.
+    `base` and `share` are the top-level names of the base and of the share of features that are rotated, with the
+    defaults of the class.
     """
-    sections = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
-    for top, name in ((base_name, "rope_theta"), (share_name, "partial_rotary_factor")):
-        inner = {f"{place}.{name}": section.get(name) for place, section in sections.items()}
-        refuse_contradiction(source, {top: config.get(top)} | inner)
-    if all(sections.values()):
-        refuse_contradiction(source, {name: _meaning(section, config) for name, section in sections.items()})
+    older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    for (top, default), name in ((base, "rope_theta"), (share, "partial_rotary_factor")):
+        value = config.get(top)
+        if older and newer and value is None and older.get(name) is None:
+            value = default
+        inner = {f"rope_scaling.{name}": older.get(name), f"rope_parameters.{name}": newer.get(name)}
+        refuse_contradiction(source, {top: value} | inner)
+    if older and newer:
+        refuse_contradiction(
+            source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)}
+        )
 
 
 def _meaning(section: Json, config: Json) -> dict[str, Any]:

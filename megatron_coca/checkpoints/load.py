@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
+from megatron_coca.checkpoints.adapters import refuse_adapters
 from megatron_coca.checkpoints.compare import extension_note, refuse_other_model
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
@@ -180,6 +181,7 @@ def open_checkpoint(
     Raises CheckpointError, or ConfigError where a file of `imports` is missing or has changed.
     """
     folder = _local_folder(path, step)
+    refuse_adapters(folder)
     if is_huggingface_folder(folder):
         return _open_huggingface(folder)
     neox_folder = neox.find_step(folder)
@@ -193,6 +195,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
     Raises CheckpointError.
     """
     folder = _local_folder(path, step)
+    refuse_adapters(folder)
     return None if is_huggingface_folder(folder) or neox.find_step(folder) is not None else native.locate(folder)
 
 

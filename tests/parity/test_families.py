@@ -526,7 +526,10 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_theta": 500.0, "rope_local_base_freq": 300.0},
     ),
     "no base at all": ("gemma3", {"rope_parameters": {"full_attention": LINEAR_ONLY}}),
-    "a section and an extension": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "an extension beside the sections": (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": BASE}, "rope_scaling": LINEAR_ONLY, "rope_theta": 500.0},
+    ),
     "one base of two sections": (
         "olmo3",
         {"rope_theta": 300.0, "rope_parameters": {"full_attention": {"rope_type": "default"}}},

@@ -137,6 +137,10 @@ EXPORTERS: dict[str, Exporter] = {
 """By `model_type`; the first that expresses a model is used, the last for all that no other does."""
 
 
+ATTENTION = {"falcon": "sdpa"}
+"""The attention implementation that is compared with ours: eager, but Falcon's adds ALiBi to the scores twice."""
+
+
 def _fits(kind: str, config: Config) -> bool:
     """Return whether what is written of a model for an architecture is read as the same model."""
     written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
@@ -367,6 +371,7 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
         open_safetensors_file(folder / SINGLE, folder),
         {row.ours: row.theirs for row in weight_map.expand(exporter.rows(config), config.model.num_layers)},
         (layers, rows),
+        ATTENTION.get(kind, "eager"),
     )
     # Classes without rotation have tables of their training length.
     rotates = family is None or family.rope is not None

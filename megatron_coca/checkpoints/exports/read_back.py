@@ -213,6 +213,7 @@ class Written(NamedTuple):
         tensors: its weights by their names.
         names: their names of each of our weights.
         keys: their names of num_hidden_layers and vocab_size.
+        attention: the attention implementation that computes what the architecture is.
     """
 
     folder: Path
@@ -221,6 +222,7 @@ class Written(NamedTuple):
     tensors: Weights
     names: Mapping[str, tuple[str, ...]]
     keys: tuple[str, str]
+    attention: str = "eager"
 
 
 def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, Weights], None]) -> str:
@@ -290,8 +292,8 @@ def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor |
             return None, f"{by} {found}"
         try:
             with _no_progress(transformers):
-                model = found.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
-            return model(input_ids=ids, use_cache=False).logits[0].float(), by
+                model = found.from_pretrained(folder, local_files_only=True, attn_implementation=written.attention)
+            return model.eval()(input_ids=ids, use_cache=False).logits[0].float(), by
         except Exception as error:  # whatever the class raises for a configuration that it cannot use
             raise _fault(f"{by} cannot load it ({type(error).__name__}: {error})") from error
 
