@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, weights
+from megatron_coca.checkpoints.exports import read_back
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.family_keys import comparable
 from megatron_coca.checkpoints.huggingface_import import parse_config
@@ -252,7 +253,10 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
+def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are compared as those of a large model: by the layers that have every type, and some rows."""
+    monkeypatch.setattr(read_back, "MEMORY", 1)
+    monkeypatch.setattr(read_back, "ROWS", 80)
     theirs = build(name)
     theirs.save_pretrained(tmp_path / "source")
     done = export(tmp_path / "source", tmp_path / "back")
@@ -440,6 +444,14 @@ UNREAD = {
     "a ramp that its class truncates": (
         {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
         "truncate false in rope_parameters.full_attention",
+    ),
+    "two extensions": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling .* contradicts rope_parameters .*factor",
+    ),
+    "two bases of layers with a window": (
+        {"rope_local_base_freq": 77.0},
+        "rope_local_base_freq 77.0 contradicts rope_parameters.sliding_attention.rope_theta 300.0",
     ),
     "a length that is no number": ({"training_length": "long"}, r"training_length \(here seq_length\): "),
 }
