@@ -59,7 +59,8 @@ class Family:
         partial: some features of a head need not be rotated.
         temperature: rope_parameters has TEMPERATURE.
         original: default of ORIGINAL at the top level, which goes before that in rope_parameters.
-        older: rope_scaling as its class in transformers 4 checks it.
+        older: rope_scaling in the form that its class in transformers 4 asks for, which has `type` in place of
+            `rope_type`; what that cannot express is unchanged, and an error there. None for any form.
         read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
         harmless: keys of published folders that change nothing in its class.
     """
@@ -82,7 +83,7 @@ class Family:
     partial: bool = False
     temperature: bool = False
     original: int | None = None
-    older: Callable[[Json], Json] = lambda scaling: scaling
+    older: Callable[[Json], Json] | None = None
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
@@ -314,7 +315,7 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
     """
     full, sliding = sections[FULL], sections[SLIDING]
     keys = older_keys(full)
-    if "rope_scaling" in keys:
+    if "rope_scaling" in keys and family.older is not None:
         keys["rope_scaling"] = family.older(keys["rope_scaling"])
     if family.by_type is None:
         return keys
@@ -322,6 +323,13 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
     if sliding["rope_type"] != "default" or (name is None and full["rope_theta"] != sliding["rope_theta"]):
         return {"rope_theta": None}
     return keys if name is None else keys | {name: sliding["rope_theta"]}
+
+
+def readable_by_older(family: Family, settings: Json) -> bool:
+    """Return whether transformers 4 computes the model of a written config.json; otherwise it ends with an error."""
+    if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
+        return False
+    return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})
 
 
 def comparable(config: Config) -> dict[str, Any]:

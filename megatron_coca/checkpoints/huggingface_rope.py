@@ -49,11 +49,10 @@ def check_spellings(config: Json, source: Path, base: tuple[str, float], share: 
     """
     older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
     for (top, default), name in ((base, "rope_theta"), (share, "partial_rotary_factor")):
-        value = config.get(top)
-        if older and newer and value is None and older.get(name) is None:
-            value = default
-        inner = {f"rope_scaling.{name}": older.get(name), f"rope_parameters.{name}": newer.get(name)}
-        refuse_contradiction(source, {top: value} | inner)
+        given = {top: config.get(top), f"rope_scaling.{name}": older.get(name)}
+        if older and newer and list(given.values()) == [None, None]:
+            given = {f"{top} (by default)": default}
+        refuse_contradiction(source, given | {f"rope_parameters.{name}": newer.get(name)})
     if older and newer:
         refuse_contradiction(
             source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)}

@@ -446,7 +446,7 @@ UNREAD = {
         "truncate false in rope_parameters.full_attention",
     ),
     "two extensions": (
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0},
         "rope_scaling .* contradicts rope_parameters .*factor",
     ),
     "two bases of layers with a window": (
@@ -538,9 +538,9 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_theta": 500.0, "rope_local_base_freq": 300.0},
     ),
     "no base at all": ("gemma3", {"rope_parameters": {"full_attention": LINEAR_ONLY}}),
-    "an extension beside the sections": (
+    "the spelling of transformers 4": (
         "gemma3",
-        {"rope_parameters": {"sliding_attention": BASE}, "rope_scaling": LINEAR_ONLY, "rope_theta": 500.0},
+        {"rope_parameters": None, "rope_scaling": LINEAR_ONLY, "rope_theta": 500.0, "rope_local_base_freq": 300.0},
     ),
     "one base of two sections": (
         "olmo3",

@@ -84,12 +84,16 @@ BOTH: tuple[tuple[str, dict[str, Any], str | None], ...] = (
     ("llama", {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 500.0}, "rope_theta": 500.0}, None),
     ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"beta_fast": 32.0}}, None),
     ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"beta_fast": 8.0}}, "rope_scaling .* contradicts"),
-    ("llama", {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 500.0}}, "rope_theta 10000.0 contr"),
+    (
+        "llama",
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 500.0}},
+        "rope_theta .by default. 10000.0 contr",
+    ),
     ("gpt_neox", {"rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary_pct 0.5 contradicts"),
     (
         "gpt_neox",
         {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
-        "rotary_pct 0.2",
+        "rotary_pct .by default. 0.25",
     ),
 )
 """Both spellings in one file, and what of them is an error."""

@@ -344,7 +344,7 @@ def export(
     unused = contents[GENERATION].get("suppress_tokens", [])
     if GENERATION in written and unused:
         written[GENERATION] = suppress_tokens(written[GENERATION], unused)
-    written[CARD] = model_card(opened, config, kind, weights, folder.name, notes or CardNotes()).encode()
+    written[CARD] = model_card(opened, config, contents[CONFIG], weights, folder.name, notes or CardNotes()).encode()
     if modelling is not None:
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
