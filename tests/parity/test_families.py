@@ -299,6 +299,49 @@ class CountedFile:
         return found
 
 
+OLDER: dict[str, dict[str, Any]] = {
+    "gpt_neox sequential, tied": {
+        "rotary_emb_base": 500.0,
+        "rotary_pct": 1.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+        | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
+    },
+    "llama, free head width": {"rope_theta": 500.0, "rope_scaling.rope_type": "llama3"},
+    "mistral": {"rope_theta": 10000.0, "rope_scaling": None},
+    "smollm3": {"rope_theta": 500.0, "rope_scaling.factor": 4.0},
+    "olmo2": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "olmo2, scale of YaRN that is ignored": {"rope_scaling.rope_type": "yarn", "tried": False},
+    "olmo3": {"rope_theta": None, "rope_scaling": None, "tried": False},
+    "phi3 longrope, tied, partly rotated": {
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.67,
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 40,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.5, 4.0]},
+    },
+    "gemma3": {
+        "rope_theta": 500.0,
+        "rope_local_base_freq": 300.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "ministral3": {"rope_scaling": None, "tried": False},
+    "gpt2": {"rope_theta": None, "rope_scaling": None},
+}
+"""Keys that transformers 4 reads; None: absent or null. They were tried by older_transformers.py."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_the_rotation_in_the_spelling_of_transformers_4(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "source")
+    folder = export(tmp_path / "source", tmp_path / "back").folder
+    written, expected = json.loads((folder / "config.json").read_text()), dict(OLDER[name])
+    tried = expected.pop("tried", True)
+    assert ("5.23.0 and 4.57.6" in (folder / "README.md").read_text()) == tried
+    for key, value in expected.items():
+        section, _, option = key.partition(".")
+        assert (written[section][option] if option else written.get(key)) == value, key
+
+
 def test_a_folder_is_read_one_matrix_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight that was read last, at most the two others that are packed with it."""
     build("qwen3").save_pretrained(tmp_path / "source")
