@@ -37,7 +37,7 @@ class Inputs:
         """
         found = [self._of(source) for source in sources or self._test_data(args, config)]
         found += [self._of(DocumentSource(str(file), False)) for file in _haystack(args)]
-        found += [_harness(args)] if getattr(args, "include_path", None) else []
+        found += _harness(args) if getattr(args, "include_path", None) else []
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else None
 
     def _of(self, source: DocumentSource) -> str:
@@ -61,7 +61,7 @@ class Inputs:
 
 def _haystack(args: Namespace) -> list[Path]:
     names = getattr(args, "haystack", None) or []
-    return [] if list(names) in ([], [BUILTIN]) else list(corpus_files([*map(Path, names)]))
+    return [] if list(names) in ([], [BUILTIN]) else [Path(file) for file in corpus_files([*map(Path, names)])]
 
 
 def _harness(args: Namespace) -> list[str]:

@@ -202,9 +202,10 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
     if config.position.embedding.weights == "table" and kind in FAMILIES:
         return config.model.max_position_embeddings
     measured = config.position.extension.stock.length if kind != OURS else None
-    factor = getattr(config.position.rope_scaling, "factor", None)
-    if measured == ORIGINAL and config.position.extension.name == "longrope" and (factor * original) % 1 == 0:
-        return int(factor * original)  # transformers 4 takes the factor from the two lengths
+    if measured == ORIGINAL and config.position.extension.name == "longrope" and config.position.rope_scaling:
+        extended = config.position.rope_scaling.factor * original
+        if extended == int(extended):  # transformers 4 takes the factor from the two lengths
+            return int(extended)
     return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
 
 

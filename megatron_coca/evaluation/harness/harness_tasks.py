@@ -112,7 +112,7 @@ def run(args: Namespace) -> int:
                 continue
             if earlier is not None and not args.overwrite:
                 raise EvaluationError(
-                    f"{store.path}: holds another measurement ({changed} task {name} changed since); name another "
+                    f"{store.path}: holds another measurement ({changed} of task {name} is another); name another "
                     "--output, or replace it with --overwrite"
                 )
             with noting_missing(store, f"task {name}", remedy):
@@ -123,9 +123,9 @@ def run(args: Namespace) -> int:
 def _changed(earlier: TaskScores, manager: Any) -> str | None:
     """Return what of a task or group is not as it was when its scores were measured, None if nothing is."""
     if earlier.config_sha256 != config_hash(manager, earlier.task):
-        return "the configuration of"
+        return "the configuration"
     if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
-        return "the code, the data or the tasks of"
+        return "a file of code, data or tasks"
     return None
 
 
