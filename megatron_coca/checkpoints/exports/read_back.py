@@ -5,11 +5,11 @@
 3. On a few tokens the logits in float32 are those of the source. Folders for transformers are loaded by transformers,
    if it is installed and has the class; otherwise, and for GPT-NeoX, by our import.
 
-The logits are those of the first layers, with the first 4,096 rows of the vocabulary: as many layers as fit into 2 GiB,
-and at least one of every type. So a model of 7 billion parameters is compared by 2 layers of 0.2 billion parameters in
-less than 2 GiB of memory, one side after the other. Smaller models are compared whole. The text has 64 tokens, and
-up to 1,024 where a window, a chunk or the training length is crossed by them. What only longer texts show is compared
-only by its keys.
+The logits are those of the first layers, with the first 4,096 rows of the vocabulary: as many layers as fit into
+512 MiB, and at least one of every type. So a model of 7 billion parameters is compared by one layer of 0.2 billion
+parameters, in 0.8 GB of memory for each side, one after the other. Models of up to about 100 million parameters are
+compared whole. The text has 64 tokens, and up to 1,024 if they cross a window, a chunk or the training length. What
+only longer texts show is compared only by its keys.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ from megatron_coca.model import empty_model
 
 logger = logging.getLogger(__name__)
 
-MEMORY, ROWS = 2 << 30, 4096
+MEMORY, ROWS = 1 << 29, 4096
 """Bytes of the compared layers in float32, and rows of the vocabulary."""
 SHORT, LONG = 64, 1024
 """Tokens of the text, and at most where a limit is crossed."""
