@@ -44,6 +44,7 @@ class CellRecord(Record):
         overhead_seconds: the rest: starting processes, loading data and models, work that was repeated after an
             interruption. Calls that were killed are not counted.
         evaluated: the digests of the complete result files, by their path in the folder of results.
+        inputs: the digests of the files that they were measured on; earlier versions have none.
     """
 
     model: str
@@ -64,6 +65,7 @@ class CellRecord(Record):
     torch: str | None = None
     commit: str | None = None
     evaluated: dict[str, str] = {}
+    inputs: dict[str, str] = {}
 
 
 class State(Enum):
@@ -132,10 +134,12 @@ def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
 
 
 def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
-    """Return the complete result files of a cell, without those whose options or variant changed since."""
+    """Return the complete result files of a cell, without those whose options, variant or data changed since."""
     digests, known = cell.measurements, record.evaluated
-    current = [cell.results / path for path, digest in digests.items() if known.get(str(path)) == digest]
-    return [path for path in current if path.is_file() and _is_whole(path)]
+    current = [path for path, digest in digests.items() if known.get(str(path)) == digest]
+    changed = [path for path, digest in cell.inputs.items() if record.inputs.get(str(path)) not in (None, digest)]
+    files = [cell.results / path for path in current if path not in changed]
+    return [path for path in files if path.is_file() and _is_whole(path)]
 
 
 def _is_whole(path: Path) -> bool:

@@ -3,14 +3,15 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from pydantic import Field, JsonValue, field_validator
 
+from megatron_coca.ablation.inputs import Inputs
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
@@ -117,6 +118,7 @@ class Cell:
         commands: the evaluations.
         measurements: for each result file, by its path in `results`, a digest of all that its numbers depend on besides
             the weights.
+        inputs: the same of the files that it was measured on, where it reads any.
     """
 
     model: str
@@ -130,6 +132,7 @@ class Cell:
     results: Path
     commands: Sequence[Command]
     measurements: Mapping[Path, str]
+    inputs: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -189,17 +192,18 @@ def expand(
     except ConfigError as error:
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
-    known = dict(recorded or {})
+    known, inputs = dict(recorded or {}), None if recorded is not None else Inputs()
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
             plan = partial(_commands, label, entry, config, device, dtype)
-            digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
+            measured, refused = _check_tasks(file, entry, config, dtype, plan, inputs)
             problems += refused
+            weights = None if refused else _initial_weights(config)
             data = _data_of(config, known)
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not refused:
-                cells += [_cell(file, label, config, seed, data, plan, digests) for seed in file.seeds]
+                cells += [_cell(file, label, config, seed, data, plan, measured, weights) for seed in file.seeds]
         except ConfigError as error:
             problems += [f"models.{label}: {line}" for line in error.problems]
         except (CheckpointError, DataError, EvaluationError) as error:
@@ -324,13 +328,20 @@ class _Parser(ArgumentParser):
         raise EvaluationError(message)
 
 
+class Measurements(NamedTuple):
+    """Digests by result file, as in `Cell`."""
+
+    options: dict[Path, str]
+    inputs: dict[Path, str]
+
+
 def _check_tasks(
-    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, check_data: bool
-) -> tuple[dict[Path, str], list[str]]:
-    """Return the digest of every result file, in a folder `results`, and a line for each task that evaluate.py would
-    refuse.
+    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, inputs: Inputs | None
+) -> tuple[Measurements, list[str]]:
+    """Return the digests of every result file, in a folder `results`, and a line for each task that evaluate.py would
+    refuse. Without `inputs` the data are not looked at.
     """
-    problems, digests, trained = [], {}, config.flat()
+    problems, found, trained = [], Measurements({}, {}), config.flat()
     flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
     changed = {name: {key: now for key, now in keys.items() if now != trained[key]} for name, keys in flat.items()}
     for name, options in file.tasks.items():
@@ -340,24 +351,31 @@ def _check_tasks(
             if not measured:
                 continue
             (command,) = plan({name: options}, Path("run"), RESULTS)
-            _check_arguments(command, check_data)
+            read = _check_arguments(command, config, inputs)
             common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
             for result, changes in zip(command.files, measured, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
-                digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]
+                path = result.relative_to(RESULTS)
+                found.options[path] = sha256(text.encode()).hexdigest()[:16]
+                found.inputs.update({path: read} if read is not None else {})
         except (EvaluationError, DataError) as error:
             problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
-    return digests, problems
+    return found, problems
 
 
-def _check_arguments(command: Command, check_data: bool) -> None:
-    """Raise EvaluationError or DataError for what a call of evaluate.py would refuse before it loads a model."""
+def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:
+    """Return the digest of the files that a call of evaluate.py reads, None for none, or without `inputs`.
+
+    Raises EvaluationError or DataError for what the call would refuse before it loads a model.
+    """
     parser = _Parser(allow_abbrev=False)
     MEASUREMENTS[command.arguments[0]].add_arguments(parser)
     args: Namespace = parser.parse_args(command.arguments[1:])
     subject_options(args)
-    if check_data and (data := getattr(args, "data", None)):
-        find_sources(data)
+    if inputs is None:
+        return None
+    sources = find_sources(data) if (data := getattr(args, "data", None)) else []
+    return inputs.digest(args, sources, config)
 
 
 def _commands(
@@ -377,17 +395,30 @@ def _commands(
     return plan_commands(suite, {label: config.model.seq_length}, results, device, dtype)
 
 
-def _cell(
-    file: AblationFile, label: str, config: Config, seed: int, data: DataRecord, plan: Plan, digests: Mapping[Path, str]
-) -> Cell:
+def _initial_weights(config: Config) -> str | None:
+    """Return the identity of the weights that a run with `finetune` starts from, None for drawn ones."""
     given = config.checkpoint.load if config.checkpoint.finetune else None
-    config = config.override({"seed": seed, "load": given})
+    if given is None:
+        return None
+    own = {"imports": config.position.imports}
+    return open_checkpoint(given, False, config.checkpoint.iteration, overrides=own).identity
+
+
+def _cell(
+    file: AblationFile,
+    label: str,
+    config: Config,
+    seed: int,
+    data: DataRecord,
+    plan: Plan,
+    measured: Measurements,
+    weights: str | None,
+) -> Cell:
+    config = config.override({"seed": seed, "load": config.checkpoint.load if config.checkpoint.finetune else None})
     ranks = configured_ranks(config.launch)
     batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
-    own = {"imports": config.position.imports}
-    weights = open_checkpoint(given, verify=False, overrides=own).identity if given is not None else None
     name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data.identity, weights)}"
     run, results = file.runs / name, file.results / name
     commands = plan(file.tasks, run, results)
     config = config.override({"save": str(run)})
-    return Cell(label, seed, name, config, ranks, batch, data, run, results, commands, digests)
+    return Cell(label, seed, name, config, ranks, batch, data, run, results, commands, *measured)

@@ -156,8 +156,12 @@ class Job:
             return
         if status == 0 or (status == 2 and files.refused_only(command.files)):
             measured = [file.relative_to(self.cell.results) for file in command.files]
-            digests = {str(path): self.cell.measurements[path] for path in measured}
-            self._record = self._record.model_copy(update={"evaluated": self._record.evaluated | digests})
+            kept, cell = self._record, self.cell
+            digests = {str(path): cell.measurements[path] for path in measured}
+            inputs = {str(path): cell.inputs[path] for path in measured if path in cell.inputs}
+            self._record = kept.model_copy(
+                update={"evaluated": kept.evaluated | digests, "inputs": kept.inputs | inputs}
+            )
             self._write("trained")
         else:
             self._failed.add(command.task)

@@ -79,6 +79,20 @@ def _to_phi3(config: Config) -> dict[str, Any]:
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
+def _two_keys(scaling: Json) -> Json:
+    """OLMo's class in transformers 4 takes these two only, and refuses another extension."""
+    if scaling["rope_type"] not in ("linear", "dynamic"):
+        return scaling
+    return {"type": scaling["rope_type"], "factor": scaling["factor"]}
+
+
+def _three_keys(scaling: Json) -> Json:
+    """Phi 3's takes these three only; the factor follows from the lengths."""
+    if scaling["rope_type"] != "longrope" or "attention_factor" in scaling:
+        return scaling
+    return {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
+
+
 def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     if heads & (heads - 1):
@@ -174,6 +188,7 @@ FAMILIES: dict[str, Family] = {
         _rows(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
         MODERN | {"norm_position": "post", "qk_norm": "projection"},
         OLMO,
+        older=_two_keys,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -184,6 +199,7 @@ FAMILIES: dict[str, Family] = {
         layers=every(4),
         window=4096,
         by_type=(None, 500000.0),
+        older=_two_keys,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -194,6 +210,7 @@ FAMILIES: dict[str, Family] = {
         layers=all_layers,
         partial=True,
         original=4096,
+        older=_three_keys,
         read=_phi3,
         write=_to_phi3,
         harmless=frozenset({"full_attn_mod", "interpolate_factor"}),

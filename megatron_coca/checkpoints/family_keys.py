@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, rope_keys, rope_parameters, rope_section
+from megatron_coca.checkpoints.huggingface_rope import (
+    MAXIMUM,
+    check_spellings,
+    older_keys,
+    refuse_contradiction,
+    rope_keys,
+    rope_parameters,
+    rope_section,
+)
 from megatron_coca.checkpoints.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
@@ -51,6 +59,8 @@ class Family:
         partial: some features of a head need not be rotated.
         temperature: rope_parameters has TEMPERATURE.
         original: default of ORIGINAL at the top level, which goes before that in rope_parameters.
+        older: rope_scaling in the form that its class in transformers 4 asks for, which has `type` in place of
+            `rope_type`; what that cannot express is unchanged, and an error there. None for any form.
         read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
         harmless: keys of published folders that change nothing in its class.
     """
@@ -73,6 +83,7 @@ class Family:
     partial: bool = False
     temperature: bool = False
     original: int | None = None
+    older: Callable[[Json], Json] | None = None
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
@@ -156,7 +167,9 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
     """Our keys of rotation by type of layers."""
+    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", 1.0)
     if family.by_type is None:
+        check_spellings(config, source, base, share)
         return {FULL: _rope(family, config, rope_section(config), source)}
     section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
@@ -166,6 +179,10 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
         )
     # As transformers 4 wrote it, the extension and the base are those of layers without a window.
     name, default = family.by_type
+    check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
+    if name is not None:
+        inner = (section.get(SLIDING) or {}).get("rope_theta")
+        refuse_contradiction(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})
     local = {"rope_theta": (config.get(name) if name is not None else None) or default}
     parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
     if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:
@@ -268,6 +285,9 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
     if full.rotary_pct != 1 and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
+        settings["partial_rotary_factor"] = full.rotary_pct  # of transformers 4
+    if not family.temperature:  # transformers 4 does not have these classes
+        settings |= _older_keys(family, sections)
     if family.temperature:  # its class needs both
         chosen = full.logit_scaling
         options = chosen.settings(length) if isinstance(chosen, Selected) and chosen.type == "temperature" else {}
@@ -288,6 +308,30 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     return settings
 
 
+def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
+    """The keys of transformers 4, whose layers with a window have a base of their own at most.
+
+    What it cannot express gets no base: its class then ends with an error, where it would compute another model.
+    """
+    full, sliding = sections[FULL], sections[SLIDING]
+    keys = older_keys(full)
+    if "rope_scaling" in keys and family.older is not None:
+        keys["rope_scaling"] = family.older(keys["rope_scaling"])
+    if family.by_type is None:
+        return keys
+    name, _ = family.by_type
+    if sliding["rope_type"] != "default" or (name is None and full["rope_theta"] != sliding["rope_theta"]):
+        return {"rope_theta": None}
+    return keys if name is None else keys | {name: sliding["rope_theta"]}
+
+
+def readable_by_older(family: Family, settings: Json) -> bool:
+    """Return whether transformers 4 computes the model of a written config.json; otherwise it ends with an error."""
+    if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
+        return False
+    return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})
+
+
 def comparable(config: Config) -> dict[str, Any]:
     """Return what a model computes, in one form for equal models: to compare a model with what was written of it."""
     flat, model = config.flat(), config.model
@@ -302,6 +346,8 @@ def comparable(config: Config) -> dict[str, Any]:
         if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
             measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
             own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if (distances := kind.relative_positions) is not None:
+            own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
         if isinstance(kind.logit_scaling, Selected):
             own["logit_scaling"] = {"name": kind.logit_scaling.type} | kind.logit_scaling.settings(model.seq_length)
         if not kind.embedding.rotary:

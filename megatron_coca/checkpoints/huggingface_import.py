@@ -17,7 +17,13 @@ import torch
 from megatron_coca.checkpoints import families, weight_map
 from megatron_coca.checkpoints.family_keys import read_keys
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
-from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_keys, rope_section
+from megatron_coca.checkpoints.huggingface_rope import (
+    MAXIMUM,
+    TRAINING_LENGTH,
+    check_spellings,
+    rope_keys,
+    rope_section,
+)
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
@@ -383,6 +389,7 @@ def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[s
     if method not in NEOX_POSITIONS:
         raise CheckpointError(f"{source}: pos_emb {method!r} is not one of {', '.join(NEOX_POSITIONS)}")
     keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
+    check_spellings(config, source, ("rotary_emb_base", 10000.0), ("rotary_pct", 0.25))
     return keys | rope_keys(config, source, "rotary_emb_base")
 
 
@@ -423,6 +430,7 @@ def _has_t_projection(names: Iterable[str]) -> bool:
 
 
 def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    check_spellings(config, source, ("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
     share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise CheckpointError(

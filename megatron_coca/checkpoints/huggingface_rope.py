@@ -1,4 +1,8 @@
-"""The rotary base and the extension in config.json: read as our keys, and written."""
+"""The rotary base and the extension in config.json: read as our keys, and written.
+
+transformers 5 reads the section `rope_parameters`, which has the base too. transformers 4 reads the base at the top
+level and the section `rope_scaling`; 5 reads these as well, and `rope_scaling` goes first. Exports have both spellings.
+"""
 
 from collections.abc import Mapping
 from math import log
@@ -23,6 +27,52 @@ OURS_ALONE = frozenset({"ramp", "resonance"})
 def rope_section(config: Json) -> Json:
     """Return `rope_scaling` (transformers up to 4) or `rope_parameters` (from 5 on)."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def refuse_contradiction(source: Path, given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if two places of config.json have different values; None is no value."""
+    said = {place: value for place, value in given.items() if value is not None}
+    place, value = next(iter(said.items()), ("", None))
+    for other, another in said.items():
+        if another != value:
+            raise CheckpointError(
+                f"{source}: {place} {value!r} contradicts {other} {another!r}, and transformers 4 and 5 read different "
+                "ones; remove the one that the model was not trained with"
+            )
+
+
+def check_spellings(config: Json, source: Path, base: tuple[str, float], share: tuple[str, float]) -> None:
+    """Raise CheckpointError if the keys of transformers 4 and 5 are both there and describe different rotations.
+
+    `base` and `share` are the top-level names of the base and of the share of features that are rotated, with the
+    defaults of the class.
+    """
+    older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    for (top, default), name in ((base, "rope_theta"), (share, "partial_rotary_factor")):
+        given = {top: config.get(top), f"rope_scaling.{name}": older.get(name)}
+        if older and newer and list(given.values()) == [None, None]:
+            given = {f"{top} (by default)": default}
+        refuse_contradiction(source, given | {f"rope_parameters.{name}": newer.get(name)})
+    if older and newer:
+        refuse_contradiction(
+            source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)}
+        )
+
+
+def _meaning(section: Json, config: Json) -> dict[str, Any]:
+    """An extension with the defaults of its options, in one form for equal ones."""
+    kind = section.get("rope_type") or section.get("type") or "default"
+    given = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
+    if kind not in methods.names("rope_scaling", huggingface="stock") or kind == "default":
+        return {"rope_type": kind} | given
+    extension = methods.find("rope_scaling", kind)
+    defaults = {option.name: option.default for option in extension.options if option.name not in OURS_ALONE}
+    meant = {"rope_type": kind} | {name: value for name, value in defaults.items() if value is not None} | given
+    if extension.stock.length == ORIGINAL:
+        meant[ORIGINAL] = config.get(ORIGINAL) or section.get(ORIGINAL) or config.get(MAXIMUM)
+        if extension.stock.derives_factor and "factor" not in given and meant[ORIGINAL]:
+            meant["factor"] = config[MAXIMUM] / meant[ORIGINAL]
+    return meant
 
 
 def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
@@ -78,3 +128,18 @@ def rope_parameters(position: PositionConfig, seq_length: int) -> dict[str, Any]
     if extension.stock.length == ORIGINAL:
         parameters[ORIGINAL] = position.original_length(seq_length)
     return parameters
+
+
+def older_keys(parameters: Json, base_name: str = "rope_theta") -> dict[str, Any]:
+    """Return the keys of transformers 4 for a section `rope_parameters`: the base, and the extension if there is one.
+
+    `base_name` is the architecture's name of the base.
+    """
+    apart = ("rope_theta", "partial_rotary_factor")
+    section = {name: value for name, value in parameters.items() if name not in apart}
+    keys: dict[str, Any] = {base_name: parameters["rope_theta"]}
+    if section["rope_type"] != "default":
+        keys["rope_scaling"] = section
+    if section["rope_type"] == "longrope":  # it is read at the top level there
+        keys[ORIGINAL] = section[ORIGINAL]
+    return keys

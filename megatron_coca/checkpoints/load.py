@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,19 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
+from megatron_coca.checkpoints.adapters import refuse_adapters
 from megatron_coca.checkpoints.compare import extension_note, refuse_other_model
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     CONFIG,
+    SINGLE,
+    find_weights,
     is_huggingface_folder,
     may_be_coca,
     open_weights,
     read_config,
 )
+from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
 from megatron_coca.checkpoints.object_store import fetch
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
@@ -49,14 +53,21 @@ class LoadedModel:
         config: the resolved configuration with overrides.
         tokenizer_folder: the tokenizer saved with the weights, or None.
         step: completed optimizer steps, or None for a Hugging Face folder.
-        identity: sha256 of our weights file, or of one of GPT-NeoX's files; otherwise the folder's name.
+        identify: computes `identity`.
     """
 
     model: GPT
     config: Config
     tokenizer_folder: Path | None
     step: int | None
-    identity: str
+    identify: Callable[[], str] = field(repr=False, compare=False)
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of the content: the sha256 of our weights' file; of other layouts that of configuration and weights,
+        of which large ones are sampled (identity.py).
+        """
+        return self.identify()
 
 
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
@@ -83,7 +94,7 @@ class OpenedCheckpoint:
     Attributes:
         folder: its location.
         trained: its configuration.
-        tokenizer_folder, step, identity: as in `LoadedModel`.
+        tokenizer_folder, step, identify, identity: as in `LoadedModel`.
         weights: opens the state dict, in the dtype on disk.
         also_free: keys that may differ from `trained`, in addition to those of any checkpoint.
         guessed: warnings by guessed keys of `trained`, each logged once unless overrides set the key.
@@ -96,13 +107,18 @@ class OpenedCheckpoint:
     trained: Config
     tokenizer_folder: Path | None
     step: int | None
-    identity: str
+    identify: Callable[[], str] = field(repr=False, compare=False)
     weights: Callable[[], Weights]
     also_free: frozenset[str] = frozenset()
     guessed: dict[str, str] = field(default_factory=dict)
     document_end: str | None = None
     imported: Mapping[str, Any] = field(default_factory=dict)
     changed_imports: tuple[str, ...] = ()
+
+    @cached_property
+    def identity(self) -> str:
+        """As that of `LoadedModel`. It is computed when it is first asked for."""
+        return self.identify()
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
         """The trained configuration with YAML files, then overrides, applied; what becomes of an extension is logged.
@@ -151,7 +167,7 @@ class OpenedCheckpoint:
         model = empty_model(config, device, training=False, dtype=dtype)
         with self.weights().shown(f"loading {self.folder}", show) as weights:
             load_weights(model, weights)
-        return LoadedModel(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
+        return LoadedModel(model.eval(), config, self.tokenizer_folder, self.step, self.identify)
 
 
 def open_checkpoint(
@@ -171,6 +187,7 @@ def open_checkpoint(
     Raises CheckpointError, or ConfigError if `imports` is needed and not given, or cannot be run.
     """
     folder = _local_folder(path, step)
+    refuse_adapters(folder)
     if is_huggingface_folder(folder):
         return _open_huggingface(folder)
     neox_folder = neox.find_step(folder)
@@ -185,6 +202,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
     Raises CheckpointError.
     """
     folder = _local_folder(path, step)
+    refuse_adapters(folder)
     return None if is_huggingface_folder(folder) or neox.find_step(folder) is not None else native.locate(folder)
 
 
@@ -228,7 +246,7 @@ def _open_native(path: Path, verify: bool, overrides: Overrides, files: Sequence
         trained=saved.config,
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
         step=meta["step"],
-        identity=manifest["files"][native.WEIGHTS]["sha256"],
+        identify=lambda: manifest["files"][native.WEIGHTS]["sha256"],
         weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
         imported=meta.get("imported", {}),
         changed_imports=saved.changed,
@@ -248,11 +266,18 @@ def _open_huggingface(folder: Path) -> OpenedCheckpoint:
         trained=trained,
         tokenizer_folder=None,
         step=None,
-        identity=folder.resolve().name,
+        identify=partial(_huggingface_identity, folder, trained),
         weights=partial(open_weights, folder, trained.model),
         also_free=frozenset({"pos_emb"}),
         guessed=guessed,
     )
+
+
+def _huggingface_identity(folder: Path, config: Config) -> str:
+    kind, files = find_weights(folder)
+    if kind.single_file == SINGLE:
+        return tensors_identity(config, files)
+    return pickles_identity(config, set(files.values()))
 
 
 def _open_neox(folder: Path, overrides: Overrides, given: Sequence[str | Path]) -> OpenedCheckpoint:
@@ -264,7 +289,7 @@ def _open_neox(folder: Path, overrides: Overrides, given: Sequence[str | Path]) 
         trained=config,
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
         step=neox.step_of(folder),
-        identity=neox.identity(files),
+        identify=partial(pickles_identity, config, files.paths),
         weights=partial(neox.open_weights, folder, files, config, ranks),
         document_end=neox.DOCUMENT_END,
     )

@@ -1,6 +1,5 @@
 """Read GPT-NeoX checkpoints: find a step, open its files, and read its weights by our names."""
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -42,8 +41,6 @@ RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO_3_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 STEP = re.compile(r"global_step(\d+)")
 SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
-SAMPLE = 1 << 16
-"""Bytes at either end of a file that enter its identity; the checksums of all tensors are among the last ones."""
 
 
 def find_step(path: Path) -> Path | None:
@@ -169,19 +166,6 @@ def _tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     if wrong:
         raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
     return dict(content)
-
-
-def identity(files: NeoxFiles) -> str:
-    """Return a sha256 of the names, sizes and both ends of every file, which differs where any weight does."""
-    digest = hashlib.sha256()
-    for path in files.paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE))
-            file.seek(max(size - SAMPLE, 0))
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 def configure(

@@ -148,6 +148,29 @@ def open_safetensors_file(path: Path, source: Path) -> Weights:
     return open_safetensors(dict.fromkeys(names_in(path), path), source)
 
 
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file: its dtype as the format names it, its shape, and its bytes in the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+def read_layout(path: Path) -> dict[str, StoredTensor]:
+    """Return what the header of a safetensors file says of every tensor. Raises CheckpointError."""
+    _opened(path)  # the library checks the header
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    return found
+
+
 def names_in(path: Path) -> list[str]:
     """Names of the weights in one safetensors file. Raises CheckpointError."""
     with _opened(path) as file:

@@ -83,6 +83,7 @@ def write_huggingface(args: Namespace) -> list[str]:
     )
     trust = ", loaded with trust_remote_code=True" if done.remote else ""
     print(f"{done.folder}: a {done.model_type} model for transformers{trust}")
+    print(f"its logits are those of the checkpoint, by {done.compared}")
     if args.push is not None:
         print(f"uploaded to {push(done.folder, args.push)}")
     return [done.tokenizer_note] if done.tokenizer_note is not None else []

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 from argparse import Namespace
+from dataclasses import replace
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import EvaluationError, Record
@@ -44,4 +45,6 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
     if hasattr(args, "fewshot_as_multiturn") and multiturn is None:
         multiturn = True  # the default of the harness
     today = datetime.date.today().isoformat() if "strftime_now" in tokenizer.chat.source else None
+    if today is not None:  # also for prompts after midnight
+        tokenizer.chat = replace(tokenizer.chat, now=today)
     return ChatRecord(template_sha256=digest, system=args.system_instruction, multiturn=multiturn, date=today)

@@ -43,6 +43,9 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+ADDED = frozenset({"checkpoint.network", "protocol.prompts_sha256", "protocol.text_sha256"})
+"""Digests that files of earlier versions do not have; without one, the others decide."""
+
 OPEN = ConfigDict(extra="ignore")
 """Of a record of which files of earlier versions have more fields."""
 
@@ -57,8 +60,10 @@ class Cell(Record):
 
 
 class CheckpointRecord(Record):
-    """The checkpoint: `identity` names the weights, `seq_length` is the length they were last trained at.
+    """The checkpoint: `identity` is a digest of its content, `seq_length` the length it was last trained at.
 
+    `network` is a digest of the keys that decide what the weights compute: the identity of our own checkpoints is that
+    of their weights.
     `trained_with` has the frequency extension, distance map and logit scaling used in training, and a rotary base
     other than 10000. `seed` is that of training; it does not identify a measurement, because `identity` does.
     """
@@ -70,6 +75,7 @@ class CheckpointRecord(Record):
     pos_emb: str
     trained_with: dict[str, JsonValue] = {}
     seed: int | None = None  # None for weights of other projects and files of earlier versions
+    network: str | None = None  # None in files of earlier versions
 
 
 class EnvironmentRecord(Record):
@@ -388,6 +394,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") 
         one, other = before.get(name), now.get(name)
         if isinstance(one, dict) and isinstance(other, dict):
             names += _differences(one, other, f"{prefix}{name}.")
+        elif one is None and prefix + name in ADDED:
+            continue
         elif one != other or (name in before) != (name in now):
             names.append(prefix + name)
     return sorted(names)

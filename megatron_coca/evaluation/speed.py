@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention, cache_bytes
 from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, load_config
@@ -451,6 +452,7 @@ def empty_result(args: Namespace, config: Config, first: TimedMethod, device: st
             step=None,
             seq_length=model.seq_length,
             pos_emb=config.position.pos_emb,
+            network=network_digest(config),
         ),
         overrides={"set": list(args.overrides)} if args.overrides else {},
         tokenizer=None,

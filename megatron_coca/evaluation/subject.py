@@ -16,6 +16,7 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
+from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ORIGINAL
@@ -92,6 +93,7 @@ class Evaluation:
         named = (each for each in options.variants if "imports" in given_values(each.overrides, each.files))
         methods = next(named, first)
         self.opened = open_checkpoint(options.checkpoint, overrides=methods.overrides, files=methods.files)
+        self._identity = self.opened.identity  # of what is about to be loaded, should the folder change later
         found = self.opened.tokenizer(first.overrides, first.files)
         if found.note is not None:
             logger.warning("%s", found.note)
@@ -173,12 +175,13 @@ class Evaluation:
         trained = self.opened.trained
         checkpoint = CheckpointRecord(
             path=masked(str(self.options.checkpoint)),
-            identity=self.opened.identity,
+            identity=self._identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
             pos_emb=config.position.pos_emb,  # overrides may correct what a Hugging Face folder does not record
             trained_with=trained_with(trained),
             seed=trained.seed if self.opened.step is not None else None,  # a Hugging Face folder does not record it
+            network=network_digest(trained),
         )
         environment = environment_record(self.options.dtype, backend, device)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None

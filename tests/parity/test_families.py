@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, weights
+from megatron_coca.checkpoints.exports import read_back
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.family_keys import comparable
 from megatron_coca.checkpoints.huggingface_import import parse_config
@@ -271,7 +272,10 @@ def test_phi3_passes_the_switch_of_longrope_as_its_class(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
+def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are compared as those of a large model: by the layers that have every type, and some rows."""
+    monkeypatch.setattr(read_back, "MEMORY", 1)
+    monkeypatch.setattr(read_back, "ROWS", 80)
     theirs = build(name)
     theirs.save_pretrained(tmp_path / "source")
     done = export(tmp_path / "source", tmp_path / "back")
@@ -312,6 +316,49 @@ class CountedFile:
         CountedFile.most = max(self.most, len(self.alive))
         self.alive.append(weakref.ref(found))
         return found
+
+
+OLDER: dict[str, dict[str, Any]] = {
+    "gpt_neox sequential, tied": {
+        "rotary_emb_base": 500.0,
+        "rotary_pct": 1.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+        | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
+    },
+    "llama, free head width": {"rope_theta": 500.0, "rope_scaling.rope_type": "llama3"},
+    "mistral": {"rope_theta": 10000.0, "rope_scaling": None},
+    "smollm3": {"rope_theta": 500.0, "rope_scaling.factor": 4.0},
+    "olmo2": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "olmo2, scale of YaRN that is ignored": {"rope_scaling.rope_type": "yarn", "tried": False},
+    "olmo3": {"rope_theta": None, "rope_scaling": None, "tried": False},
+    "phi3 longrope, tied, partly rotated": {
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.67,
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 40,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.5, 4.0]},
+    },
+    "gemma3": {
+        "rope_theta": 500.0,
+        "rope_local_base_freq": 300.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "ministral3": {"rope_scaling": None, "tried": False},
+    "gpt2": {"rope_theta": None, "rope_scaling": None},
+}
+"""Keys that transformers 4 reads; None: absent or null. They were tried by older_transformers.py."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_the_rotation_in_the_spelling_of_transformers_4(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "source")
+    folder = export(tmp_path / "source", tmp_path / "back").folder
+    written, expected = json.loads((folder / "config.json").read_text()), dict(OLDER[name])
+    tried = expected.pop("tried", True)
+    assert ("5.23.0 and 4.57.6" in (folder / "README.md").read_text()) == tried
+    for key, value in expected.items():
+        section, _, option = key.partition(".")
+        assert (written[section][option] if option else written.get(key)) == value, key
 
 
 def test_a_folder_is_read_one_matrix_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +507,14 @@ UNREAD = {
         {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
         "truncate false in rope_parameters.full_attention",
     ),
+    "two extensions": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0},
+        "rope_scaling .* contradicts rope_parameters .*factor",
+    ),
+    "two bases of layers with a window": (
+        {"rope_local_base_freq": 77.0},
+        "rope_local_base_freq 77.0 contradicts rope_parameters.sliding_attention.rope_theta 300.0",
+    ),
     "a length that is no number": ({"training_length": "long"}, r"training_length \(here seq_length\): "),
 }
 
@@ -545,7 +600,10 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_theta": 500.0, "rope_local_base_freq": 300.0},
     ),
     "no base at all": ("gemma3", {"rope_parameters": {"full_attention": LINEAR_ONLY}}),
-    "a section and an extension": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "the spelling of transformers 4": (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": LINEAR_ONLY, "rope_theta": 500.0, "rope_local_base_freq": 300.0},
+    ),
     "one base of two sections": (
         "olmo3",
         {"rope_theta": 300.0, "rope_parameters": {"full_attention": {"rope_type": "default"}}},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig
 
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import FAMILIES
 
 CLASSES = {"gpt_neox": GPTNeoXConfig, "llama": LlamaConfig}
@@ -57,11 +58,55 @@ def ours(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def contradicts_itself(kind: str, config: dict[str, Any]) -> bool:
+    """Whether the keys of transformers 4 and those of 5 describe two rotations."""
+    sections = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    bases = {config.get({"gpt_neox": "rotary_emb_base", "llama": "rope_theta"}[kind])}
+    bases |= {section.get("rope_theta") for section in sections}
+    types = [(section.get("rope_type") or section.get("type"), section.get("factor")) for section in sections]
+    return len(bases - {None}) > 1 or (all(sections) and types[0] != types[1])
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_base_and_extension(kind: str, beside: dict[str, Any], section: dict[str, Any]) -> None:
+    if contradicts_itself(kind, beside | section):
+        with pytest.raises(CheckpointError, match="contradicts .* transformers 4 and 5 read different ones"):
+            ours(kind, beside | section)
+        return
     assert ours(kind, beside | section) == theirs(kind, beside | section)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BOTH: tuple[tuple[str, dict[str, Any], str | None], ...] = (
+    ("llama", {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 500.0}, "rope_theta": 500.0}, None),
+    ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"beta_fast": 32.0}}, None),
+    ("llama", {"rope_scaling": YARN, "rope_parameters": YARN | {"beta_fast": 8.0}}, "rope_scaling .* contradicts"),
+    (
+        "llama",
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 500.0}},
+        "rope_theta .by default. 10000.0 contr",
+    ),
+    ("gpt_neox", {"rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary_pct 0.5 contradicts"),
+    (
+        "gpt_neox",
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
+        "rotary_pct .by default. 0.25",
+    ),
+)
+"""Both spellings in one file, and what of them is an error."""
+
+
+@pytest.mark.parametrize(("kind", "config", "problem"), BOTH, ids=str)
+def test_both_spellings(kind: str, config: dict[str, Any], problem: str | None) -> None:
+    config = {"max_position_embeddings": 64} | config
+    if problem is None:
+        assert ours(kind, config) == theirs(kind, config)
+        return
+    with pytest.raises(CheckpointError, match=problem):
+        ours(kind, config)
 
 
 @pytest.mark.parametrize("share", SHARES, ids=str)

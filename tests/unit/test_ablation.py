@@ -1,12 +1,14 @@
 """An ablation's file, the cells that it stands for, their names, and what is refused before anything runs."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
 from megatron_coca.config import load_config
@@ -14,6 +16,7 @@ from megatron_coca.evaluation import EvaluationError
 from megatron_coca.training.resume import FREE_KEYS
 
 ROOT = Path(__file__).parents[2]
+LLAMA = ROOT / "tests/golden/authors/coca_llama"
 DATA = {"tokens": [100], "sha256": ["ab"]}
 Write = Callable[..., Path]
 
@@ -249,3 +252,49 @@ def test_the_baseline_needs_its_plain_variant(write: Write, tmp_path: Path) -> N
 def test_a_scale_is_a_mapping(write: Write) -> None:
     with pytest.raises(EvaluationError, match="scales.tiny: is not a mapping"):
         read_ablation(write(scales={"tiny": None}))
+
+
+def test_initial_weights_are_named_by_their_content(write: Write, tmp_path: Path) -> None:
+    """Folders of one name, such as checkpoint-500 of two runs, and a folder that is written again in place."""
+    folders = [tmp_path / run / "checkpoint-500" for run in ("one", "two", "copy")]
+    for folder, factor in zip(folders, (1.0, 1.5, 1.0), strict=True):
+        shutil.copytree(LLAMA, folder)
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: tensor * factor for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+    def name(folder: Path) -> str:
+        return cells_of(write(models={"m": [f"load={folder}", "finetune=true"]}, baseline=None))[0].name
+
+    one, two, copy = map(name, folders)
+    assert one == copy != two
+    shutil.copy(folders[0] / "model.safetensors", folders[1])
+    assert name(folders[1]) == one
+
+
+def test_the_data_of_evaluations_are_part_of_what_is_done(write: Write, corpus: Path, tmp_path: Path) -> None:
+    """Named by the task, or by the run; tasks without files have no digest."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}/words_test{suffix}", tmp_path / f"test{suffix}")
+    text, prefix = tmp_path / "haystack.txt", str(tmp_path / "test")
+    text.write_text("A sentence. Another one.")
+    perplexity = {"windows": ["1L"], "stride": "1L"}
+    tasks = {
+        "perplexity": perplexity | {"data": [prefix]},
+        "perplexity default": perplexity,
+        "needle": {"lengths": ["32L"], "haystack": [str(text)]},
+        "passkey": {"lengths": ["32L"]},
+    }
+
+    def inputs() -> dict[str, str]:
+        file = write({"test_data_paths": [prefix]}, tasks=tasks, models={"m": ["pos_emb=rotary"]}, baseline=None)
+        (first, _) = cells_of(file)
+        return {str(path): digest for path, digest in first.inputs.items()}
+
+    before = inputs()
+    assert before.keys() == {"perplexity_m.json", "default/perplexity_m.json", "needle_m.json"}
+    assert inputs() == before
+    data = bytearray((tmp_path / "test.bin").read_bytes())
+    data[10] ^= 1
+    (tmp_path / "test.bin").write_bytes(data)
+    text.write_text("A sentence. Another two.")
+    assert all(digest != before[name] for name, digest in inputs().items())

@@ -60,6 +60,7 @@ def figures(tmp_path: Path) -> Figures:
                 results=folder,
                 commands=[command],
                 measurements=digests,
+                inputs={},
                 steps=5,
                 tokens=1,
                 data=None,

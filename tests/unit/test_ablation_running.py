@@ -98,6 +98,12 @@ def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
     (folder / "manifest.json").unlink()
     assert state_of(one) is State.DONE, "the results are kept without the checkpoint"
     assert state_of(replace(one, measurements={Path("perplexity_m.json"): "other options"})) is State.FAILED
+    on_data = replace(one, inputs={Path("perplexity_m.json"): "data"})
+    assert state_of(on_data) is State.DONE, "earlier versions recorded no data"
+    write_cell(one, read_cell(one).model_copy(update={"inputs": {"perplexity_m.json": "other data"}}))
+    assert state_of(on_data) is State.FAILED and state_of(one) is State.DONE, "a report may not have the data"
+    write_cell(one, read_cell(one).model_copy(update={"inputs": {"perplexity_m.json": "data"}}))
+    assert state_of(on_data) is State.DONE
     (one.results / "perplexity_m.json").write_text('{"cells": [')
     assert state_of(one) is State.FAILED, "a truncated file is no result"
     (one.results / "perplexity_m.json").unlink()
@@ -112,6 +118,7 @@ def test_a_failed_cell_stops_no_other(
 ) -> None:
     methods = ("alibi", "rotary", "coca")
     grid = [cell(tmp_path, small, method, ("perplexity", "passkey")) for method in methods]
+    grid[1] = replace(grid[1], inputs={Path("perplexity_m.json"): "data"})
     (problem,) = run_cells(grid, MACHINE, 2)
     assert problem == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
     assert [state_of(each) for each in grid] == [State.FAILED, State.DONE, State.DONE]
@@ -121,6 +128,7 @@ def test_a_failed_cell_stops_no_other(
     record = read_record(grid[1].results / "cell.json", CellRecord, "a record")
     # 3 steps of 2 s, then 3 of 1 s which are half of the time, as validation takes the other half.
     assert record.training_seconds == 12.0 and record.status == "done" and record.torch
+    assert record.inputs == {"perplexity_m.json": "data"} and record.evaluated.keys() > record.inputs.keys()
     assert record.tokens == 6 * 4 * 32 and record.parameters > record.non_embedding_parameters > 0
     (curve,) = curves(grid)["rotary"]
     assert [(point.step, point.tokens) for point in curve.points] == [(3, 384), (6, 768)]

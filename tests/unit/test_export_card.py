@@ -51,6 +51,17 @@ def test_the_card_of_a_stock_model(tmp_path: Path) -> None:
     assert "| extension | linear |" in text and "config.rope_parameters" in text
 
 
+def test_the_lengths_give_the_factor_of_longrope(tmp_path: Path) -> None:
+    """transformers 4 derives it from them, and the training length has a key of its own."""
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = {"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 16} | lists
+    folder = export(random_checkpoint(tmp_path / "run", **LLAMA, rope_scaling=scaling), tmp_path / "model").folder
+    written = json.loads((folder / "config.json").read_text())
+    assert written["max_position_embeddings"] == 8 * written["original_max_position_embeddings"] == 128
+    assert written["training_length"] == open_checkpoint(folder).trained.model.seq_length == 32
+    assert written["rope_scaling"]["factor"] == written["rope_parameters"]["factor"] == 8.0
+
+
 def test_no_advice_on_rotations_where_nothing_turns(tmp_path: Path) -> None:
     _, text = card(tmp_path, **LLAMA, pos_emb="alibi")
     assert "Longer texts" not in text and "ALiBi" in text

@@ -1,6 +1,7 @@
 """`evaluate.py lm-eval`."""
 
 import json
+import re
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.evaluation.harness import adapter
+from megatron_coca.evaluation.harness.task_files import inputs_hash
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import generate
 from tests.parity.exported import NEOX, TRAINED, random_checkpoint
@@ -54,6 +56,39 @@ def test_a_group(checkpoint: Path, tmp_path: Path) -> None:
     group, choice, _ = read(tmp_path / "c.json").results
     assert (group.task, group.samples, group.prompts_sha256) == ("both", 10, None)
     assert choice.task == "local_choice" and choice.prompts_sha256 and choice.config_sha256
+
+
+def test_what_a_task_reads_belongs_to_its_result(checkpoint: Path, tmp_path: Path) -> None:
+    """A change in place is another measurement, which is told; a result of an earlier version has no such digest."""
+    tasks, path = write_tasks(tmp_path), tmp_path / "a.json"
+    (tasks / "utils.py").write_text("def text(doc):\n    return doc['question']\n")
+    choice = (tasks / "choice.yaml").read_text()
+    (tasks / "choice.yaml").write_text(re.sub("doc_to_text:.*", "doc_to_text: !function utils.text", choice))
+    (tasks / "both.yaml").write_text("group: both\ntask: [local_choice, local_rolling]\n")
+
+    def hashes() -> list[str]:
+        manager = adapter.TaskManager(include_path=[tasks], include_defaults=False)
+        return [inputs_hash(manager, name) for name in ("local_choice", "both")]
+
+    assert command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path) == 0
+    first = hashes()
+    (tasks / "utils.py").write_text("def text(doc):\n    return doc['question'].upper()\n")
+    second = hashes()
+    with (tasks / "documents.jsonl").open("a") as file:
+        file.write("\n")
+    third = hashes()
+    (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace("version: 2.5", "version: 2.6"))
+    last = hashes()
+    assert len({first[0], second[0], third[0]}) == 3 and last[0] == third[0], "of its own file is another hash"
+    assert len({first[1], second[1], third[1], last[1]}) == 4
+
+    (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace("version: 2.6", "version: 2.5"))
+    with pytest.raises(EvaluationError, match="a file of code, data or tasks of task local_choice is another"):
+        command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path)
+    earlier = read(path).model_dump(mode="json")
+    earlier["results"][0]["inputs_sha256"] = None
+    path.write_text(json.dumps(earlier))
+    assert command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path) == 0
 
 
 @pytest.mark.slow  # the harness's own task files are read

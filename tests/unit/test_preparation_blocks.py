@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megatron_coca.data import DataError, load_tokenizer
+from megatron_coca.data import DataError, Tokenizer, load_tokenizer
 from megatron_coca.data.preparation import blocks as blocks_module
 from megatron_coca.data.preparation.blocks import Blocks
 from megatron_coca.data.preparation.manifest import read_manifest
@@ -326,3 +326,23 @@ def test_a_file_in_pieces_that_changes_is_an_error(
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(large, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert len(calls) > 3
+
+
+def test_a_trained_tokenizer_belongs_to_the_text_that_it_was_trained_on(
+    tmp_path: Path, corpus: list[CorpusSource]
+) -> None:
+    """An interrupted preparation keeps it; one whose text changed since trains another."""
+    trained: list[Path] = []
+
+    def train(folder: Path) -> Tokenizer:
+        trained.append(folder)
+        return CHARACTERS
+
+    settings = blocks_module.settings_of(corpus, train, RULES, None)
+    for _ in range(2):
+        Blocks(corpus, find_inputs(corpus), tmp_path / "out", train, RULES, settings)
+    assert len(trained) == 1
+    with (tmp_path / "books0.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    Blocks(corpus, find_inputs(corpus), tmp_path / "out", train, RULES, settings)
+    assert len(trained) == 2

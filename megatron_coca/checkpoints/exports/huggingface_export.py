@@ -15,6 +15,7 @@ import torch
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints.exports import read_back
 from megatron_coca.checkpoints.exports.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.exports.modelling_file import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
@@ -46,10 +47,10 @@ from megatron_coca.checkpoints.huggingface_import import (
     is_huggingface_folder,
     parse_config,
 )
-from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_parameters
+from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
@@ -78,12 +79,14 @@ def _neox_keys(config: Config, shared: Json) -> Json:
         "attention_bias": model.use_bias_in_attn_linear,
         "hidden_dropout": model.hidden_dropout,
         "rope_parameters": rope,
+        "rotary_pct": position.rotary_pct,
+        **older_keys(rope, "rotary_emb_base"),
         "pos_emb": "rotary",  # transformers ignores it; without it, such a folder could be one of the CoCA authors'
     }
 
 
 def _llama_keys(config: Config, shared: Json) -> Json:
-    model = config.model
+    model, rope = config.model, rope_parameters(config.position, config.model.seq_length)
     return shared | {
         "hidden_act": "silu",
         "rms_norm_eps": model.rms_norm_epsilon,
@@ -91,14 +94,19 @@ def _llama_keys(config: Config, shared: Json) -> Json:
         "head_dim": model.head_dim,
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
-        "rope_parameters": rope_parameters(config.position, model.seq_length),
+        "rope_parameters": rope,
+        **older_keys(rope),
     }
 
 
 def _our_keys(config: Config, shared: Json) -> Json:
     flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
-    return _llama_keys(config, shared) | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.position.rotary_emb_base},  # stock code's own
+    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # stock code's own
+    without = {
+        name: value for name, value in _llama_keys(config, shared).items() if name not in ("rope_scaling", ORIGINAL)
+    }
+    return without | {
+        "rope_parameters": plain,
         NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
@@ -130,6 +138,10 @@ EXPORTERS: dict[str, Exporter] = {
     OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
 """By `model_type`; the first that expresses a model is used, the last for all that no other does."""
+
+
+ATTENTION = {"falcon": "sdpa"}
+"""The attention implementation that is compared with ours: eager, but Falcon's adds ALiBi to the scores twice."""
 
 
 def _fits(kind: str, config: Config) -> bool:
@@ -193,6 +205,10 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
     if config.position.embedding.weights == "table" and kind in FAMILIES:
         return config.model.max_position_embeddings
     measured = config.position.extension.stock.length if kind != OURS else None
+    if measured == ORIGINAL and config.position.extension.name == "longrope" and config.position.rope_scaling:
+        extended = config.position.rope_scaling.factor * original
+        if extended == int(extended):  # transformers 4 takes the factor from the two lengths
+            return int(extended)
     return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
 
 
@@ -207,9 +223,13 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     position, length = config.position, config.model.seq_length
     if [*config.layer_types] != [GLOBAL]:
         section[LAYERS] = list(config.model.layer_names)
+        # A type without the limit that the model has says so: what it does not say is the model's.
+        kinds = {
+            name: dict.fromkeys(LIMITS) | _position_section(config, own) for name, own in config.layer_types.items()
+        }
         section["layer_types"] = {
-            name: {key: value for key, value in _position_section(config, own).items() if key in LayerType.model_fields}
-            for name, own in config.layer_types.items()
+            name: {key: value for key, value in own.items() if key in LayerType.model_fields}
+            for name, own in kinds.items()
             if name != GLOBAL
         }
     if position.pos_emb == "learned":
@@ -248,11 +268,19 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the folder, its `model_type`, and a note on lost tokenizer behaviour, or None."""
+    """Result of an export.
+
+    Attributes:
+        folder: for transformers.
+        model_type: of config.json.
+        tokenizer_note: a note on lost tokenizer behaviour, or None.
+        compared: by what its logits were compared with those of the source.
+    """
 
     folder: Path
     model_type: str
     tokenizer_note: str | None
+    compared: str
 
     @property
     def remote(self) -> bool:
@@ -322,7 +350,8 @@ def export(
         written[GENERATION] = suppress_tokens(written[GENERATION], unused)
     generation = json.loads(written[GENERATION]) if GENERATION in written else contents[GENERATION]
     ends = token_ids(generation.get("eos_token_id"))
-    written[CARD] = model_card(opened, config, kind, weights, folder.name, notes or CardNotes(), ends).encode()
+    named = (notes or CardNotes(), ends)
+    written[CARD] = model_card(opened, config, contents[CONFIG], weights, folder.name, *named).encode()
     if modelling is not None:
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
@@ -332,7 +361,31 @@ def export(
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
             write_safetensors(partial / SINGLE, shown, {"format": "pt"})
-    return Exported(folder, kind, note)
+        compared = _read_back(partial, kind, config, ours)
+    return Exported(folder, kind, note, compared)
+
+
+def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
+    """Compare what was written with the source; returns by what. Raises CheckpointError."""
+    read_back.check_folder(folder, config, ours)
+    exporter, family = EXPORTERS[kind], FAMILIES.get(kind)
+    common = ("num_hidden_layers", "vocab_size")
+    layers, rows = (str(family.names.get(name, name)) if family is not None else name for name in common)
+    written = read_back.Written(
+        folder,
+        exporter.architecture,
+        MODELLING_FILE if kind == OURS else None,
+        open_safetensors_file(folder / SINGLE, folder),
+        {row.ours: row.theirs for row in weight_map.expand(exporter.rows(config), config.model.num_layers)},
+        (layers, rows),
+        ATTENTION.get(kind, "eager"),
+    )
+    # Classes without rotation have tables of their training length.
+    rotates = family is None or family.rope is not None
+    part = read_back.excerpt(config, ours, read_back.LONG if rotates else config.model.seq_length)
+    return read_back.check_transformers(
+        written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"})
+    )
 
 
 def _kind(opened: OpenedCheckpoint, config: Config) -> str:

@@ -4,7 +4,7 @@ It says what the configuration and the checkpoint contain, and no path of the ma
 is in model_card.md.j2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,12 +13,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_coca.checkpoints.families import FAMILIES
+from megatron_coca.checkpoints.family_keys import readable_by_older
 from megatron_coca.checkpoints.huggingface_import import REMOTE_TYPES
 from megatron_coca.checkpoints.load import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 
 CARD = "README.md"
+TRIED = ("5.23.0", "4.57.6")
+"""Versions of transformers that exports were tried with, of 5 and of 4; docs/checkpoints.md says how."""
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 
 
@@ -40,17 +43,19 @@ class CardNotes:
 def model_card(
     opened: OpenedCheckpoint,
     config: Config,
-    kind: str,
+    settings: Mapping[str, Any],
     weights: Weights,
     name: str,
     notes: CardNotes,
     ends: Sequence[int] = (),
 ) -> str:
-    """Return the card of an export of `opened` as `model_type` `kind` into the folder `name`.
+    """Return the card of an export of `opened` into the folder `name`.
 
-    `config` has the overrides of the export; `weights` are those that are written; `ends` are ids that end a text.
+    `config` has the overrides of the export, `settings` are those of config.json, `weights` those that are written, and
+    `ends` the ids that end a text.
     """
-    position, length = config.position, config.model.seq_length
+    kind = str(settings["model_type"])
+    position, length, family = config.position, config.model.seq_length, FAMILIES.get(kind)
     remote, coca = kind in REMOTE_TYPES, position.pos_emb.startswith("coca")
     facts = _facts(opened, config, kind, weights)
     scaling, distance_map = facts["extension"], facts["relative positions"]
@@ -75,7 +80,11 @@ def model_card(
         length=length,
         original=position.original_length(length),
         remote=remote,
-        by_type=kind in FAMILIES and FAMILIES[kind].by_type is not None,
+        by_type=family is not None and family.by_type is not None,
+        tried=TRIED,
+        architecture=settings["architectures"][0],
+        in_older=family is None or readable_by_older(family, settings),
+        eager=family is not None and settings.get("attn_logit_softcapping") is not None,
         rotates=position.embedding.rotary,
         map=distance_map,
         training_map=position.distance_map is not None and position.distance_map.training_only,

@@ -15,6 +15,16 @@ from torch import Tensor
 
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.exports.read_back import (
+    OURS,
+    check_folder,
+    check_logits,
+    excerpt,
+    first,
+    own_logits,
+    reduced,
+    report,
+)
 from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.importing import check_fit
@@ -97,7 +107,17 @@ def export_neox(
             tokenizer.save(step / native.TOKENIZER)
         _write_weights(step, config, weights, _rank_state(config, ranks, number), pipe_parallel_size > 0)
         (partial / native.LATEST).write_text(name)
+        _read_back(step, config, weights)
     return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note)
+
+
+def _read_back(step: Path, config: Config, weights: Weights) -> None:
+    """Compare what was written, as our import reads it, with the source. Raises CheckpointError."""
+    check_folder(step, config, weights)
+    part, back = excerpt(config, weights), open_checkpoint(step)
+    layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
+    found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
+    report(part, check_logits(part.logits(), found, OURS), OURS)
 
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:

@@ -168,7 +168,9 @@ class Blocks:
     ) -> None:
         self.folder = blocks_folder(output)
         self._sources, self._inputs, self._rules = sources, inputs, rules
-        self._saved = self.folder / f"tokenizer-{_digest(settings)}"
+        # One that is trained depends on the text: a resumed preparation of other files trains another.
+        read = [[str(unit.path), unit.size, unit.stamp] for _, unit in inputs.units] if callable(tokenizer) else None
+        self._saved = self.folder / f"tokenizer-{_digest(settings if read is None else [settings, read])}"
         self.tokenizer, self.chat_time = self._share(tokenizer), None
         if self.tokenizer.chat is not None:
             self.chat_time = self.tokenizer.chat.now

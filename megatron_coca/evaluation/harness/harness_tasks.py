@@ -1,6 +1,5 @@
 """`evaluate.py lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
 
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +13,7 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.harness.prompt_encoding import InputLimits, PromptEncoding
 from megatron_coca.evaluation.harness.sample_log import LoggedFile, log_samples
+from megatron_coca.evaluation.harness.task_files import config_hash, inputs_hash
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
     OPEN,
@@ -38,9 +38,6 @@ PROTOCOL = (
     "loses its beginning; generation is greedy; perplexities over disjoint windows of max_length"
 )
 """Part of the identity of a result file: another text would be another measurement."""
-
-NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
-"""Names and paths in the configuration of a task that do not change what is measured."""
 
 
 NOT_MEASURED = -1.0
@@ -69,6 +66,7 @@ class TaskScores(Cell):
     num_fewshot: int | None  # None for a group whose tasks differ
     samples: int  # documents that were scored
     config_sha256: str  # of the configuration in its file, paths left out; empty for a task that a group defines
+    inputs_sha256: str | None = None  # of its code, its local data and its tasks; None in files of earlier versions
     documents_sha256: str | None  # of the documents in their order; None for a group
     prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
     cut: int = 0  # samples of which a prompt was longer than the limit and lost its beginning
@@ -127,13 +125,13 @@ def run(args: Namespace) -> int:
     for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
         for name in dict.fromkeys(names):
             earlier = store.get((name,))
-            if earlier is not None and earlier.config_sha256 == config_hash(manager, name):
+            if earlier is not None and (changed := _changed(earlier, manager)) is None:
                 if not args.log_samples or _is_logged(earlier, store):
                     continue
             elif earlier is not None and not args.overwrite:
                 raise EvaluationError(
-                    f"{store.path}: holds another measurement (the configuration of task {name} is another); name "
-                    "another --output, or replace it with --overwrite"
+                    f"{store.path}: holds another measurement ({changed} of task {name} is another); name another "
+                    "--output, or replace it with --overwrite"
                 )
             with noting_missing(store, f"task {name}", remedy):
                 _measure(name, manager, subject, store, encoding, args.log_samples)
@@ -173,13 +171,13 @@ def _is_logged(cell: TaskScores, store: Store[HarnessResult]) -> bool:
     return store.path is not None and bool(cell.logged) and all(file.intact(store.path) for file in cell.logged)
 
 
-def config_hash(manager: Any, name: str) -> str:
-    """Return the hash of the configuration in the file of a task or group; empty if it has no file."""
-    entry = manager.task_index.get(name)
-    if entry is None or entry.yaml_path is None:
-        return ""
-    config = {key: value for key, value in entry.cfg.items() if key not in NOT_HASHED}
-    return _hash(json.dumps(config, sort_keys=True, default=str).replace(str(entry.yaml_path.parent), ""))
+def _changed(earlier: TaskScores, manager: Any) -> str | None:
+    """Return what of a task or group is not as it was when its scores were measured, None if nothing is."""
+    if earlier.config_sha256 != config_hash(manager, earlier.task):
+        return "the configuration"
+    if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
+        return "a file of code, data or tasks"
+    return None
 
 
 def _hash(text: str) -> str:
@@ -211,7 +209,8 @@ def _measure(
         logged = log_samples(store.path, results["samples"], model.cut) if log and store.path is not None else {}
         # The cell of the given name comes last: it says that those of all of its tasks are there.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
-        cells = [task_scores(each, results, config_hash(manager, each), model.cut, logged) for each in names]
+        hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
+        cells = [task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)]
     except PositionRangeError:
         raise
     # A task file can run any code; the fault of one task must not stop the others.
@@ -249,6 +248,7 @@ def task_scores(
     name: str,
     results: dict[str, Any],
     config_sha256: str,
+    inputs_sha256: str,
     cut: Mapping[str, Collection[int]],
     logged: Mapping[str, LoggedFile],
 ) -> TaskScores:
@@ -263,6 +263,7 @@ def task_scores(
         num_fewshot=shots if isinstance(shots, int) else None,
         samples=sum(results["n-samples"][task]["effective"] for task in tasks),
         config_sha256=config_sha256,
+        inputs_sha256=inputs_sha256,
         documents_sha256=_hash_of(samples, "doc_hash"),
         prompts_sha256=_hash_of(samples, "prompt_hash"),
         cut=sum(len(cut.get(task, ())) for task in tasks),

@@ -1,5 +1,7 @@
 """`evaluate.py recall`: accuracy of key-value recall by length and shift of positions, and the scores of its heads."""
 
+import hashlib
+import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.config.training import DataConfig
 from megatron_coca.console import Progress
 from megatron_coca.data import Blend, Shard, TaskSettings
 from megatron_coca.data.remote_shards import local_prefix
+from megatron_coca.data.shards import sampled_digest
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
 from megatron_coca.evaluation.options import subject_options
@@ -70,6 +74,8 @@ class RecallProtocol(Record):
     seed: int
     prompts: str  # "synthetic recall" with its sizes, or "passkey"
     chance: float | None  # accuracy of a random value; None for passkeys
+    prompts_sha256: str | None = None  # of a sample of the passkey prompts
+    text_sha256: str | None = None  # of samples of the shards that fill questions; both None in earlier files
 
 
 class RecallResult(Result):
@@ -121,6 +127,12 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
     return make
 
 
+def _text_digest(data: DataConfig) -> str:
+    """Return a sha256 of samples of the test shards, with their weights."""
+    shards = [sampled_digest(Shard(local_prefix(path, data.data_root))) for path in data.test_data_paths or ()]
+    return hashlib.sha256(json.dumps([shards, data.test_data_weights]).encode()).hexdigest()
+
+
 def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
     """Return the maker of passkey prompts, for models that were not trained on the task."""
     tokenizer, task = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True)
@@ -161,7 +173,14 @@ def run(args: Namespace) -> int:
     chance = None if settings is None else 1 / settings.values
     name = "passkey" if settings is None else f"synthetic recall, {settings.facts} facts, {settings.keys} keys"
     protocol = RecallProtocol(
-        text=PROTOCOL, cases=args.cases, diagnosed=args.diagnosed, seed=args.seed, prompts=name, chance=chance
+        text=PROTOCOL,
+        cases=args.cases,
+        diagnosed=args.diagnosed,
+        seed=args.seed,
+        prompts=name,
+        chance=chance,
+        prompts_sha256=tasks.sample_digest([tasks.passkey(answer_stub=True)]) if settings is None else None,
+        text_sha256=_text_digest(trained.data) if settings is not None and settings.text else None,
     )
     cells = [(tokens, 0) for tokens in sorted(set(lengths))]
     cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]

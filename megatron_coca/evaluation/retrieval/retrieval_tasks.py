@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -102,6 +102,7 @@ class RetrievalProtocol(Record):
     start: int | None = None  # token put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # prompts are chats
+    prompts_sha256: str | None = None  # of samples of the prompts; None in files of earlier versions
 
 
 class NeedleProtocol(RetrievalProtocol):
@@ -188,15 +189,18 @@ def passkey(args: Namespace) -> int:
         for length in sorted(set(args.lengths))
     ]
     evaluation = Evaluation(subject_options(args), "passkey")
-    protocol = RetrievalProtocol(**protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
+    made = [task for unit in units[:1] for task in unit.tasks.values()]
+    fields = protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS, made)
+    protocol = RetrievalProtocol(**fields)
     return measure(evaluation, units, protocol, PasskeyResult)
 
 
 def needle(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "needle")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
-    protocol = NeedleProtocol(**protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack), depths=args.depths)
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
+    fields = protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
+    protocol = NeedleProtocol(**fields, depths=args.depths)
     units = [
         Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
         for length in sorted(set(args.lengths))
@@ -207,8 +211,9 @@ def needle(args: Namespace) -> int:
 def ruler(args: Namespace) -> int:
     evaluation = Evaluation(subject_options(args), "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
-    protocol = RetrievalProtocol(**protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack))
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
+    fields = protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack, by_name.values())
+    protocol = RetrievalProtocol(**fields)
     units = [
         Unit(f"{name}, length {length}", length, {(name, length): task})
         for length in sorted(set(args.lengths))
@@ -217,7 +222,9 @@ def ruler(args: Namespace) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
-def protocol_fields(args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack) -> dict[str, Any]:
+def protocol_fields(
+    args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
+) -> dict[str, Any]:
     """The fields of a protocol. Raises EvaluationError for options of chats and tokens that the tokenizer lacks."""
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
     tokenizer = evaluation.needed_tokenizer()
@@ -228,6 +235,7 @@ def protocol_fields(args: Namespace, evaluation: Evaluation, text: str, haystack
     return {name: getattr(args, name) for name in options} | {
         "text": text,
         "haystack": haystack.record(),
+        "prompts_sha256": tasks.sample_digest(made),
         "start": evaluation.start_token(args.start_token) if chat is None else None,
         "ends": [] if ends == [tokenizer.eod] else ends,
         "chat": chat,

@@ -4,16 +4,17 @@ The amount of hidden information follows from the length, so the RULER-style tas
 on.
 """
 
+import hashlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_coca.data import Tokenizer
+from megatron_coca.data import Tokenizer, load_tokenizer
 from megatron_coca.evaluation.retrieval import prompts
 from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, Hidden, PromptForm
 from megatron_coca.safe_yaml import read_yaml
@@ -41,6 +42,8 @@ CITIES, ADJECTIVES, NOUNS = (
     tuple(words.split()) for words in read_yaml(Path(__file__).with_name("words.yaml")).values()
 )
 COMPOUNDS = len(ADJECTIVES) * len(NOUNS)
+SAMPLE_LENGTH = 4096
+"""Bytes of the prompts of `sample_digest`."""
 
 
 def compounds(random: Random, count: int) -> list[str]:
@@ -221,3 +224,16 @@ RULER_TASKS: dict[str, Callable[[Random, int], Puzzle]] = {
 
 def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
     return RetrievalTask(name, RULER_TASKS[name], haystack, answer_stub)
+
+
+def sample_digest(made: Iterable[RetrievalTask]) -> str:
+    """Return a sha256 of one prompt of every task with its answer: of the templates and words of this version.
+
+    It is made of bytes, so that it depends on no model, and does not replace the digest of the haystack.
+    """
+    digest, tokenizer = hashlib.sha256(), load_tokenizer("CharLevelTokenizer")
+    for task in sorted(made, key=lambda task: task.name):
+        filler = prompts.FILLER_BLOCKS if task.haystack.restarts else Haystack("filler", prompts.FILLER)
+        (case,) = replace(task, haystack=filler).make_cases(tokenizer, SAMPLE_LENGTH, 1, seed=0)
+        digest.update(f"{task.name} {case.expected}".encode() + case.prompt.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""Digests of the files that an evaluation reads besides the checkpoint; a result of other files counts as missing."""
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_coca.checkpoints.identity import file_digest
+from megatron_coca.config import Config
+from megatron_coca.data import DataError, Shard, corpus_files
+from megatron_coca.data.remote_shards import local_prefix
+from megatron_coca.data.shards import sampled_digest, shard_paths
+from megatron_coca.evaluation.documents import DocumentSource
+from megatron_coca.evaluation.retrieval.prompts import BUILTIN
+
+
+class Inputs:
+    """The digests of files and shards, each computed once: a grid evaluates every model on the same ones.
+
+    Shards and files above 64 MiB are sampled. A change that is missed here is found by evaluate.py, which hashes the
+    tokens that it reads.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bool], str] = {}
+
+    def digest(self, args: Namespace, sources: list[DocumentSource], config: Config) -> str | None:
+        """Return a digest of the files that a call of evaluate.py reads, None if it reads none.
+
+        Args:
+            args: its parsed options.
+            sources: those of `--data`.
+            config: of the run, with the test data that are read without `--data`.
+
+        Raises DataError for a file that cannot be read.
+        """
+        found = [self._of(source) for source in sources or self._test_data(args, config)]
+        found += [self._of(DocumentSource(str(file), False)) for file in _haystack(args)]
+        found += _harness(args) if getattr(args, "include_path", None) else []
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else None
+
+    def _of(self, source: DocumentSource) -> str:
+        if source not in self._known:
+            try:
+                shard = Shard(source.path) if source.is_shard else None
+                self._known[source] = file_digest(Path(source.path)) if shard is None else sampled_digest(shard)
+            except OSError as error:
+                raise DataError(f"{source.path}: cannot be read ({error.strerror})") from error
+        return self._known[source]
+
+    def _test_data(self, args: Namespace, config: Config) -> Iterator[DocumentSource]:
+        task = config.data.synthetic
+        if not hasattr(args, "data") and not (hasattr(args, "shifts") and task is not None and task.text):
+            return
+        for path in config.data.test_data_paths or ():
+            prefix = local_prefix(path, config.data.data_root)
+            if shard_paths(prefix)[1].is_file():  # the run says it if they are missing
+                yield DocumentSource(prefix, True)
+
+
+def _haystack(args: Namespace) -> list[Path]:
+    names = getattr(args, "haystack", None) or []
+    return [] if list(names) in ([], [BUILTIN]) else [Path(file) for file in corpus_files([*map(Path, names)])]
+
+
+def _harness(args: Namespace) -> list[str]:
+    """The tasks that are in files of the user's; those of the harness are named by its version."""
+    from lm_eval.tasks import TaskManager
+
+    from megatron_coca.evaluation.harness.task_files import config_hash, inputs_hash
+
+    manager = TaskManager(include_path=[*args.include_path], include_defaults=False)
+    own = [name for name in args.tasks if name in manager.task_index]
+    return [digest for name in own for digest in (config_hash(manager, name), inputs_hash(manager, name))]

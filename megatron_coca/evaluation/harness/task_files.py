@@ -1,0 +1,82 @@
+"""Digests of what a task of lm-evaluation-harness reads: its YAML file, code, local data, and the tasks of a group."""
+
+import glob
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints.identity import file_digest
+
+NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
+"""Names and paths in the configuration of a task that do not change what is measured."""
+
+
+def config_hash(manager: Any, name: str) -> str:
+    """Return the hash of the configuration in the file of a task or group; empty if it has no file."""
+    entry = manager.task_index.get(name)
+    if entry is None or entry.yaml_path is None:
+        return ""
+    config = {key: value for key, value in entry.cfg.items() if key not in NOT_HASHED}
+    text = json.dumps(config, sort_keys=True, default=str).replace(str(entry.yaml_path.parent), "")
+    return sha256(text.encode()).hexdigest()
+
+
+def inputs_hash(manager: Any, name: str) -> str:
+    """Return a hash of the local files that a task reads, and for a group of all its tasks with their configurations.
+
+    Data sets of the hub are named by the configuration; their content is that of `documents_sha256`.
+    """
+    digest = sha256()
+    for task in sorted(_leaves(manager, name, set())):
+        entry = manager.task_index[task]
+        digest.update(config_hash(manager, task).encode() if task != name else b"")
+        for path in (*_code(entry.yaml_path), *_data(entry.cfg)):
+            digest.update(f"{path.suffix} {file_digest(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
+    """Return the names of a task or group and of everything below it that has a file."""
+    entry = manager.task_index.get(name)
+    if name in seen or entry is None:
+        return seen
+    if entry.yaml_path is not None:
+        seen.add(name)
+    children = [*entry.tags] if entry.kind.name == "TAG" else []
+    listed = entry.cfg.get("task") if entry.kind.name == "GROUP" and entry.cfg is not None else []
+    for child in [listed] if isinstance(listed, str) else listed or []:
+        children += [child] if isinstance(child, str) else [child[key] for key in ("task", "group") if key in child]
+    for child in children:
+        if isinstance(child, str):
+            _leaves(manager, child, seen)
+    return seen
+
+
+def _code(file: Path | None) -> list[Path]:
+    """Return the Python files beside a task's file: those that `!function` names may import the others."""
+    return sorted(file.parent.glob("*.py")) if file is not None else []
+
+
+def _data(config: Mapping[str, Any] | None) -> list[Path]:
+    """Return the local files that the configuration of a task names, also by patterns and folders."""
+    kept = {key: value for key, value in (config or {}).items() if key in ("dataset_kwargs", "dataset_path")}
+    found: dict[Path, None] = {}
+    for text in _texts(kept):
+        for place in sorted(glob.glob(text)):
+            path = Path(place)
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            found |= dict.fromkeys(each for each in files if each.is_file())
+    return list(found)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
