@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_coca import methods
+from megatron_coca.commands.train import parser
 from megatron_coca.config import Config, ConfigError, FaultConfig, load_config
 from megatron_coca.config.load import literal_values
 from megatron_coca.config.neox_keys import (
@@ -18,6 +19,7 @@ from megatron_coca.config.neox_keys import (
 )
 from megatron_coca.config.schema import GROUPS, KEYS
 from megatron_coca.config.source import yaml_value
+from megatron_coca.evaluation.options import label_and_path
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -220,6 +222,9 @@ def test_a_tilde_in_lists_and_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run.yml").write_text("train_data_paths: [~/a]\nvalid_data_paths: [~/b]\ntest_data_paths: []\n")
     data = load_config(["~/run.yml"], SHAPE).data
+    options = parser().parse_args(["~/run.yml", "save=x", "--hostfile", "~/hosts"])
+    assert (options.inputs, options.hostfile) == ([f"{tmp_path}/run.yml", "save=x"], f"{tmp_path}/hosts")
+    assert label_and_path("CoCA=~/runs/coca") == ("CoCA", f"{tmp_path}/runs/coca")
     assert (data.train_data_paths, data.valid_data_paths) == ([f"{tmp_path}/a"], [f"{tmp_path}/b"])
 
 

@@ -62,22 +62,35 @@ class Peers:
         """
         try:
             if self._rank == 0:
-                listener = _listen(loopback)
-                secret = uuid4().hex
-                store.set("peers", f"{listener.getsockname()[1]} {secret} {socket.gethostname()}")
-                self._start(lambda: self._serve(listener, secret))
-                return
-            port, secret, host = store.get("peers").decode().split()
-            connection = socket.create_connection((address, int(port)), timeout=CONNECT_SECONDS)
-            _keep_alive(connection)
-            connection.sendall(f"{secret} {self._name}\n".encode())
-            connection.settimeout(POLL)
-            self._members = {connection: f"rank 0 on {host}"}
-            self._start(lambda: self._listen_to(connection))
+                self._start(store, loopback)
+            else:
+                self._connect(store, address)
         except OSError as error:
             logger.warning("%s: no connection to rank 0 (%s); the loss of a rank is noticed later", self._name, error)
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _start(self, store: Store, loopback: bool) -> None:
+        try:
+            listener = _listen(loopback)
+        except OSError:
+            store.set("peers", "")  # the others wait for it
+            raise
+        secret = uuid4().hex
+        store.set("peers", f"{listener.getsockname()[1]} {secret} {socket.gethostname()}")
+        self._watch(lambda: self._serve(listener, secret))
+
+    def _connect(self, store: Store, address: str) -> None:
+        text = store.get("peers").decode()
+        if not text:
+            raise ConnectionRefusedError("it listens to none")
+        port, secret, host = text.split()
+        connection = socket.create_connection((address, int(port)), timeout=CONNECT_SECONDS)
+        _keep_alive(connection)
+        connection.sendall(f"{secret} {self._name}\n".encode())
+        connection.settimeout(POLL)
+        self._members = {connection: f"rank 0 on {host}"}
+        self._watch(lambda: self._listen_to(connection))
+
+    def _watch(self, work: Callable[[], None]) -> None:
         self._watches = True
         threading.Thread(target=work, name="peers", daemon=True).start()
 
