@@ -23,7 +23,7 @@ from megatron_coca.attention.inputs import Band, Needs
 from megatron_coca.config import load_config
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.load import literal_values
-from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES
+from megatron_coca.config.neox_keys import ALIASES, DIFFERENT, INERT, SAME, UNSUPPORTED, UNSUPPORTED_CHOICES
 from megatron_coca.config.position import DEFAULTS, ORIGINAL
 from megatron_coca.config.schema import GROUPS, MAPPINGS, SELECTORS
 from megatron_coca.methods import Option
@@ -53,6 +53,7 @@ config.to_yaml()                               # every resolved key, flat
   `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier one,
   which belong to it; the run's log names them.
 - Paths are relative to the folder of the command; a data path in a file that begins with `./` is relative to the file.
+  A leading `~` is the home folder.
 - `null` means "not set": the default applies, even if an earlier file set the key.
 - Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.
 - A duplicate key in one file, an unknown key, a wrong type, an invalid choice and an invalid combination are errors.
@@ -65,9 +66,8 @@ config.to_yaml()                               # every resolved key, flat
   AutoTP does not have. The end of this page lists GPT-NeoX's keys that have no effect here and those
   of unsupported features, which may only be set to GPT-NeoX's default.
 
-Differences from GPT-NeoX: choices are case-sensitive (except optimizer types), `gradient_clipping: 1.0` clips,
-`gradient_accumulation_steps` is derived if both batch sizes are set, and the nominal MLP width is rounded so that
-both matrices have the same inner width.
+A key that GPT-NeoX has means here what it means there. "GPT-NeoX's keys that mean something else", at the end, has
+every difference. Choices are case-sensitive (except optimizer types).
 
 ## Keys
 """
@@ -170,6 +170,10 @@ def _escaped(value: Any) -> str:
 def _other_keys() -> Iterator[str]:
     yield "## Aliases\n"
     yield _table(("alias", "key"), ((f"`{alias}`", f"`{key}`") for alias, key in ALIASES.items()))
+    yield "## GPT-NeoX's keys that mean something else\n"
+    yield "Compared with the code of its commit ea7aefd8. Its other keys in the tables above mean the same.\n"
+    yield _table(("key", "difference"), ((f"`{key}`", _escaped(words)) for key, words in sorted(DIFFERENT.items())))
+    yield f"These mean the same: {', '.join(f'`{key}`' for key in sorted(SAME))}.\n"
     yield "## GPT-NeoX's keys without effect\n"
     yield _table(("key", "reason"), ((f"`{key}`", reason) for key, reason in INERT.items()))
     yield "## GPT-NeoX's values that are not supported\n"

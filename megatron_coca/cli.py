@@ -2,6 +2,7 @@
 command line answer at once.
 """
 
+import errno
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
-from megatron_coca.program import InputError, report
+from megatron_coca.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -47,11 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(outside(missing), file=sys.stderr)
         return 2
     name = command(given[:1])
+    allow_open_files()
     try:
         return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
     except InputError as error:
         report(name, error)
         return error.status
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        report(name, InputError(f"{error.filename or 'files'}: {TOO_MANY_FILES}"))
+        return UNUSABLE
     except KeyboardInterrupt:
         resumes = "; the same command resumes" if name in RESUMABLE else ""
         print(f"megatron-coca {name}: interrupted{resumes}", file=sys.stderr)

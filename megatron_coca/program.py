@@ -1,6 +1,7 @@
 """What all commands share: the errors that end one, and how it starts another."""
 
 import os
+import resource
 import sys
 from argparse import ArgumentTypeError
 from multiprocessing import connection, parent_process
@@ -26,10 +27,38 @@ class InputError(Exception):
         return plain(super().__str__())
 
 
+OPEN_FILES = 1 << 16
+"""More than any run needs: two for each shard."""
+TOO_MANY_FILES = (
+    "too many open files; raise the limit of this shell with `ulimit -n 65536` (in a job script too; administrators "
+    "set it in /etc/security/limits.conf), or join shards"
+)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, usually 1,024, towards the one that the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def report(name: str, error: InputError) -> None:
     """Print why the command `name` ends; of several problems each begins a line."""
     text = str(error)
     print(f"megatron-coca {name}:", text, sep="\n" if "\n" in text else " ", file=sys.stderr)
+
+
+def expanded(text: str) -> str:
+    """A path or URL with a leading `~` replaced by the home folder: a shell does so only at the start of a word, and a
+    YAML file never. Also an argparse type.
+    """
+    return os.path.expanduser(text)
+
+
+def local_path(text: str) -> Path:
+    """An argparse type: `expanded` as a Path."""
+    return Path(expanded(text))
 
 
 def part_of(text: str) -> tuple[int, int]:

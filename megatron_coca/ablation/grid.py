@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator
 
 from megatron_coca.ablation.inputs import Inputs
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
@@ -44,6 +44,8 @@ RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
 """Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
 size and the dtype do name it.
 """
+HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
+"""A path of which a leading `~` is the home folder."""
 RESULTS = Path("results")
 SHARED_PATHS = ("log_dir", "tensorboard_dir")
 """Folders that all cells would write into."""
@@ -91,8 +93,8 @@ class AblationFile(Record):
     base: list[str] = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
     baseline: str | None = None
-    results: Path
-    runs: Path
+    results: HomePath
+    runs: HomePath
     models: dict[str, ModelEntry] = Field(min_length=1)
     tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
     contrasts: list[DeclaredContrast] = []

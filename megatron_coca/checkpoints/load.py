@@ -31,6 +31,7 @@ from megatron_coca.config import Config, load_saved_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
+from megatron_coca.program import local_path
 from megatron_coca.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
         return _from_hub(str(path).removeprefix(HUB))
     if is_url(path):
         return fetch(str(path), step)
-    path = Path(path)
+    path = local_path(str(path))
     if not path.exists() and (hint := hub_hint(path)):
         raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
     if step is None:

@@ -10,11 +10,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, job_count
 from megatron_coca.plain_text import plain
+from megatron_coca.program import local_path
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -36,20 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> ArgumentParser:
     parser = command_parser("ablate", __doc__)
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
+    add("file", type=local_path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
     add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
     add("--only", nargs="+", default=[], metavar="NAME", help="models, cells, or seeds such as s1234; writes no report")
     jobs = "cells at a time; cores and GPUs are divided among them"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
-    add("--output", type=Path, metavar="DIR", help="folder of the results instead of the file's `results`")
-    add("--runs", type=Path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
+    add("--output", type=local_path, metavar="DIR", help="folder of the results instead of the file's `results`")
+    add("--runs", type=local_path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
     instead = parser.add_mutually_exclusive_group()
     dry_run = "print cells, parameters and tokens, and run nothing"
     instead.add_argument("--dry-run", action="store_true", help=dry_run)
     report = "write the report of what is done, and run nothing"
     instead.add_argument("--report", action="store_true", help=report)
     page = "render a Jinja2 template with the tables and plots of what is done, and run nothing; see docs/ablations.md"
-    instead.add_argument("--page", type=Path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
+    instead.add_argument("--page", type=local_path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
     pack = "write all results into one file RESULTS.jsonl.zst beside their folder, and run nothing"
     instead.add_argument("--pack", action="store_true", help=pack)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")

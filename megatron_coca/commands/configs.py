@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
+from megatron_coca.program import local_path
 
 CONFIGS = Path(__file__).resolve().parents[1].joinpath("configs").resolve()
 """In a checkout a link to its folder `configs`, whose files the wheel contains."""
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or 2 if the files cannot be written."""
     parser = command_parser("configs", __doc__)
     parser.add_argument("copy", choices=["copy"], metavar="copy")
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to make; call it configs")
+    parser.add_argument("folder", metavar="DIR", type=local_path, help="folder to make; call it configs")
     folder = parser.parse_args(arguments).folder
     try:
         shutil.copytree(CONFIGS, folder)

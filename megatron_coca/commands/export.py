@@ -7,11 +7,11 @@ megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-par
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 from megatron_coca.plain_text import plain
+from megatron_coca.program import expanded, local_path
 
 
 def parser() -> ArgumentParser:
@@ -24,7 +24,7 @@ def parser() -> ArgumentParser:
             name, help=help, description=help, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
         )
         folder = "a run's save folder, one step of it, or a Hugging Face folder"
-        added.add_argument("checkpoint", metavar="CHECKPOINT", help=folder)
+        added.add_argument("checkpoint", type=expanded, metavar="CHECKPOINT", help=folder)
         added.add_argument("folder", metavar="FOLDER", help="folder to write; must not exist")
         changes = "overrides of the written configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
         added.add_argument(
@@ -36,13 +36,13 @@ def parser() -> ArgumentParser:
     huggingface = layout("huggingface", "a folder that Hugging Face transformers loads", "--dtype bfloat16")
     huggingface.set_defaults(write=write_huggingface)
     original = "copy tokenizer and generation files of a Hugging Face folder: the model's original"
-    huggingface.add_argument("--tokenizer", metavar="FOLDER", help=original)
+    huggingface.add_argument("--tokenizer", type=expanded, metavar="FOLDER", help=original)
 
     card = huggingface.add_argument_group("the model card")
     card.add_argument("--licence", metavar="NAME", help="by its name on the hub, e.g. apache-2.0")
     card.add_argument("--base-model", metavar="NAME", help="the model on the hub that this one was trained from")
     results = "Markdown with results, such as report.md of a report"
-    card.add_argument("--results", type=Path, metavar="FILE", help=results)
+    card.add_argument("--results", type=local_path, metavar="FILE", help=results)
     upload = "then upload the folder to the Hugging Face hub; a repository that is missing is made, a private one"
     huggingface.add_argument("--push", metavar="OWNER/NAME", help=upload)
 

@@ -21,6 +21,7 @@ from megatron_coca.evaluation.options import (
 )
 from megatron_coca.evaluation.results import EvaluationError, check_writable, out_of_memory, write_atomically
 from megatron_coca.plain_text import plain
+from megatron_coca.program import expanded, local_path
 from megatron_coca.remote_files import hub_hint, is_url
 
 EPILOG = """\
@@ -45,11 +46,11 @@ def parser() -> ArgumentParser:
     changes = "config overrides: YAML files such as those in configs/extend, and KEY=VALUE"
     add("changes", nargs="*", metavar="CHANGE", help=changes)
     checkpoint = "a run's save folder, one step of it, or a Hugging Face folder"
-    add("--checkpoint", required=True, metavar="DIR", help=checkpoint)
+    add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     prompts = described.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     file = "a prompt per line; in NAME.jsonl an object per line with the key prompt or text"
-    prompts.add_argument("--file", metavar="FILE", help=file)
+    prompts.add_argument("--file", type=expanded, metavar="FILE", help=file)
     chat = "every prompt is the message of a chat of its own, rendered by the tokenizer's template"
     add("--chat", action="store_true", help=chat)
     add("--system", metavar="TEXT", help="with --chat: the system message")
@@ -68,7 +69,7 @@ def parser() -> ArgumentParser:
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--num-samples", type=sample_count, default=1, metavar="N", help="continuations of each prompt; default: 1")
     output = "write objects with prompt, text, finish (eod, stop or length) and the number of tokens"
-    add("--output", type=Path, metavar="FILE.jsonl", help=output)
+    add("--output", type=local_path, metavar="FILE.jsonl", help=output)
     add_batch_option(described, 16384)
     add_device_options(described)
     return described

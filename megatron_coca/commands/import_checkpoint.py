@@ -9,14 +9,20 @@ from collections.abc import Sequence
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 from megatron_coca.plain_text import plain
+from megatron_coca.program import expanded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0. Raises CheckpointError, ConfigError, DataError."""
     parser = command_parser("import", __doc__)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
-    add("folder", metavar="FOLDER", help="folder to write; must not exist")
+    add(
+        "source",
+        type=expanded,
+        metavar="SOURCE",
+        help="a Hugging Face folder, or any other checkpoint that can be evaluated",
+    )
+    add("folder", type=expanded, metavar="FOLDER", help="folder to write; must not exist")
     changes = "overrides of the written configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")

@@ -31,6 +31,7 @@ from megatron_coca.data.verify import verify_shards
 from megatron_coca.evaluation.options import token_count
 from megatron_coca.markdown_tables import format_table, percent
 from megatron_coca.plain_text import plain
+from megatron_coca.program import expanded, local_path
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
@@ -194,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+        added.add_argument("--json", type=local_path, metavar="FILE", help="also write the numbers to this file")
         added.set_defaults(run=run)
         return added
 
@@ -217,13 +218,19 @@ def parser() -> argparse.ArgumentParser:
     method.add_argument("--length", type=token_count, help="tokens of the input that is drawn; default: 4 times L")
     changed = "a label, then YAML overlays and KEY=VALUE that every configuration is evaluated with; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
-    method.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page; figures beside it")
+    method.add_argument(
+        "--output", type=local_path, required=True, metavar="FILE.html", help="the page; figures beside it"
+    )
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
     sample.add_argument("--tokens", action="store_true", help="show id:piece of each token")
     for added in (lengths, verify):
-        added.add_argument("shards", nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them")
-    checkpoint.add_argument("path", help="a run's save folder or one step's, or its URL on an object store")
+        added.add_argument(
+            "shards", type=expanded, nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them"
+        )
+    checkpoint.add_argument(
+        "path", type=expanded, help="a run's save folder or one step's, or its URL on an object store"
+    )
     checkpoint.add_argument("--no-verify", action="store_true", help="compare names and sizes only")
     return options
 

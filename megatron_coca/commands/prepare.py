@@ -29,7 +29,7 @@ from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.plain_text import plain
-from megatron_coca.program import part_of
+from megatron_coca.program import expanded, local_path, part_of
 from megatron_coca.remote_files import is_url
 
 MOST_WORKERS = 1024
@@ -42,10 +42,12 @@ _OF_INPUT = (*_RECIPE_KEYS, "train_tokenizer", "text_field", *_SOURCE_KEYS)
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("prepare", __doc__)
-    parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
+    parser.add_argument(
+        "recipe", nargs="?", type=local_path, help="a YAML file that describes the corpus (docs/data.md)"
+    )
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
-    parser.add_argument("--output", help="output folder (with --builtin: its parent, default data)")
+    parser.add_argument("--output", type=expanded, help="output folder (with --builtin: its parent, default data)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--workers", type=int, default=cores, help=f"worker processes ({cores}); 0 works in the main process"
@@ -54,13 +56,13 @@ def parser() -> argparse.ArgumentParser:
         "--part", type=part_of, metavar="I/N", help="tokenize one of N shares; then run it without this"
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
-    parser.add_argument("--root", help="with a recipe: replaces its root folder; may be a URL")
+    parser.add_argument("--root", type=expanded, help="with a recipe: replaces its root folder; may be a URL")
     plain = parser.add_argument_group("with --input; a recipe sets its own")
     plain.add_argument(
         "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
     )
-    plain.add_argument("--vocab-file")
-    plain.add_argument("--merge-file")
+    plain.add_argument("--vocab-file", type=expanded)
+    plain.add_argument("--merge-file", type=expanded)
     plain.add_argument(
         "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input"
     )
@@ -73,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
     chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
-    plain.add_argument("--chat-template", metavar="FILE", help="Jinja2 template, instead of the tokenizer's")
+    template = "Jinja2 template, instead of the tokenizer's"
+    plain.add_argument("--chat-template", type=expanded, metavar="FILE", help=template)
     time = "the time that the template prints, such as 2026-01-31T12:00; default: the start of the preparation"
     plain.add_argument("--chat-time", metavar="TIME", help=time)
     plain.add_argument("--documents", choices=["file", "line"], help="unit of a document in text files (file)")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.program import MAIN, InputError
+from megatron_coca.program import MAIN, InputError, expanded
 from megatron_coca.remote_files import HUB, hub_hint
 from megatron_coca.training import watchdog
 
@@ -29,12 +29,14 @@ INPUTS = "merged in order, then the keys; a folder as the first gives the networ
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("train", __doc__, EPILOG)
-    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help=INPUTS)
-    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")
+    parser.add_argument("inputs", type=expanded, nargs="+", metavar="CONFIG.yml | key=value", help=INPUTS)
+    parser.add_argument(
+        "-d", "--conf_dir", type=expanded, metavar="DIR", help="folder of the files, whose names need no .yml"
+    )
     parser.add_argument(
         "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU with distributed_backend=gloo)"
     )
-    parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
+    parser.add_argument("--hostfile", type=expanded, metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )

@@ -1,10 +1,11 @@
 """Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
 
 import difflib
+import os
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_coca.plain_text import plain
 from megatron_coca.program import InputError
@@ -44,8 +45,8 @@ class ConfigGroup(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-PathName = Annotated[str, Field(min_length=1)]
-"""File, folder, prefix of files, or URL."""
+PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""File, folder, prefix of files, or URL; a leading `~` becomes the home folder."""
 
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]

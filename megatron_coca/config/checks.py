@@ -394,8 +394,15 @@ def _selective(settings: Settings) -> str | None:
 
 
 def _checkpoint_factor(settings: Settings) -> str | None:
-    endless = settings.checkpoint.checkpoint_scale == "log" and settings.checkpoint.checkpoint_factor == 1
-    return "must be at least 2 with `checkpoint_scale: log`" if endless else None
+    scale, factor = settings.checkpoint.checkpoint_scale, settings.checkpoint.checkpoint_factor
+    if factor is None:
+        return None
+    if scale == "log":
+        return None if factor > 1 else "must be above 1 with `checkpoint_scale: log`, for example 2"
+    whole = float(factor).is_integer()
+    return (
+        None if whole else "must be a whole number of steps with `checkpoint_scale: linear`; set checkpoint_scale=log"
+    )
 
 
 def _needs_load(key: str, settings: Settings) -> str | None:

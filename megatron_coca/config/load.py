@@ -272,8 +272,15 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
             choices = f" ({' | '.join(names)})" if names else ""
             problems.add(key, f"`{value}`: {UNSUPPORTED_CHOICES[key][choice]} is not supported{choices}")
         elif key in KEYS and value is not None:
-            known[key] = value
+            known[key] = _unquoted_word(key, value) if isinstance(value, bool) else value
     return known
+
+
+def _unquoted_word(key: str, value: bool) -> Any:
+    """Return the choice that YAML reads as this boolean where it is not quoted, such as `off`, if the key has one."""
+    choices = () if key in MAPPINGS else _choices_of(key)
+    words = [choice for choice in choices if isinstance(choice, str) and yaml_value(choice) is value]
+    return words[0] if words else value
 
 
 def _run_imports(known: dict[str, Any], problems: Problems) -> None:
@@ -289,7 +296,7 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
         problems.add("imports", not_run(names))
         return
     try:
-        known["imports"] = [methods.import_file(name, folder) for name in names]
+        known["imports"] = [methods.import_file(os.path.expanduser(name), folder) for name in names]
     except methods.ImportedFileError as error:
         problems.add("imports", str(error))
 

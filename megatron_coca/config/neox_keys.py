@@ -10,6 +10,12 @@ _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 INERT: dict[str, str] = {key: row["reason"] for row in _TABLES["inert"] for key in row["keys"].split()}
 """Keys that are accepted and have no effect, with the reason."""
 
+SAME: frozenset[str] = frozenset(_TABLES["meanings"]["same"].split())
+"""Keys of the schema and aliases that mean what they mean in GPT-NeoX."""
+
+DIFFERENT: dict[str, str] = _TABLES["meanings"]["different"]
+"""Keys of the schema and aliases that GPT-NeoX has too, with what differs there."""
+
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Aliases of keys; both may be set to the same value."""
 

@@ -1,6 +1,7 @@
 """Read YAML and JSON files and `key=value` overrides into nested mappings, with the file and line of every key."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -154,6 +155,7 @@ class Layer(NamedTuple):
 
 def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     """Return the values of a YAML or JSON file, or None if it cannot be read; errors are added to `problems`."""
+    path = os.path.expanduser(path)
     try:
         text = read_text(Path(path))
     except (YamlFault, OSError, ValueError) as error:

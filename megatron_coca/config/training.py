@@ -379,11 +379,15 @@ class CheckpointConfig(ConfigGroup):
 
     save: PathName | None = key(None, "Save folder or URL (s3://, gs://); null disables checkpoints.")
     load: PathName | None = key(None, "Folder or URL to resume from.")
-    checkpoint_factor: Count | None = key(
-        None, "linear: steps between checkpoints; log: ratio of the steps of two checkpoints."
+    checkpoint_factor: Count | Annotated[float, Field(gt=0.0, le=MAX_COUNT)] | None = key(
+        None,
+        "linear: steps between checkpoints, a whole number; log: checkpoints at its powers, rounded down, with 1.5 at"
+        " 1, 2, 3, 5, 7, 11, ...",
     )
     checkpoint_scale: Literal["linear", "log"] = key("linear", "Spacing of the checkpoints.")
-    extra_save_iters: list[WholeNumber] | None = key(None, "Additional steps to save a checkpoint at.")
+    extra_save_iters: list[WholeNumber] | None = key(
+        None, "Additional steps to save a checkpoint at; 0 saves the initial weights."
+    )
     keep_last_n_checkpoints: Count | None = key(None, "Delete older checkpoints; null keeps all.")
     keep_every_n_steps: Count | None = key(
         None, "Never delete checkpoints whose step is a multiple of this, regardless of keep_last_n_checkpoints."
@@ -442,7 +446,7 @@ class FaultConfig(ConfigGroup):
 class LoggingConfig(ConfigGroup):
     """Logging and validation. Intervals are in steps."""
 
-    log_interval: Count = key(100, "Steps between log lines of the loss.")
+    log_interval: Count = key(100, "Steps between log lines, each with the mean loss of the steps since the last one.")
     eval_interval: Count = key(1000, "Steps between validations.")
     eval_iters: WholeNumber = key(100, "Batches per validation.")
     eval_per_source: bool = key(True, "Also validate each validation source separately, if there are several.")
@@ -451,9 +455,13 @@ class LoggingConfig(ConfigGroup):
         "Windows for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as 4L. All"
         " score the same tokens; the longest takes about as long as the validation loss.",
     )
-    exit_interval: Count | None = key(None, "Save and exit at this step.")
+    exit_interval: Count | None = key(
+        None, "Save and exit after every step that is a multiple of this; the next launch goes on to the next one."
+    )
     log_dir: PathName | None = key(
-        None, "Folder for log files; null means `save`, or runs/unsaved if `save` is not set."
+        None,
+        "Folder for log files; null means `save`, or runs/unsaved if `save` is not set. Of several runs at a time each"
+        " needs its own.",
     )
     tensorboard_dir: PathName | None = key(None, "Folder for TensorBoard files.")
     use_wandb: bool = key(False, "Log to Weights & Biases.")
@@ -469,6 +477,11 @@ class LoggingConfig(ConfigGroup):
     profile_step_start: WholeNumber = key(10, "Optimizer steps after launch at which the trace starts.")
     profile_step_stop: Count = key(12, "Optimizer steps after launch at which the trace ends.")
     profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
+
+    def last_step(self, start: int, end: int) -> int:
+        """Return the last step of a launch that begins after `start` steps: `end`, or a multiple of exit_interval."""
+        interval = self.exit_interval
+        return end if interval is None else min(end, start - start % interval + interval)
 
 
 def window_tokens(window: int | str, seq_length: int) -> int | None:

@@ -126,8 +126,8 @@ class _SampledShard:
     def __init__(self, shard: Shard, number: int, seq_length: int, seed: int) -> None:
         if shard.len_tokens < seq_length + 1:
             raise DataError(
-                f"{shard.prefix}: {shard.len_tokens} tokens do not fill a sample of seq_length + 1 = {seq_length + 1}. "
-                "Take a larger corpus or a smaller seq_length."
+                f"{shard.prefix}: {shard.len_tokens} tokens do not fill a sample of seq_length + 1 = {seq_length + 1}; "
+                "leave the shard out, join it with another one, or set a smaller seq_length"
             )
         self.shard, self._seq_length, self._stride = shard, seq_length, seq_length
         self._identity = (seed, number)
@@ -266,8 +266,8 @@ class Blend:
         pack_impl, allow_chopped: GPT-NeoX's keys: ``packed`` cuts the concatenated documents into samples,
             ``pack_until_overflow`` fills samples with whole documents, ``unpacked`` has a document in each.
 
-    Raises ``DataError`` for a shard too short for one sample, and weights that are not positive, not as many as the
-    shards, or too small to get one of the ``PATTERN_SLOTS`` slots.
+    Raises ``DataError`` for a shard too short for one sample, and weights that are not positive or not as many as the
+    shards.
     """
 
     def __init__(
@@ -303,16 +303,28 @@ class Blend:
         self._quotas = np.floor(exact).astype(np.int64)
         missing = PATTERN_SLOTS - int(self._quotas.sum())
         self._quotas[np.argsort(self._quotas - exact, kind="stable")[:missing]] += 1
-        if not self._quotas.all():
-            small = shards[int(np.argmin(self._quotas))].prefix
-            raise DataError(
-                f"{small}: its weight is below 1/{PATTERN_SLOTS} of the blend. Raise it, or remove the source."
-            )
         # Per slot its source, and its number among that source's slots, which are evenly spread.
         source = np.repeat(np.arange(len(self._quotas)), self._quotas)
         number = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.lexsort((source, (number + 0.5) / self._quotas[source]))
         self._slot_source, self._slot_number = source[order], number[order]
+        self._rare = self._share_slots(exact)
+
+    def _share_slots(self, exact: np.ndarray) -> list[tuple[int, int, float]]:
+        """Source, slot and samples per block of every source too rare for a slot of its own.
+
+        In some blocks it takes one of the largest source, which then leaves out a sample. ``exact`` float64 [sources]
+        are slots per block.
+        """
+        rare, largest = np.flatnonzero(self._quotas == 0), int(np.argmax(self._quotas))
+        lent = np.flatnonzero(self._slot_source == largest)
+        if len(rare) > len(lent):
+            raise DataError(
+                f"{self.shards[int(rare[0])].prefix}: it is one of {len(rare)} shards with a weight below "
+                f"1/{PATTERN_SLOTS} of the blend, more than can be mixed; join shards of one source, or raise weights."
+            )
+        slots = lent[np.arange(len(rare)) * len(lent) // max(1, len(rare))]
+        return list(zip(rare.tolist(), slots.tolist(), exact[rare].tolist(), strict=True))
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
         """Return the same blend with numbers from ``first`` on, each source behind the ``tokens`` read by prefix."""
@@ -327,8 +339,14 @@ class Blend:
         if indices.size and indices.min() < self.first:
             raise DataError(f"Sample numbers start at {self.first}, not {indices.min()}.")
         blocks, slots = np.divmod(indices - self.first, PATTERN_SLOTS)
-        source = self._slot_source[slots]
-        return source, self._read[source] + blocks * self._quotas[source] + self._slot_number[slots]
+        source, number = self._slot_source[slots], self._slot_number[slots]
+        running = self._read[source] + blocks * self._quotas[source] + number
+        for rare, slot, share in self._rare:
+            before = np.floor(blocks * share).astype(np.int64)
+            taken = (slots == slot) & (np.floor((blocks + 1) * share) > before)
+            running = np.where(taken, self._read[rare] + before, running)
+            source = np.where(taken, rare, source)
+        return source, running
 
     def by_source(self, indices: np.ndarray | Sequence[int]) -> list[SourceSamples]:
         """Locate samples by global number; one entry for each source that has any of them."""
@@ -393,6 +411,9 @@ class Blend:
         """Shares of the sources in ``n_samples`` samples from ``first`` on."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
+        for rare, slot, share in self._rare:
+            counts[rare] = math.floor((blocks + (slot < rest)) * share)
+            counts[self._slot_source[slot]] -= counts[rare]
         return [
             SourceShare(
                 source=source.shard.name,

@@ -1,6 +1,7 @@
 """Shards: tokenized documents on disk as ``.bin``/``.idx`` pairs, in the format of Megatron and GPT-NeoX."""
 
 import copy
+import errno
 import hashlib
 import mmap
 import struct
@@ -15,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.remote_shards import NOTE, RemoteTokens, remote_size
+from megatron_coca.program import TOO_MANY_FILES
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
@@ -167,6 +169,18 @@ class Shard:
 
     def __init__(self, prefix: str | Path, labels: str | Path | None = None) -> None:
         self.prefix = Path(prefix)
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise DataError(f"{prefix}: {TOO_MANY_FILES}") from error
+        self.labels = None if labels is None else Shard(labels)
+        if self.labels is not None and not self._same_documents(self.labels):
+            raise DataError(f"{labels}: its documents are not as long as those of {prefix}. Prepare both together.")
+
+    def _open(self) -> None:
+        prefix = self.prefix
         header = read_header(prefix)
         self._one_sequence_each = _check_index(prefix, header)
         self.dtype = header.dtype
@@ -179,9 +193,6 @@ class Shard:
         self.len_tokens = self._file_tokens = len(self._tokens)
         self.documents = self._file_documents = header.entries - 1
         self._first_document = self._first_token = 0
-        self.labels = None if labels is None else Shard(labels)
-        if self.labels is not None and not self._same_documents(self.labels):
-            raise DataError(f"{labels}: its documents are not as long as those of {prefix}. Prepare both together.")
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from megatron_coca import methods
 from megatron_coca.evaluation.results import EvaluationError, Result
+from megatron_coca.program import expanded, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -117,7 +118,7 @@ def label_and_path(text: str) -> tuple[str, str]:
     label, equals, path = text.rpartition("=")
     if not (label and equals and path):
         raise ArgumentTypeError(f"{text!r} is not LABEL=DIR")
-    return label, path
+    return label, expanded(path)
 
 
 def slug(label: str) -> str:
@@ -151,7 +152,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     """Declare the options that `subject_options` reads."""
     add = parser.add_argument
     checkpoint = "a run's save folder, one step of it, or a Hugging Face folder"
-    add("--checkpoint", required=True, metavar="DIR", help=checkpoint)
+    add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     overrides = "config overrides at evaluation, for all variants, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat it for each variant"
@@ -159,7 +160,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--label", help="the model's name in reports; default: the checkpoint's folder and the overrides")
     add_device_options(parser)
     output = "the result: a file NAME.json, or a folder that gets one file for each variant"
-    add("--output", type=Path, metavar="FILE|DIR", help=output)
+    add("--output", type=local_path, metavar="FILE|DIR", help=output)
     add("--overwrite", action="store_true", help="replace results of another measurement; the same one is resumed")
     jobs = "processes that share the work, on all GPUs in turn; the result is that of one process; default: 1"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
@@ -205,7 +206,7 @@ def add_document_options(parser: ArgumentParser) -> None:
     """Declare the options that `documents.read_subject_documents` reads."""
     add = parser.add_argument
     data = "text files, JSONL files, folders of them, or shard prefixes; default: the run's test data"
-    add("--data", nargs="+", metavar="PATH", help=data)
+    add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     add("--num-documents", type=positive_int, metavar="N", help="use only the first N documents that are long enough")
     max_length = "documents of at least N tokens, truncated to N; default: the largest window or length"
     add("--max-length", type=token_count, metavar="N", help=max_length)
@@ -282,7 +283,14 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add = parser.add_argument
     add("--tasks", required=True, type=task_names, metavar="NAME,NAME,...", help="lm-eval tasks, groups or tags")
-    add("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help="folders of more task files (*.yaml)")
+    add(
+        "--include-path",
+        nargs="+",
+        type=local_path,
+        default=[],
+        metavar="DIR",
+        help="folders of more task files (*.yaml)",
+    )
     shots = "examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
@@ -300,9 +308,9 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
 
 def add_suite_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("suite", type=Path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
+    add("suite", type=local_path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
     output = "output folder for results/ and report/; rerunning resumes"
-    add("--output", required=True, type=Path, metavar="DIR", help=output)
+    add("--output", required=True, type=local_path, metavar="DIR", help=output)
     checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
@@ -327,9 +335,11 @@ def add_analyse_options(parser: ArgumentParser) -> None:
 def add_speed_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     shape = parser.add_mutually_exclusive_group(required=True)
-    shape.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="the model's shape: a run's YAML files")
+    shape.add_argument(
+        "--config", nargs="+", type=local_path, metavar="FILE", help="the model's shape: a run's YAML files"
+    )
     checkpoint = "the model's shape: a checkpoint, whose weights are not read"
-    shape.add_argument("--checkpoint", metavar="DIR", help=checkpoint)
+    shape.add_argument("--checkpoint", type=expanded, metavar="DIR", help=checkpoint)
     overrides = "config overrides for all methods"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
@@ -341,14 +351,16 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default 9")
     add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
     add_device_options(parser)
-    add("--output", type=Path, metavar="FILE.json", help="the result file")
+    add("--output", type=local_path, metavar="FILE.json", help="the result file")
     add("--overwrite", action="store_true", help="replace an existing file")
 
 
 def add_report_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, plots and tables")
+    add(
+        "results", nargs="+", type=local_path, metavar="RESULTS", help="result files of evaluate.py, or folders of them"
+    )
+    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
     papers = "add the published numbers of the CoCA paper and of Su's pages"

@@ -1,10 +1,12 @@
 """Collective actions with an agreed failure: if one rank fails, all do."""
 
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError, UnreadableError
 from megatron_coca.config import Config
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.sinks import UNSAVED, run_folder, unsaved_folder
+
+logger = logging.getLogger(__name__)
 
 KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (CheckpointError, UnreadableError, ServiceError)
@@ -95,7 +100,8 @@ def require_writable(config: Config) -> None:
 
 
 class FolderLock(ExitStack):
-    """The lock of this run on the folder of `save` (None: not set), in which every rank must take part.
+    """The lock of this run on the folder of `save` (None: not set) and on those of its figures. Every rank must take
+    part.
 
     It ends with the `with` block, and with the process, even if it is killed.
     """
@@ -103,6 +109,55 @@ class FolderLock(ExitStack):
     def __init__(self, folder: str | None) -> None:
         super().__init__()
         self._unlocked, self._is_first_call = folder, True
+        self._held: set[str] = set()
+
+    def choose_log_dir(self, config: Config) -> Config:
+        """Return the configuration with a `log_dir` that no other run is using, if it names no folder for figures."""
+        if config.logging.log_dir is not None or config.checkpoint.save is not None:
+            return config
+        folder = from_main(self._take_unsaved)
+        return config if folder == str(UNSAVED) else config.override({"log_dir": folder})
+
+    def take_figures(self, config: Config) -> None:
+        """Lock `log_dir` and `tensorboard_dir`: a second run would set aside or hide the figures of the first.
+
+        Raises:
+            CheckpointError: another run writes into one of them, or it cannot be locked.
+        """
+        keys = config.logging
+        given = {"log_dir": str(run_folder(config)), "tensorboard_dir": keys.tensorboard_dir}
+        from_main(lambda: self._take_others({key: folder for key, folder in given.items() if folder is not None}))
+
+    def _take_unsaved(self) -> str:
+        for number in count(1):
+            folder = str(unsaved_folder(number))
+            try:
+                self._hold(folder, "")
+                break
+            except CheckpointError as failure:
+                if str(failure):  # it is not busy
+                    raise
+        if number > 1:
+            logger.warning(
+                "another run without `save` writes into %s; the figures of this one go to %s", UNSAVED, folder
+            )
+        return folder
+
+    def _take_others(self, folders: Mapping[str, str]) -> None:
+        for key, folder in folders.items():
+            if os.path.realpath(folder) not in self._held:
+                busy = (
+                    f"{folder}: another run writes its figures into this folder; name another, as {key}={folder}/NAME"
+                )
+                self._hold(folder, f"{key}: {busy}")
+
+    def _hold(self, folder: str, busy: str) -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise CheckpointError(f"{folder}: cannot be written ({failure}); choose another folder") from failure
+        self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+        self._held.add(os.path.realpath(folder))
 
     def take(self) -> None:
         """Lock the folder if it exists. Call it before reading anything in it, so that no other run changes it
@@ -120,7 +175,7 @@ class FolderLock(ExitStack):
         if folder is None or not os.path.isdir(folder):
             return
         busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
-        self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+        self._hold(folder, busy)
         self._unlocked = None
         if not self._is_first_call and native.begun_steps(Path(folder)):
             raise CheckpointError(

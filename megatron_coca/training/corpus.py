@@ -57,6 +57,7 @@ class Corpus:
         valid: None if there is no validation data.
         tokenizer: the one of the shards, or None if it is not known (shards of another program, no tokenizer named).
         unverified: prefixes of shards without a saved tokenizer.
+        left_out: why shards of the validation data are not read, a line for each.
         start: for a stage of a run, its first step and the number of its first sample.
         earlier: for a stage, what the run read before its samples.
     """
@@ -67,6 +68,7 @@ class Corpus:
     tokenizer: Tokenizer | None
     packing: Packing = Packing()
     unverified: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     start: tuple[int, int] = (0, 0)
     earlier: tuple[SourceShare, ...] = ()
 
@@ -135,16 +137,18 @@ def open_corpus(config: Config) -> Corpus:
             "eod_mask_loss: the token that ends a document is not known, because no tokenizer is saved with the "
             "shards; name theirs with tokenizer_type and vocab_file"
         )
+    held_out, left_out = _held_out(config, "valid", valid)
     masked = tokenizer.eod if data.eod_mask_loss and tokenizer is not None else None
     return Corpus(
         config,
-        _samples(config, "train", train),
-        _samples(config, "valid", valid) if valid else None,
+        _samples(config, "train", _blend(config, "train", train)),
+        _samples(config, "valid", held_out) if held_out is not None else None,
         tokenizer,
         Packing(data.reset_attention_mask, data.reset_position_ids, masked),
         tuple(
             prefix for prefix in _prefixes(config) if not (Path(_local(config, prefix)).parent / DESCRIPTION).is_file()
         ),
+        left_out,
     )
 
 
@@ -169,8 +173,7 @@ def _with_task_vocabulary(config: Config, task: TaskSettings) -> Config:
     return config if vocab_size is not None else config.override({"vocab_size": task.vocab_size})
 
 
-def _samples(config: Config, split: str, shards: Sequence[Shard]) -> Samples:
-    blend = _blend(config, split, shards)
+def _samples(config: Config, split: str, blend: Blend) -> Samples:
     return blend if config.data.synthetic is None else synthetic_samples(config, split, blend)
 
 
@@ -182,7 +185,12 @@ def open_split(config: Config, split: str) -> Blend | None:
     """
     config = _with_paths(config)
     (shards,) = _open_shards(config, (split,))
-    return _blend(config, split, shards) if shards else None
+    if split == "train":
+        return _blend(config, split, shards)
+    blend, left_out = _held_out(config, split, shards)
+    for line in left_out:
+        logger.warning(line)
+    return blend
 
 
 def open_loader(
@@ -245,16 +253,42 @@ def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
 
 
 def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
-    """Divide a shard into consecutive documents by `shares`, as GPT-NeoX's `split`; None for an empty share."""
-    edges = [round(edge / sum(shares) * shard.documents) for edge in accumulate(shares, initial=0.0)]
+    """Divide a shard into consecutive documents by `shares`, as GPT-NeoX's `split`; None for an empty share.
+
+    The number of documents of each share is rounded; the first share has what is left over or missing.
+    """
+    edges = list(accumulate((round(share / sum(shares) * shard.documents) for share in shares), initial=0))
+    edges = [0, *(max(0, edge + shard.documents - edges[-1]) for edge in edges[1:])]
     return [shard.part(first, last) if last > first else None for first, last in pairwise(edges)]
 
 
+def _held_out(config: Config, split: str, shards: Sequence[Shard]) -> tuple[Blend | None, tuple[str, ...]]:
+    """The samples of shards that are not trained on, None if no shard holds one, and why the others are left out: a
+    short one among them must not keep a run from training.
+    """
+    weights, kept, reasons = _weights(config, split, shards), [], []
+    for shard, weight in zip(shards, weights, strict=True):
+        try:
+            _mixed(config, [shard], [1.0])
+            kept.append((shard, weight))
+        except DataError as error:
+            reasons.append(f"validation leaves out {error}" if split == "valid" else f"{split}: {error}")
+    return _mixed(config, *map(list, zip(*kept, strict=True))) if kept else None, tuple(reasons)
+
+
 def _blend(config: Config, split: str, shards: Sequence[Shard]) -> Blend:
+    return _mixed(config, shards, _weights(config, split, shards))
+
+
+def _weights(config: Config, split: str, shards: Sequence[Shard]) -> list[float]:
     weights = getattr(config.data, f"{split}_data_weights") or [1.0] * len(shards)
     if config.data.weight_by_num_documents:
         alpha = config.data.weighted_sampler_alpha
         weights = document_weights([shard.documents for shard in shards], 1.0 if alpha is None else alpha)
+    return list(weights)
+
+
+def _mixed(config: Config, shards: Sequence[Shard], weights: Sequence[float]) -> Blend:
     keys = config.data
     return Blend(shards, weights, config.model.seq_length, config.seed, keys.pack_impl, keys.allow_chopped)
 
@@ -445,12 +479,13 @@ def validation_note(corpus: Corpus) -> str | None:
     if not corpus.config.logging.eval_iters:
         return None
     if corpus.valid is None:
-        cause = (
-            f"split {data.split!r} leaves no document of {data.data_path}" if data.data_path else "there are no shards"
-        )
-        return (
-            f"no validation loss will be reported: {cause} to validate on; hold out more documents, or set eval_iters=0"
-        )
+        if corpus.left_out:
+            cause = "no shard holds a sample"
+        elif data.data_path:
+            cause = f"split {data.split!r} leaves no document of {data.data_path} to validate on"
+        else:
+            cause = "there are no shards to validate on"
+        return f"no validation loss will be reported: {cause}; hold out more documents, or set eval_iters=0"
     shared = [path for path in data.valid_data_paths or () if path in (data.test_data_paths or ())]
     if not shared:
         return None

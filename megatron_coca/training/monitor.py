@@ -16,6 +16,34 @@ from megatron_coca.training.sinks import open_sinks
 logger = logging.getLogger(__name__)
 
 
+class IntervalMean:
+    """The mean loss since the last multiple of `log_interval`, over the steps that changed weights, as in GPT-NeoX.
+
+    Checkpoints keep its `state`, so that a run that is resumed within an interval reports the same mean.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._sum, self._count = interval, 0.0, 0
+
+    def add(self, step: int, loss: float | None, skipped: bool) -> float | None:
+        """Add the loss of step number `step`, from 1, None if it had no labels; returns the mean, or this loss if no
+        step has counted yet.
+        """
+        if (step - 1) % self._interval == 0:
+            self._sum, self._count = 0.0, 0
+        if not skipped and loss is not None:
+            self._sum, self._count = self._sum + loss, self._count + 1
+        return self._sum / self._count if self._count else loss
+
+    def state(self) -> list[float]:
+        """Return the state for `restore`, exact in JSON."""
+        return [self._sum, self._count]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Take over a saved state; an empty one is that of an interval that begins."""
+        self._sum, self._count = (float(state[0]), int(state[1])) if state else (0.0, 0)
+
+
 class Monitor:
     """Times the training loop and reports its figures. All ranks call `stepped` together; only rank 0 reports."""
 
@@ -27,6 +55,7 @@ class Monitor:
         gather: Callable[[list[float]], Sequence[Sequence[float]]],
         rank: int,
         skipped: int = 0,
+        run: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Open the sinks and, on profiled ranks, the profiler.
@@ -34,6 +63,7 @@ class Monitor:
         Args:
             start: completed steps, of which `skipped` changed no weight.
             tokens_per_step: of all ranks.
+            run: the id of the run.
             gather: returns equally many values of every rank, by rank.
 
         Raises:
@@ -42,13 +72,13 @@ class Monitor:
         steps = config.schedule.train_iters
         assert steps is not None, "training has checked it"
         self._config, self._gather, self._rank, self._clock = config, gather, rank, clock
-        self._start, self._last = start, min(steps, config.logging.exit_interval or steps)
+        self._start, self._last = start, config.logging.last_step(start, steps)
         self._tokens, self._flops = tokens_per_step, flops_per_token(config).model
         self._peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         if config.logging.peak_theoretical_tflops is not None:
             self._peak = config.logging.peak_theoretical_tflops * 1e12
         self._skipped_before, self._skipped, self._reported = skipped, 0, start
-        self._sinks = open_sinks(config, start) if rank == 0 else []
+        self._sinks = open_sinks(config, start, run) if rank == 0 else []
         profiled = config.logging.profile and rank in config.logging.profile_ranks
         self._trace = Trace(config, start, rank) if profiled else None
         self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
@@ -64,7 +94,7 @@ class Monitor:
             self._spent[phase] += self._clock() - start
 
     def stepped(self, step: int, figures: Mapping[str, float | None], skipped: bool) -> None:
-        """Call after every optimizer step, with its loss and other figures; reports at `log_interval` and at the last.
+        """Call after every optimizer step with its figures; reports at multiples of `log_interval` and at the last.
 
         `step` is the number of completed steps; `skipped` means that this one left the weights unchanged.
         """

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -93,15 +94,19 @@ def load_rng_states(path: Path) -> None:
 
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
-    """True if the checkpoint keys ask for a checkpoint after `step` completed iterations."""
-    factor, power = config.checkpoint_factor, 1
+    """True if the checkpoint keys ask for a checkpoint after `step` completed iterations.
+
+    With `checkpoint_scale: log` that is after the powers of the factor, rounded down, as in GPT-NeoX.
+    """
+    factor = config.checkpoint_factor
     if step in (config.extra_save_iters or ()):
         return True
-    if factor is None or config.checkpoint_scale == "linear":
-        return factor is not None and step % factor == 0
-    while power < step:  # a factor of 1 is refused
-        power *= factor
-    return power == step
+    if factor is None or step == 0:
+        return False
+    if config.checkpoint_scale == "linear":
+        return step % factor == 0
+    exponent = math.ceil(math.log(step) / math.log(factor))
+    return any(int(factor**near) == step for near in (exponent - 1, exponent, exponent + 1))
 
 
 class Snapshot(NamedTuple):
@@ -147,6 +152,11 @@ class Checkpoints:
         self._run, self._origin = uuid4().hex, origin
         self._versions = code_versions()  # once: this calls git
         self._watchdog = watchdog or Watchdog(None, None, dist.rank())
+
+    @property
+    def run(self) -> str:
+        """The id of the run; on rank 0 that in its checkpoints."""
+        return self._run
 
     @property
     def failed(self) -> bool:

@@ -5,7 +5,9 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,35 @@ Figures = Mapping[str, float | None]
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
-METRICS, OLDER = "metrics.jsonl", "metrics_older.jsonl"
+METRICS, OLDER, OWNER = "metrics.jsonl", "metrics_older.jsonl", "metrics_run.json"
 _LARGEST = 1 << 32
 """Bytes of metrics that are read at the start."""
 WANDB_RUN = "wandb.json"
+WANDB_SECONDS = 30
+"""To wait for the server at the start, and for what is still to be sent at the end."""
 
 
 def run_folder(config: Config) -> Path:
     """The folder for the figures of a run: `log_dir`, else `save`, else `UNSAVED`."""
     return Path(config.logging.log_dir or config.checkpoint.save or UNSAVED)
+
+
+def unsaved_folder(number: int) -> Path:
+    """The folder for the figures of one of several runs at a time without `log_dir` and `save`, counted from 1."""
+    return UNSAVED if number == 1 else UNSAVED.with_name(f"{UNSAVED.name}_{number}")
+
+
+def _continues(folder: Path, run: str | None) -> bool:
+    """Whether the lines in a folder are of the run with this id: runs may share a `log_dir` one after the other."""
+    if folder.parent == UNSAVED.parent and folder.name.startswith(UNSAVED.name):
+        return False
+    try:
+        return run is None or json.loads(read_regular(folder / OWNER))["run"] == run
+    except FileNotFoundError:  # of an earlier version
+        return True
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s: cannot be read (%s); the lines beside it are set aside", folder / OWNER, error)
+        return False
 
 
 class Sink:
@@ -50,26 +72,32 @@ class Sink:
         raise NotImplementedError
 
 
-def open_sinks(config: Config, start: int) -> list[Sink]:
-    """Open all sinks of a run; `start` is the number of completed steps.
+def open_sinks(config: Config, start: int, run: str | None = None) -> list[Sink]:
+    """Open all sinks of the run with the id `run`; `start` is the number of completed steps.
 
     Raises:
-        ConfigError: a library is missing, or a folder cannot be written.
+        ConfigError: a library is missing, a folder cannot be written, or Weights & Biases does not know the user.
     """
     keys, folder = config.logging, run_folder(config)
-    # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
-    known = start if folder != UNSAVED else 0
+    known, saved = start if _continues(folder, run) else 0, config.checkpoint.save
+    may_fail = saved is not None and folder != Path(saved)
     opened: list[Sink] = []
     for key, wanted, build in (
-        ("log_dir", True, lambda: JsonLines(folder, known)),
+        ("log_dir", True, lambda: JsonLines(folder, known, run, may_fail)),
         ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
-        ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known)),
+        ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known, start > 0)),
     ):
+        if not wanted:
+            continue
         try:
-            opened += [build()] if wanted else []
+            sink: Sink = build()
+            opened.append(sink if key == "log_dir" else Unneeded(sink, key))
         except ImportError as error:
             raise ConfigError(f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'") from error
         except OSError as error:
+            if start and key != "log_dir":  # a run that trained yesterday must not stop for it
+                logger.warning("%s: %s; training goes on without it, and %s has all figures", key, error, METRICS)
+                continue
             raise ConfigError(f"{key}: {error}; a folder that can be written is needed") from error
     return [*opened, Console(config, start)]  # last: it displays a bar, above which lines of the others are put
 
@@ -142,6 +170,33 @@ class Console(Sink):
         self._bar.__exit__()
 
 
+class Unneeded(Sink):
+    """A sink that must not end the training: after a failure a warning is logged, and it gets nothing more."""
+
+    def __init__(self, sink: Sink, key: str) -> None:
+        self._sink, self._key, self._failed = sink, key, False
+
+    def report(self, step: int, figures: Figures) -> None:
+        self._attempt(lambda: self._sink.report(step, figures))
+
+    def note(self, step: int, message: str) -> None:
+        self._attempt(lambda: self._sink.note(step, message))
+
+    def close(self) -> None:
+        self._attempt(self._sink.close)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:  # each library has its own
+            self._failed = True
+            logger.warning(
+                "%s: failed (%s); training goes on without it, and %s has all figures", self._key, error, METRICS
+            )
+
+
 class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
@@ -150,14 +205,18 @@ class JsonLines(Sink):
     JSON lacks, become null.
     """
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path, start: int, run: str | None = None, may_fail: bool = False) -> None:
+        """`run` is the id of the run. With `may_fail` a disk that is full delays the lines, else it ends the run."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         kept = [line for line in _read_lines(path) if line["step"] <= start] if start else []
         if path.is_file() and not start:
             _keep_older(path)
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._path, self._file = path, path.open("a")
+        if run is not None:
+            write_file(folder / OWNER, json.dumps({"run": run}) + "\n")
+        self._path, self._file, self._may_fail = path, path.open("ab", buffering=0), may_fail
+        self._waiting, self._warned = b"", False
         self._noted = [(line["step"], line["event"]) for line in kept if "event" in line]
 
     def report(self, step: int, figures: Figures) -> None:
@@ -169,26 +228,49 @@ class JsonLines(Sink):
             self._write({"step": step, "event": message})
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `report` has raised for a full disk already
+        with contextlib.suppress(OSError):  # `report` has raised for a full disk already, or warned
+            self._append()
+        with contextlib.suppress(OSError):
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
+        self._waiting += (json.dumps(line) + "\n").encode()
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._append()
         except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
-            ) from error
+            if not self._may_fail:
+                self._waiting = b""
+                raise CheckpointError(
+                    f"{self._path}: cannot be written ({error}); complete checkpoints are intact: free some space, and "
+                    "resume with --auto-resume"
+                ) from error
+            if not self._warned:
+                logger.warning("log_dir: %s: cannot be written (%s); its lines wait until it can", self._path, error)
+                self._warned = True
+
+    def _append(self) -> None:
+        """Write what waits. Raises OSError; the file then ends with a whole line."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            left = self._waiting
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
+        self._waiting = b""
 
 
 VALIDATED = ("validation_loss", "share/")
 """Figures of a validation that was reported: every one has the first, the last one of a run has the second."""
 
 
-def is_validated(folder: Path, step: int) -> bool:
-    """Whether the metrics file in a run's folder has the validation of a step."""
-    return any(line["step"] == step and any(map(_of_validation, line)) for line in _read_lines(folder / METRICS))
+def is_validated(folder: Path, step: int, run: str) -> bool:
+    """Whether the metrics file in a folder has the validation of a step of the run with this id."""
+    return _continues(folder, run) and any(
+        line["step"] == step and any(map(_of_validation, line)) for line in _read_lines(folder / METRICS)
+    )
 
 
 def _of_validation(name: str) -> bool:
@@ -241,48 +323,59 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk.
+    """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk, and so does a server that does not answer.
 
     `wandb.json` in the run's folder keeps the run's id and its last step. A resumed run keeps the id, and does not send
     repeated steps again: wandb cannot replace history.
     """
 
-    def __init__(self, config: Config, folder: Path, start: int) -> None:
+    def __init__(self, config: Config, folder: Path, start: int, resumed: bool) -> None:
+        """`start` is the last step of which the run has sent figures; `resumed` that an earlier launch has trained."""
         import wandb  # optional dependency
 
         keys = config.logging
         self._path = folder / WANDB_RUN
         run_id, self._sent = self._read() if start and self._path.is_file() else (None, 0)
+        host: dict[str, Any] = {"base_url": keys.wandb_host} if keys.wandb_host else {}
+        begin = partial(
+            wandb.init,
+            project=keys.wandb_project,
+            group=keys.wandb_group,
+            name=keys.wandb_run_name,
+            entity=keys.wandb_team,
+            config=json.loads(masked(json.dumps(config.flat()))),
+            id=run_id,
+            resume="allow" if run_id else None,
+            allow_val_change=True if run_id else None,
+        )
         try:
-            self._run = wandb.init(
-                project=keys.wandb_project,
-                group=keys.wandb_group,
-                name=keys.wandb_run_name,
-                entity=keys.wandb_team,
-                config=json.loads(masked(json.dumps(config.flat()))),
-                settings=wandb.Settings(base_url=keys.wandb_host) if keys.wandb_host else None,
-                id=run_id,
-                resume="allow" if run_id else None,
-                allow_val_change=True if run_id else None,
-            )
+            self._run = begin(settings=wandb.Settings(init_timeout=WANDB_SECONDS, **host))
         except wandb.errors.Error as error:
-            other = f", or delete {self._path} to start another run" if run_id else ""
-            raise ConfigError(f"use_wandb: {error}; log in, or set WANDB_MODE=offline{other}") from error
+            # A server that is away is not the user's fault, and a run that trained yesterday must not stop for it.
+            if not (resumed or isinstance(error, wandb.errors.CommError)):
+                raise ConfigError(
+                    f"use_wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
+                ) from error
+            self._run = begin(mode="offline", settings=wandb.Settings(**host))
+            logger.warning("use_wandb: %s; this launch is kept on disk: send it later with `%s`", error, self._sync())
 
     def report(self, step: int, figures: Figures) -> None:
         if step <= self._sent:
             return
         self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._path, json.dumps({"id": self._run.id, "step": step}), durable=False)  # at every report
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
-            ) from error
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._path, json.dumps({"id": self._run.id, "step": step}), durable=False)  # at every report
 
     def close(self) -> None:
-        self._run.finish()
+        finishing = threading.Thread(target=self._run.finish, name="wandb", daemon=True)
+        finishing.start()
+        finishing.join(WANDB_SECONDS)
+        if finishing.is_alive():
+            logger.warning("use_wandb: not everything is sent yet; send it later with `%s`", self._sync())
+
+    def _sync(self) -> str:
+        """The command that sends what is on disk."""
+        return f"wandb sync {self._run.settings.sync_dir}"
 
     def _read(self) -> tuple[str, int]:
         try:

@@ -17,6 +17,7 @@ from megatron_coca.config import BatchSizes, Config, RunStage, stage_at
 from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
+from megatron_coca.program import InputError
 from megatron_coca.training import launch, saving
 from megatron_coca.training.collectives import FolderLock, from_main, require_writable
 from megatron_coca.training.corpus import (
@@ -30,10 +31,10 @@ from megatron_coca.training.corpus import (
 )
 from megatron_coca.training.engine import Engine, HeldOutLoss, build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Stopped, Unsaved
 from megatron_coca.training.initial_model import initial_model
 from megatron_coca.training.loss_guard import LossGuard
-from megatron_coca.training.monitor import Monitor
+from megatron_coca.training.monitor import IntervalMean, Monitor
 from megatron_coca.training.neox_resume import starts_from_neox, take_over
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
@@ -70,30 +71,42 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
         keep_freed_memory()
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
     # Signals end the process as usual until there is something to save: other ranks may never join.
-    dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout)
+    peers = dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout, watch=True)
+    orderly = False
     try:
         set_up_logging(dist.is_main())
         chosen = [choose_backends(stage.config, dist.local_device()) for stage in config.run_stages()]
         backends = ", ".join(dict.fromkeys(name for names in chosen for name in names.values()))
         logger.info(launch.describe_devices(config, dist.world_size(), backends))
+        if (note := launch.unused_gpus(config, dist.world_size())) is not None:
+            logger.warning(note)
         if without_effect:
             logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
         if (note := config.model.narrow_mlp) is not None:
             logger.warning(note)
         config, remotes = use_local_folders(config)
+        lock = FolderLock(config.checkpoint.save)
+        config = lock.choose_log_dir(config)
         watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
         answer = "stopping after this step, with a checkpoint if `save` is set; a second Ctrl-C ends the run at once"
-        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog:
+        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog, lock:
             remotes.attend(watchdog.beat, lambda: preemption.requested is not None)
-            _train(config, remotes, preemption, watchdog)
+            _train(config, lock, remotes, preemption, watchdog)
+        orderly = True
     except Exception as error:
+        orderly = isinstance(error, Stopped)
+        if not isinstance(error, Stopped | InputError):
+            peers.explain(error)
         error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
         raise
     finally:
         dist.shut_down()
+        peers.leave(orderly)
 
 
-def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog) -> None:
+def _train(
+    config: Config, lock: FolderLock, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog
+) -> None:
     """Open the data, choose the checkpoint to resume from, and train the stages that are left."""
     topology = Topology.of(config.parallel, dist.world_size())
     if config.schedule.train_epochs is not None:
@@ -101,35 +114,37 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
     for stage in config.run_stages():
         stage.config.batch.resolve(topology.data)
     keys = config.checkpoint
-    with FolderLock(keys.save) as lock:
-        lock.take()  # if it exists, so that no other run changes it after it is read
-        remotes.prepare()
-        folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
-        stages = open_stages(config, topology)
-        _check_corpora([opened.corpus for opened in stages])
-        if not folders and starts_from_neox(keys):
-            require_writable(stages[0].corpus.config)
-            lock.take()
-            folders = [Path(from_main(lambda: str(take_over(stages))))]
-        chosen, number = first_valid(folders, watchdog.beat), 0
-        if chosen.folder is not None:
-            meta = native.read_meta(chosen.folder, resumable=True)
-            number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
-            refuse_other_run(chosen.folder, stages[number].corpus, stages[number].shared)
-            # A validation that was postponed at a border belongs to the stage that ends there.
-            finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
-            number += finished and number + 1 < len(stages)
-        require_writable(stages[number].corpus.config)
-        lock.take()  # if it was just made
-        watchdog.beat("data and checkpoint are checked")
-        quarantine_newer(keys, chosen)
+    lock.take()  # if it exists, so that no other run changes it after it is read
+    remotes.prepare()
+    folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
+    stages = open_stages(config, topology)
+    _check_corpora([opened.corpus for opened in stages])
+    if not folders and starts_from_neox(keys):
+        require_writable(stages[0].corpus.config)
+        lock.take()
+        folders = [Path(from_main(lambda: str(take_over(stages))))]
+    chosen, number = first_valid(folders, watchdog.beat), 0
+    if chosen.folder is not None:
+        meta = native.read_meta(chosen.folder, resumable=True)
+        number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
+        refuse_other_run(chosen.folder, stages[number].corpus, stages[number].shared)
+        # A validation that was postponed at a border belongs to the stage that ends there.
+        finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
+        number += finished and number + 1 < len(stages)
+    require_writable(stages[number].corpus.config)
+    lock.take()  # if it was just made
+    lock.take_figures(stages[number].corpus.config)
+    watchdog.beat("data and checkpoint are checked")
+    quarantine_newer(keys, chosen)
 
-        folder = chosen.folder
-        for opened in stages[number:]:
-            step = _train_stage(opened, topology, folder, remotes, preemption, watchdog)
-            if step < opened.stage.last or step == config.logging.exit_interval:
-                break
-            folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
+    folder = chosen.folder
+    start = 0 if folder is None else int(native.read_meta(folder)["step"])
+    leave = config.logging.last_step(start, stages[-1].stage.last)
+    for opened in stages[number:]:
+        step = _train_stage(opened, topology, folder, remotes, preemption, watchdog)
+        if step < opened.stage.last or step == leave:
+            break
+        folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
 
 
 def _check_corpora(corpora: Sequence[Corpus]) -> None:
@@ -138,6 +153,8 @@ def _check_corpora(corpora: Sequence[Corpus]) -> None:
     if dist.is_main() and unverified:
         names = ", ".join(unverified)
         logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
+    for line in dict.fromkeys(line for corpus in corpora for line in corpus.left_out) if dist.is_main() else ():
+        logger.warning(line)
     for note, absent in {validation_note(corpus): corpus.valid is None for corpus in corpora}.items():
         if note is not None:
             logger.log(logging.WARNING if absent else logging.INFO, note)
@@ -250,7 +267,8 @@ class Trainer:
         self._layout = (sizes.total, sizes.micro, topology.coordinates(dist.rank()).data, topology.data)
         self._preemption, self._watchdog = preemption, watchdog
         self._guard, self._skipped, self._unvalidated = LossGuard(self._config.faults), 0, False
-        self.step = self._saved = 0
+        self._losses = IntervalMean(self._config.logging.log_interval)
+        self.step, self._saved = 0, -1 if is_due(0, self._config.checkpoint) else 0
 
     def restore(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`.
@@ -271,9 +289,11 @@ class Trainer:
         self._saved = self.step
         # Losses at another length or on other data are no measure of a spike.
         self._guard.restore(progress["guard"] | ({"losses": [], "norms": []} if begins else {}))
+        self._losses.restore(progress.get("losses", ()))
         # The checkpoint was written before its validation, which a later launch may have made up for.
         postponed = bool(progress.get("unvalidated", False))
-        self._unvalidated = postponed and not from_main(lambda: is_validated(run_folder(self._config), self.step))
+        folder, run = run_folder(self._config), self._checkpoints.run
+        self._unvalidated = postponed and not from_main(lambda: is_validated(folder, self.step, run))
 
     def run(self) -> None:
         """Train to the last step of the stage or of this launch, and save.
@@ -282,18 +302,19 @@ class Trainer:
             Stopped: by a signal or by the loss guard, after saving what is valid.
             CheckpointError: a checkpoint could not be written.
         """
-        exit_interval = self._config.logging.exit_interval
-        last = min(self._stage.last, exit_interval or self._stage.last)
+        last = self._config.logging.last_step(self.step, self._stage.last)
         tokens = self._sizes.total * self._config.model.seq_length
         if self.step >= last and not self._unvalidated:
-            logger.info(
-                "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
-            )
+            logger.info("nothing to do: step %d is reached already (train_iters is %d)", self.step, last)
         if self.step < last or self._unvalidated:
-            monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
+            monitor = Monitor(
+                self._config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped, self._checkpoints.run
+            )
             if self.step == self._stage.first > 0:
                 monitor.note(self.step, f"stage begins: {self._stage.text}")
             try:
+                if self.step == 0:
+                    self._save()  # if extra_save_iters has 0
                 with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
                     if self._unvalidated:  # due when the run was stopped
                         self._validate_and_save(monitor)
@@ -319,7 +340,8 @@ class Trainer:
 
         self.step, self._skipped = self.step + 1, self._skipped + result.skipped
         self._watchdog.beat(f"step {self.step}")
-        figures = {"loss": result.loss if result.labels else None, "grad_norm": result.grad_norm, "lr": rate}
+        loss = self._losses.add(self.step, result.loss if result.labels else None, result.skipped)
+        figures = {"loss": loss, "grad_norm": result.grad_norm, "lr": rate}
         if self._engine.loss_scale is not None:
             figures["loss_scale"] = self._engine.loss_scale
         monitor.stepped(self.step, figures, result.skipped)
@@ -395,6 +417,7 @@ class Trainer:
         self._watchdog.beat(f"saving step {self.step}")
         progress = {
             "guard": self._guard.state(),
+            "losses": self._losses.state(),
             "skipped": self._skipped,
             "unvalidated": self._unvalidated,
         }

@@ -43,6 +43,7 @@ POINTS: dict[str, Point] = {
     "step": Point("megatron_coca.training.trainer", "Trainer._train_step"),
     "stage done": Point("megatron_coca.model.stages", "Stage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),
+    "background group": Point(SAVING, "Checkpoints.__init__"),
     "restore": Point(SAVING, "Checkpoints.restore"),
     "snapshot": Point(SAVING, "Checkpoints._snapshot", after=True),
     "save begun": Point(NATIVE, "begin", after=True),

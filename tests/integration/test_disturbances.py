@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import native
+from megatron_coca.training.engine.peers import GRACE
 from tests.integration.hooks import HOOKED, Hook
 from tests.integration.killing import left_alive
 
@@ -52,6 +54,22 @@ def test_a_rank_that_dies_ends_the_run(
     assert "stopping the others" in finished.output and not left_alive(tmp_path)
     newest = native.steps(tmp_path)[-1]
     native.verify(native.step_folder(tmp_path, newest))
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"), [("background group", 1), ("background group", 0), ("own files", 1), ("backward", 0)]
+)
+@pytest.mark.slow
+def test_a_lost_rank_ends_the_other_without_a_launcher(point: str, victim: int, server: Any, tmp_path: Path) -> None:
+    """A group that is being made waits for the lost rank for a day, and other collectives for 40 minutes."""
+    keys = PAIR | {"save": str(tmp_path), "checkpoint_factor": 2}
+    launch = server.start(keys, 2, [Hook(point, "kill", [1], [victim])])
+    begin, statuses = time.monotonic(), launch.end()
+    assert statuses == ([-9, 1] if victim == 0 else [1, -9]), launch.output()
+    assert time.monotonic() - begin < GRACE + PROMPT
+    assert f"rank {victim} on {socket.gethostname()} had ended before" in launch.output() or (
+        f"rank {victim} on {socket.gethostname()} has ended, and this process still waits for it" in launch.output()
+    )
 
 
 @pytest.mark.parametrize(

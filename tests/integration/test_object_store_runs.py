@@ -172,7 +172,7 @@ def test_a_run_that_is_preempted_during_an_outage_does_not_wait_for_it(train: Tr
     url = "s3://bucket/preempted"
     keys = {"save": url, "checkpoint_cache": str(tmp_path), "object_store_timeout": 1e4}
     assert "step 5 is saved" in train(keys, [AWAY, Hook("step", "terminate twice", [5])], expected=75).output
-    train(keys | {"exit_interval": 5})
+    train(keys | {"train_iters": 5})
     assert RemoteFolder(url).steps() == [2, 4, 5]
 
 

@@ -40,7 +40,7 @@ def keys(**values: Any) -> CheckpointConfig:
 
 
 def due(**values: Any) -> list[int]:
-    return [step for step in range(1, 101) if is_due(step, keys(**values))]
+    return [step for step in range(101) if is_due(step, keys(**values))]
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,24 @@ def due(**values: Any) -> list[int]:
         ({"checkpoint_factor": 2, "checkpoint_scale": "log"}, [1, 2, 4, 8, 16, 32, 64]),
         ({"checkpoint_factor": 50, "extra_save_iters": [7, 50]}, [7, 50, 100]),
         ({"extra_save_iters": [7, 3]}, [3, 7]),
+        ({"checkpoint_factor": 50.0, "extra_save_iters": [0]}, [0, 50, 100]),
+        ({"checkpoint_factor": 1.5, "checkpoint_scale": "log"}, [1, 2, 3, 5, 7, 11, 17, 25, 38, 57, 86]),
     ],
 )
 def test_is_due(values: dict[str, Any], expected: list[int]) -> None:
     assert due(**values) == expected
+
+
+@pytest.mark.parametrize("factor", [1.01, 1.3, 2**0.5, 2.0, 7.7, 100])
+def test_a_logarithmic_scale_saves_where_gpt_neox_does(factor: float) -> None:
+    """It multiplies a power until that passes the step, and compares the whole part."""
+    powers, power = set(), 1.0
+    while power < 1e6:
+        powers.add(int(power))
+        power *= factor
+    chosen = keys(checkpoint_factor=factor, checkpoint_scale="log")
+    steps = {*range(1, 3000), *powers, *(step + 1 for step in powers)}
+    assert {step for step in steps if is_due(step, chosen)} == {step for step in powers if step < 1e6}
 
 
 def checkpoint(root: Path, step: int, config: Config | None = None, meta: dict[str, Any] | None = None) -> Path:
@@ -241,6 +255,42 @@ def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
     with FolderLock(str(tmp_path)) as one, FolderLock(None) as none:
         one.take()
         none.take()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("key", ["log_dir", "tensorboard_dir"])
+def test_figures_of_two_runs_do_not_share_a_folder(opened: Corpus, tmp_path: Path, key: str) -> None:
+    """The second would set aside, or hide, those of the first."""
+    saves = [str(tmp_path / name) for name in "ab"]
+    one, other = (changed(opened, save=save, **{key: str(tmp_path / "logs")}).config for save in saves)
+    with FolderLock(saves[0]) as first, FolderLock(saves[1]) as second:
+        first.take_figures(one)
+        with pytest.raises(
+            CheckpointError, match=rf"{key}: .*logs: another run writes its .*; name another, as {key}="
+        ):
+            second.take_figures(other)
+    with FolderLock(saves[1]) as second:  # when the first has ended
+        second.take_figures(other)
+        second.take_figures(other)
+
+
+@pytest.mark.usefixtures("alone")
+def test_runs_without_a_folder_get_their_own(
+    opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    config = changed(opened, save=None).config
+    with FolderLock(None) as first, FolderLock(None) as second, FolderLock(None) as third:
+        assert first.choose_log_dir(config) == config
+        chosen = [lock.choose_log_dir(config) for lock in (second, third)]
+        assert [each.logging.log_dir for each in chosen] == ["runs/unsaved_2", "runs/unsaved_3"]
+        second.take_figures(chosen[0])
+        assert "the figures of this one go to runs/unsaved_2" in caplog.text
+        saved = changed(opened, save="elsewhere").config
+        assert third.choose_log_dir(saved) is saved
+    with FolderLock(None) as again:
+        assert again.choose_log_dir(config) == config
 
 
 @pytest.mark.usefixtures("alone")

@@ -277,7 +277,11 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("min_lr: .nan", "min_lr: expected a finite number, got nan"),
         (
             "checkpoint_factor: 1\ncheckpoint_scale: log",
-            "checkpoint_factor: must be at least 2 with `checkpoint_scale: log`",
+            "checkpoint_factor: must be above 1 with `checkpoint_scale: log`",
+        ),
+        (
+            "checkpoint_factor: 1.5",
+            "checkpoint_factor: must be a whole number of steps with `checkpoint_scale: linear`",
         ),
         ('save: ""', "save: expected a path, got ''"),
         ('load: ""', "load: expected a path, got ''"),

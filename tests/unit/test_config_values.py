@@ -4,9 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca import methods
+from megatron_coca.commands.train import parser
 from megatron_coca.config import Config, ConfigError, FaultConfig, load_config
-from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES, is_inert
-from megatron_coca.config.schema import KEYS
+from megatron_coca.config.load import literal_values
+from megatron_coca.config.neox_keys import (
+    ALIASES,
+    DIFFERENT,
+    INERT,
+    SAME,
+    UNSUPPORTED,
+    UNSUPPORTED_CHOICES,
+    is_inert,
+)
+from megatron_coca.config.schema import GROUPS, KEYS
+from megatron_coca.config.source import yaml_value
+from megatron_coca.evaluation.options import label_and_path
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -178,12 +191,52 @@ def test_optimizer_names_are_normalised(name: str) -> None:
     assert make(optimizer={"type": name}).optimizer.type == "Adam"
 
 
+def choices() -> list[tuple[str, str]]:
+    """Every key of choices with each of them."""
+    return [
+        (key, choice)
+        for key, place in KEYS.items()
+        for choice in literal_values(GROUPS[place.group].model_fields[place.field].annotation)
+        if isinstance(choice, str)
+    ]
+
+
+def test_no_choice_needs_quotes() -> None:
+    """YAML 1.1 reads `off`, `on`, `yes` and `no` as booleans, and others as numbers or dates."""
+    read_otherwise = [(key, choice) for key, choice in choices() if yaml_value(choice) != choice]
+    assert ("loss_spike_policy", "off") in read_otherwise
+    for key, choice in read_otherwise:
+        assert load_config([SHAPE], [f"{key}={choice}"]).flat()[key] == choice
+    options = [option for table in methods.TABLES.values() for each in table.values() for option in each.options]
+    assert all(yaml_value(choice) == choice for option in options for choice in option.choices)
+
+
+@pytest.mark.parametrize("key", ["save", "load", "log_dir", "vocab_file", "data_path", "checkpoint_cache", "data_root"])
+def test_a_tilde_is_the_home_folder(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert make(**{key: "~/x/y"}).flat()[key] == "/home/me/x/y"
+    assert make(**{key: "x~/y"}).flat()[key] == "x~/y"
+
+
+def test_a_tilde_in_lists_and_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yml").write_text("train_data_paths: [~/a]\nvalid_data_paths: [~/b]\ntest_data_paths: []\n")
+    data = load_config(["~/run.yml"], SHAPE).data
+    options = parser().parse_args(["~/run.yml", "save=x", "--hostfile", "~/hosts"])
+    assert (options.inputs, options.hostfile) == ([f"{tmp_path}/run.yml", "save=x"], f"{tmp_path}/hosts")
+    assert label_and_path("CoCA=~/runs/coca") == ("CoCA", f"{tmp_path}/runs/coca")
+    assert (data.train_data_paths, data.valid_data_paths) == ([f"{tmp_path}/a"], [f"{tmp_path}/b"])
+
+
 def test_every_key_of_gpt_neox_has_one_meaning() -> None:
     """GPT-NeoX has 318 keys, of which `optimizer` holds four of ours."""
     tables = [set(KEYS) - OURS, set(INERT) - EARLIER, set(ALIASES), set(UNSUPPORTED) - EARLIER, {"optimizer"}]
     assert len(set().union(*tables)) == sum(len(table) for table in tables) == 318
     assert set(KEYS) >= OURS
     assert set(UNSUPPORTED_CHOICES) <= set(KEYS)
+    compared = (set(KEYS) - OURS) | set(ALIASES) | {"optimizer"}
+    assert not SAME & set(DIFFERENT) and compared == SAME | set(DIFFERENT), compared ^ (SAME | set(DIFFERENT))
+    assert all(isinstance(words, str) and len(words) > 10 for words in DIFFERENT.values())
 
 
 def test_gpt_neox_defaults_of_absent_features_are_accepted() -> None:

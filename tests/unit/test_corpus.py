@@ -63,6 +63,40 @@ def test_a_split_divides_the_documents_without_overlap(tmp_path: Path) -> None:
     assert split_shard(Shard(tmp_path / "s"), (1, 0, 0))[1:] == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("documents", "shares", "sizes"),
+    [
+        (100, (1, 1, 1), [34, 33, 33]),
+        (11, (1, 1, 1), [3, 4, 4]),
+        (10, (969, 30, 1), [10, 0, 0]),
+        (3, (0, 1, 1), [0, 1, 2]),
+    ],
+)
+def test_a_split_rounds_as_gpt_neox_does(
+    tmp_path: Path, documents: int, shares: tuple[int, ...], sizes: list[int]
+) -> None:
+    """Each share is rounded, and the first has what is over."""
+    parts = split_shard(Shard(write_shard(tmp_path / "s", documents)), shares)
+    assert [part.documents if part else 0 for part in parts] == sizes
+
+
+def test_a_short_shard_of_validation_is_left_out(tmp_path: Path) -> None:
+    train, short = write_shard(tmp_path / "s"), write_shard(tmp_path / "short", documents=1, length=4)
+    keys = paths(train, train, train) | {"valid_data_paths": [str(short), str(train)], "valid_data_weights": [1, 3]}
+    corpus = open_corpus(config(**keys))
+    assert corpus.valid is not None and [shard.name for shard in corpus.valid.shards] == [str(train)]
+    assert corpus.left_out == (
+        f"validation leaves out {short}: 4 tokens do not fill a sample of seq_length + 1 = 5; leave the shard out, "
+        "join it with another one, or set a smaller seq_length",
+    )
+    corpus = open_corpus(config(**keys | {"valid_data_paths": [str(short)], "valid_data_weights": [1]}))
+    assert corpus.valid is None and "no validation loss will be reported: no shard holds" in (
+        validation_note(corpus) or ""
+    )
+    with pytest.raises(DataError, match="short: 4 tokens do not fill a sample"):
+        open_corpus(config(**paths(short, train, train)))
+
+
 def test_data_path_trains_and_validates_on_its_split(tmp_path: Path) -> None:
     corpus = open_corpus(config(data_path=str(write_shard(tmp_path / "s")), split="8,2,0"))
     assert corpus.valid is not None

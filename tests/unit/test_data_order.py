@@ -123,6 +123,32 @@ def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str
     assert [told.startswith(message) for told in done.stdout.splitlines()] == [True] * 3
 
 
+MANY = """
+import sys
+from megatron_coca.data import DataError, Shard
+from megatron_coca.program import allow_open_files
+allow_open_files()
+try:
+    shards = [Shard(sys.argv[1]) for _ in range(512)]
+    print(len(shards), int(shards[-1].tokens(0, 1)[0]))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [("-Sn 256", "512 7"), ("-n 256", "too many open files; raise the limit of this shell with `ulimit -n 65536`")],
+)
+def test_512_shards_under_a_small_limit_of_open_files(tmp_path: Path, limit: str, said: str) -> None:
+    """The soft limit is raised; of the hard one an error says how."""
+    prefix = tmp_path / "s"
+    make_shard(prefix, [40], first=7)
+    command = ["bash", "-c", f'ulimit {limit}; exec "$@"', "-", sys.executable, "-c", MANY, str(prefix)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert said in finished.stdout
+
+
 def test_missing_shard_and_positions_outside_are_errors(tmp_path: Path, shards: list[Shard]) -> None:
     with pytest.raises(DataError, match=r"none\.bin: no such file"):
         Shard(tmp_path / "none")
@@ -212,7 +238,6 @@ def test_order_depends_on_seed_only(shards: list[Shard]) -> None:
         ([1.0], 16, "one weight per shard"),
         ([1.0, 0.0], 16, "must be positive"),
         ([1.0, float("nan")], 16, "must be positive"),
-        ([1.0, 1e-9], 16, "code: its weight is below 1/65536"),
         ([1.0, 1.0], 933, r"code: 933 tokens do not fill a sample of seq_length \+ 1 = 934"),
         ([1.0, 1.0], 0, "seq_length must be at least 1"),
     ],
@@ -222,6 +247,20 @@ def test_impossible_blends_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         Blend(shards, weights, seq_length, seed=0)
+
+
+@pytest.mark.parametrize("weight", [1e-6, 5e-6, 1e-9])
+def test_a_rare_source_is_read_as_often_as_its_weight_says(shards: list[Shard], weight: float) -> None:
+    blend, alone = Blend(shards, [1.0, weight], 16, seed=0), Blend(shards[:1], [1.0], 16, seed=0)
+    samples = 40 * 65536
+    source, running = blend.locate(np.arange(samples, dtype=np.int64))
+    taken = int(samples * weight / (1 + weight))
+    assert np.flatnonzero(source == 1).size == taken and running[source == 1].tolist() == list(range(taken))
+    for some in (samples, 12345, 65536 * 7 + 40000):
+        counts = [share.samples for share in blend.mixture(some)]
+        assert counts == [int((source[:some] == number).sum()) for number in (0, 1)]
+    same = source == 0
+    assert np.array_equal(running[same], alone.locate(np.arange(samples, dtype=np.int64))[1][same])
 
 
 def read_step(blend: Blend, step: int, micro: int, world: int) -> list[np.ndarray]:

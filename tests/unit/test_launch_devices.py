@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.training.launch import check_devices, describe_devices, environment
+from megatron_coca.training.launch import check_devices, describe_devices, environment, unused_gpus
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64}
 RANK = {"LOCAL_RANK": "0"}
@@ -86,3 +86,17 @@ def test_the_line_names_devices_dtype_and_backend(no_gpu: None, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     line = describe_devices(configured(precision="bfloat16"), 8, "merge")
     assert line == "device: 8 x NVIDIA H100 (nccl), bf16, attention backend merge"
+
+
+@pytest.mark.parametrize(
+    ("found", "world_size", "keys", "warned"), [(8, 1, {}, True), (1, 1, {}, False), (8, 8, {}, False)]
+)
+def test_gpus_that_no_process_takes_are_told(
+    monkeypatch: pytest.MonkeyPatch, found: int, world_size: int, keys: dict[str, Any], warned: bool
+) -> None:
+    """GPT-NeoX would take all of them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    note = unused_gpus(configured(**keys), world_size)
+    assert (note is not None) == warned and (note is None or "set num_gpus=8" in note)
+    assert unused_gpus(configured(num_gpus=1), 1) is None

@@ -10,7 +10,7 @@ import torch
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
-from megatron_coca.training.monitor import Monitor
+from megatron_coca.training.monitor import IntervalMean, Monitor
 from megatron_coca.training.sinks import METRICS
 from tests.figures import TIMINGS
 
@@ -92,6 +92,33 @@ def test_reports_at_the_interval_and_at_the_last_step(
     monitor.close()
     assert [line["step"] for line in lines(tmp_path)] == steps
     assert [line["loss"] for line in lines(tmp_path)] == pytest.approx([4.0 / step for step in steps])
+
+
+def test_the_loss_of_a_report_is_the_mean_of_its_interval() -> None:
+    """As in GPT-NeoX: over the steps that changed weights. Also where a run is resumed within the interval."""
+    losses, skipped = [4.0, 2.0, math.nan, 3.0, 1.0, 8.0], [False, False, True, False, False, False]
+    whole, resumed = IntervalMean(4), IntervalMean(4)
+    means = [
+        whole.add(step, loss, skip) for step, (loss, skip) in enumerate(zip(losses, skipped, strict=True), start=1)
+    ]
+    assert means == [4.0, 3.0, 3.0, 3.0, 1.0, 4.5]
+    for step in (1, 2):
+        resumed.add(step, losses[step - 1], False)
+    other = IntervalMean(4)
+    other.restore(json.loads(json.dumps(resumed.state())))
+    assert other.add(3, math.nan, True) == 3.0 and other.add(4, 3.0, False) == means[3]
+    assert math.isnan(IntervalMean(4).add(1, math.nan, True)), "the loss itself, if no step has counted"
+    assert IntervalMean(1).add(7, 2.5, False) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("interval", "start", "last"), [(None, 0, 10), (3, 0, 3), (3, 3, 6), (3, 4, 6), (3, 9, 10), (20, 0, 10)]
+)
+def test_a_launch_ends_at_the_next_multiple_of_exit_interval(
+    tmp_path: Path, interval: int | None, start: int, last: int
+) -> None:
+    """So that every job of a chain trains, as in GPT-NeoX."""
+    assert configured(tmp_path, exit_interval=interval).logging.last_step(start, 10) == last
 
 
 def test_no_peak_no_mfu(tmp_path: Path) -> None:

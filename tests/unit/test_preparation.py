@@ -453,17 +453,23 @@ def test_what_exists_is_kept(tmp_path: Path, corpus: list[CorpusSource]) -> None
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("full", "kept"),
+    [
+        ((ShardWriter, "finish"), r"[1-9] blocks are kept in .*out\.blocks"),
+        ((blocks.Blocks, "_write"), "no block is kept"),
+    ],
+)
+def test_a_full_disk_says_what_is_kept(
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch, full: tuple[type, str], kept: str
+) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
 
-    def no_space(self: ShardWriter) -> None:
+    def no_space(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with (
-        monkeypatch.context() as patched,
-        pytest.raises(DataError, match=r"No space left.*The work so far is kept in .*out\.blocks"),
-    ):
-        patched.setattr(ShardWriter, "finish", no_space)
+    with monkeypatch.context() as patched, pytest.raises(DataError, match=rf"No space left.*free some space.*; {kept}"):
+        patched.setattr(*full, no_space)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert not (tmp_path / "out").exists()
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)

@@ -7,7 +7,7 @@ import yaml
 
 from megatron_coca.data import DataError
 from megatron_coca.data.preparation.preparation_plan import Rules, shard_name
-from megatron_coca.data.preparation.recipe import read_recipe
+from megatron_coca.data.preparation.recipe import read_recipe, resolve_recipe
 from megatron_coca.data.readers.source import Filters
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
@@ -107,3 +107,26 @@ def test_shipped_recipes_go_with_their_run_configurations(path: Path, tmp_path: 
         assert keys[f"{split}_data_paths"] == [f"{recipe.output}/{name}" for name in names]
         assert keys[f"{split}_data_weights"] == [source.weight for source in sources]
     assert sum(keys["train_data_weights"]) == pytest.approx(1) and keys["train_data_weights"][-1] == 0.25
+
+
+def test_a_tilde_is_the_home_folder_and_brackets_of_a_path_are_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    root = tmp_path / "my [corpus]"
+    (root / "a [1]").mkdir(parents=True)
+    for name in ("a [1]/x [2].txt", "a [1]/y.txt", "b1.txt", "b2.txt"):
+        (root / name).write_text("text")
+    values = {
+        "root": "~/my [corpus]",
+        "output": "~/out",
+        "tokenizer_type": "CharLevelTokenizer",
+        "sources": {
+            "one": {"paths": ["a [1]/x [2].txt", "b[12].txt"]},
+            "two": {"paths": ["a [1]", "~/my [corpus]/b1.txt"]},
+        },
+    }
+    recipe = resolve_recipe(values, "r.yml")
+    found = [[str(Path(path).relative_to(root)) for path in source.spec.paths] for source in recipe.sources]
+    assert found == [["a [1]/x [2].txt", "b1.txt", "b2.txt"], ["a [1]", "b1.txt"]]
+    assert recipe.output == f"{tmp_path}/out"

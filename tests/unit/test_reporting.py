@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from megatron_coca.training.sinks import (
     Console,
     JsonLines,
     Sink,
+    Unneeded,
+    is_validated,
     open_sinks,
     shown,
 )
@@ -124,10 +127,39 @@ def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path, 0)
-    sink._file = Path("/dev/full").open("w")  # noqa: SIM115
+    sink._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
     with pytest.raises(CheckpointError, match=r"metrics.jsonl: cannot be written .*No space left"):
         sink.report(1, {"loss": 1.0})
     sink.close()
+
+
+def test_lines_wait_while_the_disk_of_the_logs_is_full(tmp_path: Path, warnings: Any) -> None:
+    """The checkpoints are elsewhere: training goes on, and nothing is lost once there is space."""
+    sink = JsonLines(tmp_path, 0, may_fail=True)
+    sink.report(1, {"loss": 1.0})
+    own = sink._file
+    with Path("/dev/full").open("wb", buffering=0) as sink._file:
+        sink.report(2, {"loss": 2.0})
+        sink.note(2, "odd")
+    sink._file = own
+    assert warnings.text.count("log_dir: ") == 1 and "No space left" in warnings.text
+    sink.report(3, {"loss": 3.0})
+    sink.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
+
+
+def test_another_run_in_the_same_folder_is_not_continued(tmp_path: Path) -> None:
+    """`log_dir` of GPT-NeoX's files is the same for every run."""
+    config = configured(save=str(tmp_path / "a"), log_dir=str(tmp_path / "logs"))
+    for run, start, stop in (("first", 0, 7), ("second", 0, 4), ("second", 4, 6), ("first", 7, 9)):
+        opened = open_sinks(config, start, run)
+        for step in range(start + 1, stop + 1):
+            report(opened, step, {"loss": float(step)})
+        close(opened)
+    assert [line["step"] for line in lines(tmp_path / "logs")] == [8, 9]
+    kept = [json.loads(line)["step"] for line in (tmp_path / "logs" / OLDER).read_text().splitlines()]
+    assert kept == [*range(1, 8), *range(1, 7)]
+    assert not is_validated(tmp_path / "logs", 9, "second")
 
 
 def test_what_json_has_no_word_for_is_null(tmp_path: Path) -> None:
@@ -293,11 +325,19 @@ class FakeWandB:
     class errors:  # noqa: N801
         class Error(Exception): ...
 
-    def __init__(self) -> None:
+        class CommError(Error): ...
+
+    Settings = SimpleNamespace
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
         self.inits: list[dict[str, Any]] = []
         self.logged: list[tuple[str, int]] = []
 
-    def init(self, **arguments: Any) -> "FakeWandB":
+    def init(self, mode: str | None = None, **arguments: Any) -> "FakeWandB":
+        self.settings = SimpleNamespace(sync_dir="wandb/offline-run-1")
+        if self.refusal is not None and mode != "offline":
+            raise self.refusal
         self.inits.append(arguments)
         self.id = arguments["id"] or f"run{len(self.inits)}"
         return self
@@ -315,6 +355,51 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
         report_all(config, start, stop)
     assert [(each["id"], each["resume"]) for each in fake.inits] == [(None, None), ("run1", "allow"), (None, None)]
     assert Counter(fake.logged) == Counter([("run1", step) for step in range(1, 11)] + [("run3", 1), ("run3", 2)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "stops"),
+    [("CommError", 0, False), ("CommError", 5, False), ("Error", 0, True), ("Error", 5, False)],
+)
+def test_a_server_that_is_away_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any, kind: str, start: int, stops: bool
+) -> None:
+    """Only a run that begins is told to log in; one that is resumed has trained with the same keys."""
+    fake = FakeWandB(getattr(FakeWandB.errors, kind)("it said no"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    config = configured(save=str(tmp_path), use_wandb=True)
+    if stops:
+        with pytest.raises(ConfigError, match="use_wandb: it said no; log in with `wandb login`"):
+            open_sinks(config, start)
+        return
+    report_all(config, start)
+    assert [step for _, step in fake.logged] == list(range(start + 1, 11))
+    assert (
+        "it said no; this launch is kept on disk: send it later with `wandb sync wandb/offline-run-1`" in warnings.text
+    )
+
+
+class Broken(Sink):
+    """A sink whose library fails."""
+
+    calls = 0
+
+    def report(self, step: int, figures: Any) -> None:
+        self.calls += 1
+        raise RuntimeError("the library failed")
+
+    def close(self) -> None:
+        raise AssertionError("it gets nothing more")
+
+
+def test_a_sink_that_fails_is_left_out(warnings: Any) -> None:
+    sink = Unneeded(broken := Broken(), "tensorboard_dir")
+    for step in (1, 2):
+        sink.report(step, {"loss": 1.0})
+    sink.close()
+    assert (
+        broken.calls == 1 and warnings.text.count("tensorboard_dir: failed (the library failed); training goes on") == 1
+    )
 
 
 def test_a_file_that_names_no_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

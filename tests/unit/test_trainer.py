@@ -110,6 +110,11 @@ def test_a_run_without_faults(run: Run, tmp_path: Path) -> None:
     assert native.steps(tmp_path / "run") == list(range(1, 11)) and events(tmp_path) == []
 
 
+def test_the_initial_weights_are_saved_on_request(run: Run, tmp_path: Path) -> None:
+    run(nan_at(), checkpoint_factor=None, extra_save_iters=[0, 4])
+    assert native.steps(tmp_path / "run") == [0, 4, 10]
+
+
 def test_a_skipped_step_changes_nothing(run: Run, tmp_path: Path) -> None:
     engine = run(nan_at(3, 4))
     assert engine.calls == 10 and float(engine.weight) == 8

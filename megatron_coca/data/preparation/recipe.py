@@ -12,6 +12,7 @@ sources:
 
 import difflib
 import glob
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -65,10 +66,14 @@ class _Source(_Strict):
             if self.reader == "huggingface":  # a folder, else a name at the hub
                 paths.append(path if Path(path).exists() else text)
                 continue
-            if not glob.has_magic(text):
+            if not glob.has_magic(text) or (not is_url(path) and Path(path).exists()):
                 paths.append(path)
                 continue
-            found = matching(str(path)) if is_url(path) else sorted(glob.glob(str(path), recursive=True))
+            if is_url(path):
+                found = matching(str(path))
+            else:  # brackets in the root are part of its name
+                pattern = os.path.join(glob.escape(os.path.expanduser(root)), os.path.expanduser(text))
+                found = sorted(glob.glob(pattern, recursive=True))
             if not found:
                 raise DataError(f"{path}: matches no file. Check the paths and the root of the recipe.")
             paths += found if is_url(path) else map(Path, found)
@@ -148,7 +153,7 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
     except ValidationError as error:
         raise DataError("\n".join(f"{place}: {_message(fault)}" for fault in error.errors())) from error
     base = recipe.root if root is None else root
-    beside = Path("." if is_url(base) else base)
+    beside = Path("." if is_url(base) else os.path.expanduser(base))
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
         raise DataError(f"{place}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
     kind, files = recipe.tokenizer_type, {name: getattr(recipe, name) for name in ("vocab_file", "merge_file")}
@@ -162,17 +167,19 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
         raise DataError(f"{place}: start_token has no effect on chats; put it into their template.")
     tokenizer: dict[str, Any] | None = None
     if kind is not None:
-        tokenizer = {name: None if file is None else str(beside / file) for name, file in files.items()}
+        tokenizer = {
+            name: None if file is None else str(beside / os.path.expanduser(file)) for name, file in files.items()
+        }
         tokenizer |= {"tokenizer_type": kind} | ({} if recipe.end_token is None else {"eod": recipe.end_token})
     return Recipe(
         sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
         rules=Rules(recipe.valid_fraction, recipe.test_fraction, accept_tokenizer=recipe.accept_tokenizer),
-        output=recipe.output,
+        output=None if recipe.output is None else os.path.expanduser(recipe.output),
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,
         start_token=recipe.start_token,
         chat_time=None if recipe.chat_time is None else recipe.chat_time.isoformat(),
-        chat_template=None if recipe.chat_template is None else beside / recipe.chat_template,
+        chat_template=None if recipe.chat_template is None else beside / os.path.expanduser(recipe.chat_template),
     )
 
 

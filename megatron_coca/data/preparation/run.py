@@ -120,9 +120,16 @@ def _work_is_kept(output: Path) -> Iterator[None]:
         yield
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or error
+        blocks = blocks_folder(output)
+        made = len(list(blocks.glob("*.block")))
+        so_far = (
+            f"{made} blocks are kept in {blocks}, and the same command goes on with them"
+            if made
+            else "no block is kept"
+        )
         raise DataError(
-            f"{output}: cannot be written ({reason}). The work so far is kept in {blocks_folder(output)}: free some "
-            "space and run the same command again, or remove it and choose another folder."
+            f"{output}: cannot be written ({reason}); free some space and run the same command again, or choose "
+            f"another folder; {so_far}"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Inputs on object stores: s3://, gs:// and the other file systems of fsspec."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ def joined(root: Path | str, text: str) -> Path | str:
     """A path below `root`, of which either may be a URL."""
     if is_url(text):
         return text
-    return f"{str(root).rstrip('/')}/{text}" if is_url(root) else Path(root) / text
+    text = os.path.expanduser(text)
+    return f"{str(root).rstrip('/')}/{text}" if is_url(root) else Path(os.path.expanduser(root)) / text
 
 
 def matching(url: str) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_coca.config import ConfigError
 from megatron_coca.training.engine import deepspeed_internals as internals
+from megatron_coca.training.engine.peers import Peers
 from megatron_coca.training.exit_status import NotJoined
 
 LOOPBACK = "127.0.0.1"
@@ -125,12 +126,14 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
     return dist.TCPStore(address, port, rendezvous.world_size, is_master=False, timeout=timeout)
 
 
-def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) -> None:
+def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, watch: bool = False) -> Peers:
     """Join the process group of the environment, as launchers set it and `launch.complete_environment` completes it.
+    Returns what notices the loss of another rank.
 
     Args:
         timeout: seconds after which a collective fails, None for DeepSpeed's default.
         join_timeout: seconds to wait for all processes.
+        watch: notice the loss of another rank; then every rank must call `leave` of the result at its end.
 
     Raises:
         NotJoined, ConfigError: as `join`.
@@ -140,7 +143,9 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) 
     variables, agent = os.environ, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     rendezvous = Rendezvous(rank, world_size, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), agent)
-    store = join(rendezvous, join_timeout)
+    store, peers = join(rendezvous, join_timeout), Peers(rank)
+    if watch and world_size > 1:
+        peers.join(store, rendezvous.address, rendezvous.address == LOOPBACK)
     limit = internals.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
     store.set_timeout(limit)
     cuda = torch.cuda.is_available()
@@ -155,6 +160,7 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) 
         device_id=torch.device(local_device()) if cuda and world_size > 1 else None,
     )
     deepspeed.init_distributed(backend, verbose=False)
+    return peers
 
 
 _host_groups: list[dist.ProcessGroup] = []

@@ -5,5 +5,6 @@ from megatron_coca.training.launch.environment import (
     complete_environment,
     describe_devices,
     threads_per_process,
+    unused_gpus,
 )
 from megatron_coca.training.launch.start import start

@@ -315,6 +315,16 @@ def check_devices(config: Config, environment: Variables) -> None:
         logger.warning("training on the CPU: a GPU may be present, but %s", problem)
 
 
+def unused_gpus(config: Config, world_size: int) -> str | None:
+    """Return a warning for one process on a host with several GPUs, all of which GPT-NeoX would take; else None."""
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if world_size > 1 or found <= 1 or config.launch.num_gpus is not None:
+        return None
+    return f"num_gpus: not set, so 1 of the {found} GPUs of this host trains; set num_gpus={found} to use all of them"
+
+
 def describe_devices(config: Config, world_size: int, attention_backend: str) -> str:
     """Return the first line of a run: devices, their number, communication and attention backend, dtype."""
     import torch
