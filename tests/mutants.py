@@ -1,130 +1,190 @@
-"""Check that the tests notice faults: plant each mutant of `mutants.json` by itself and run the tests of its topic.
+"""Check that the tests notice faults: plant one small fault at a time and run the tests of its package.
 
-    python tests/mutants.py [--only ID ...] [--out FILE] [--baseline] [--check]
+    python tests/mutants.py [--sample 20] [--seed 0] [--files megatron_coca/attention] [--out FILE] [--list]
 
-A mutant is one line of one function, changed as a developer could get it wrong. It names the function but not the file,
-so that it is still found after the function has moved to another file.
+Faults are derived from the code: a comparison or an operator becomes its neighbour, a number is one larger, a condition
+is turned round, min becomes max. The seed draws which of them are tried. The tests are those of the package in
+tests/unit, and also those in tests/parity for the packages that compute attention.
 """
 
 import argparse
 import ast
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_coca"
-MUTANTS = Path(__file__).with_suffix(".json")
-TIME_LIMIT = 300.0
-"""Seconds for the tests of one mutant; a mutant that makes them take longer counts as killed."""
+TIME_LIMIT = 600.0
+"""Seconds for the tests of one fault; one that makes them take longer counts as noticed."""
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """Exit statuses of pytest; INTERRUPTED means that a test file cannot be imported."""
 FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
+SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+TURNED = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
+PARITY = ("attention", "kernels", "methods")
+"""Packages with tests in tests/parity too."""
+
 
 @dataclass(frozen=True)
-class Mutant:
-    """A fault to plant.
+class Fault:
+    """A change of one expression.
 
     Attributes:
-        id: its name.
-        area: the part of the package that contains it.
-        function: the qualified name of a function or method, such as `Blend.sample`.
-        before: the line to change, without indentation; it occurs once in all functions of this name.
-        after: the changed line.
-        tests: the test files that may notice it, the likeliest first.
+        file: its file, relative to the root.
+        line: its line, from 1.
+        before, after: the source of the expression.
+        start, end: where that stands in the file, in characters.
     """
 
-    id: str
-    area: str
-    function: str
+    file: str
+    line: int
     before: str
     after: str
-    tests: tuple[str, ...]
+    start: int
+    end: int
 
 
-class SourceLine(NamedTuple):
-    """A line of a file; `index` counts from 0."""
-
-    path: Path
-    index: int
-
-
-class Outcome(NamedTuple):
+@dataclass(frozen=True)
+class Outcome:
     """Whether a test failed, the first one that did (None if time ran out), and the seconds taken."""
 
-    killed: bool
+    noticed: bool
     by: str | None
     seconds: float
 
 
-class Refused(Exception):
-    """The mutants cannot be tried; the message says why."""
+def changed(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield the faulty forms of an expression, each with one change of its outermost part."""
+    match node:
+        case ast.Compare(left, [operator], [right]) if type(operator) in SWAPPED:
+            yield ast.Compare(left, [SWAPPED[type(operator)]()], [right])
+        case ast.BinOp(left, operator, right) if type(operator) in SWAPPED:
+            yield ast.BinOp(left, SWAPPED[type(operator)](), right)
+        case ast.BoolOp(operator, operands):
+            yield ast.BoolOp(SWAPPED[type(operator)](), operands)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.IfExp(test, body, orelse):
+            yield ast.IfExp(test, orelse, body)
+        case ast.Constant(value) if type(value) in (int, float):
+            yield ast.Constant(value + 1)
+        case ast.Call(ast.Name(name), arguments, keywords) if name in TURNED:
+            yield ast.Call(ast.Name(TURNED[name]), arguments, keywords)
+        case ast.Call(ast.Attribute(owner, name), arguments, keywords) if name in TURNED:
+            yield ast.Call(ast.Attribute(owner, TURNED[name]), arguments, keywords)
 
 
-def listed() -> list[Mutant]:
-    """Return the mutants of `mutants.json`."""
-    return [Mutant(**each | {"tests": tuple(each["tests"])}) for each in json.loads(MUTANTS.read_text())]
+def expressions(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions of a statement, but none inside an f-string, which have no exact place in the file."""
+    if isinstance(node, ast.JoinedStr):
+        return
+    if isinstance(node, ast.expr):
+        yield node
+    for inner in ast.iter_child_nodes(node):
+        yield from expressions(inner)
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the qualified name and the first and last line of each function and method of a module.
-
-    A function defined inside another belongs to the outer one.
-    """
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef):
-            yield prefix + node.name, (node.lineno, node.end_lineno or node.lineno)
-        else:
-            yield from functions(node, f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix)
-
-
-def find_lines(mutants: Sequence[Mutant]) -> dict[str, SourceLine]:
-    """Return the line of each mutant by the mutant's id. Raises Refused unless each is found exactly once."""
-    wanted = {mutant.function for mutant in mutants}
-    lines: dict[tuple[str, str], list[SourceLine]] = defaultdict(list)
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text()
-        for name, (first, last) in functions(ast.parse(text)):
-            for index in range(first - 1, last) if name in wanted else ():
-                lines[name, text.split("\n")[index].strip()].append(SourceLine(path, index))
-    found = {mutant.id: lines[mutant.function, mutant.before] for mutant in mutants}
-    if wrong := [f"{name}: its line occurs {len(same)} times" for name, same in found.items() if len(same) != 1]:
-        raise Refused("\n".join(wrong))
-    return {name: line for name, (line,) in found.items()}
+def faults(path: Path) -> list[Fault]:
+    """All faults of a file: those inside functions, apart from default values, decorators and annotations."""
+    text = path.read_text()
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in (inner for statement in function.body for inner in ast.walk(statement)):
+            if not isinstance(node, ast.expr) or isinstance(node, ast.JoinedStr) or node.end_lineno is None:
+                continue
+            start, end = (
+                starts[node.lineno - 1] + node.col_offset,
+                starts[node.end_lineno - 1] + int(node.end_col_offset or 0),
+            )
+            before = text.encode()[start:end].decode()
+            for fault in changed(node):
+                after = ast.unparse(ast.fix_missing_locations(fault))
+                found.append(Fault(str(path.relative_to(ROOT)), node.lineno, before, f"({after})", start, end))
+    return sorted({*found}, key=lambda fault: (fault.start, fault.after))
 
 
-def text_with(mutant: Mutant, line: SourceLine) -> str:
-    """Return the text of the file with the mutant in it. Raises Refused if that is not valid Python."""
-    lines = line.path.read_text().split("\n")
-    lines[line.index] = lines[line.index].replace(mutant.before, mutant.after)
-    text = "\n".join(lines)
+def text_with(fault: Fault) -> str:
+    """The text of the file with the fault in it."""
+    text = (ROOT / fault.file).read_bytes()
+    return (text[: fault.start] + fault.after.encode() + text[fault.end :]).decode()
+
+
+def drawn(files: Sequence[Path], sample: int, seed: int) -> list[Fault]:
+    """`sample` faults of the files, each file as likely as any other, in valid Python."""
+    draw = random.Random(seed)
+    found = {file: faults(file) for file in files}
+    chosen: list[Fault] = []
+    while len(chosen) < sample and any(found.values()):
+        each = found[draw.choice([file for file in files if found[file]])]
+        fault = each.pop(draw.randrange(len(each)))
+        with suppress(SyntaxError):  # an expression inside an f-string
+            ast.parse(text_with(fault))
+            chosen.append(fault)
+    return chosen
+
+
+def tests_of(fault: Fault) -> list[str]:
+    """The folders of tests that may notice the fault."""
+    package = Path(fault.file).parts[1]
+    folders = [f"tests/unit/{package}"] + ["tests/parity"] * (package in PARITY)
+    return [folder for folder in folders if (ROOT / folder).is_dir()] or ["tests/unit"]
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """The fault in its file; removed at the end, whatever happens."""
+    path = ROOT / fault.file
+    original = path.read_bytes()
     try:
-        ast.parse(text)
-    except SyntaxError as error:
-        raise Refused(f"{mutant.id}: {error}") from error
-    return text
+        path.write_text(text_with(fault))
+        yield
+    finally:
+        path.write_bytes(original)
 
 
-def run_tests(tests: Sequence[str], limit: float | None) -> Outcome:
+def run_tests(tests: Sequence[str]) -> Outcome:
     """Run tests until the first failure, then end every process of their process group."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not slow and not gpu", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not slow and not gpu and not serial", *tests]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:  # leftover processes would keep a pipe open
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
-            process.wait(limit)
+            process.wait(TIME_LIMIT)
         except subprocess.TimeoutExpired:
             return Outcome(True, None, time.monotonic() - began)
         finally:
@@ -134,71 +194,47 @@ def run_tests(tests: Sequence[str], limit: float | None) -> Outcome:
         output.seek(0)
         report = output.read()
     if process.returncode not in (PASSED, FAILED, INTERRUPTED):
-        raise Refused(f"pytest cannot run {' '.join(tests)}:\n{report[-2000:]}")
+        sys.exit(f"pytest cannot run {' '.join(tests)}:\n{report[-2000:]}")
     failure = FIRST_FAILURE.search(report)
-    return Outcome(process.returncode != PASSED, failure.group(1) if failure else None, time.monotonic() - began)
-
-
-def run_with(mutant: Mutant, line: SourceLine) -> Outcome:
-    """Plant a mutant, run its tests, and always restore the file."""
-    text, original = text_with(mutant, line), line.path.read_bytes()
-    try:
-        line.path.write_text(text)
-        return run_tests(mutant.tests, TIME_LIMIT)
-    finally:
-        line.path.write_bytes(original)
-
-
-def record(mutant: Mutant, outcome: Outcome) -> dict[str, Any]:
-    """Return the entry of a mutant in the file of results."""
-    by = "the time limit" if outcome.killed and outcome.by is None else outcome.by
-    result = {"killed": outcome.killed, "by": by, "seconds": round(outcome.seconds, 1)}
-    return {name: getattr(mutant, name) for name in ("id", "area", "function", "before", "after")} | result
-
-
-def refuse_changed_files() -> None:
-    """Raise Refused if a tracked file has uncommitted changes, which could be confused with a mutant."""
-    status = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
-    if changed := subprocess.run(status, capture_output=True, text=True, check=True).stdout:
-        raise Refused(f"commit or undo these changes first:\n{changed}")
+    return Outcome(process.returncode != PASSED, failure and failure[1], time.monotonic() - began)
 
 
 def main() -> None:
-    """Try the chosen mutants that are not yet in the file of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ID", help="try only these mutants")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file of results; mutants in it are not tried again")
-    parser.add_argument("--baseline", action="store_true", help="first check that the tests pass without any mutant")
-    parser.add_argument("--check", action="store_true", help="only check that the line of every mutant is found")
+    """Try the drawn faults that are not yet in the file of results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--files", nargs="+", type=Path, default=[PACKAGE], help="files or folders of the package")
+    parser.add_argument("--sample", type=int, default=20, help="how many faults")
+    parser.add_argument("--seed", type=int, default=0, help="which faults")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON lines of results; faults in it are not tried again"
+    )
+    parser.add_argument("--list", action="store_true", help="print the faults only")
     given = parser.parse_args()
-    mutants = listed()
-    if unknown := set(given.only or ()) - {mutant.id for mutant in mutants}:
-        raise Refused(f"no mutant is called {', '.join(sorted(unknown))}")
-    found = find_lines(mutants)
-    for mutant in mutants:
-        text_with(mutant, found[mutant.id])
-    if given.check:
-        return
-    refuse_changed_files()
-    results = json.loads(given.out.read_text()) if given.out is not None and given.out.exists() else []
-    done = {each["id"] for each in results}
-    mutants = [each for each in mutants if each.id not in done and (given.only is None or each.id in given.only)]
-    if given.baseline:
-        whole = run_tests(sorted({test for mutant in mutants for test in mutant.tests}), None)
-        if whole.killed:
-            raise Refused(f"{whole.by} fails without any mutant")
-    for mutant in mutants:
-        results.append(record(mutant, run_with(mutant, found[mutant.id])))
-        verdict = f"killed by {results[-1]['by']}" if results[-1]["killed"] else "survived"
-        print(f"{mutant.id}: {verdict} ({results[-1]['seconds']:.0f} s)", flush=True)
-        if given.out is not None:
-            given.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{sum(each['killed'] for each in results)} of {len(results)} killed")
+    files = [
+        file
+        for each in given.files
+        for file in (sorted(each.resolve().rglob("*.py")) if each.is_dir() else [each.resolve()])
+    ]
+    done = {}
+    if given.out and given.out.exists():
+        done = {json.dumps(each["fault"]): each for each in map(json.loads, given.out.read_text().splitlines())}
+    missed = 0
+    for fault in drawn(files, given.sample, given.seed):
+        what = f"{fault.file}:{fault.line}: {fault.before} -> {fault.after}"
+        if given.list or json.dumps(asdict(fault)) in done:
+            print(what)
+            continue
+        with planted(fault):
+            outcome = run_tests(tests_of(fault))
+        missed += not outcome.noticed
+        print(f"{'noticed' if outcome.noticed else 'MISSED '} {outcome.seconds:5.0f} s  {what}", flush=True)
+        if given.out:
+            with given.out.open("a") as lines:
+                lines.write(json.dumps({"fault": asdict(fault), **asdict(outcome)}) + "\n")
+    if missed:
+        print(f"{missed} faults that no test noticed")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a planted mutant is removed then too
-    try:
-        main()
-    except Refused as refusal:
-        sys.exit(str(refusal))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a planted fault is removed then too
+    main()

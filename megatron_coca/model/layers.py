@@ -19,7 +19,30 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
 from megatron_coca.config.model import GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.kernels import missing_compiler
-from megatron_coca.model.summed_gradients import LayerNorm, RowEmbedding
+from megatron_coca.model.summed_gradients import SummedLayerNorm, SummedRows
+
+
+def sums_in_half(weight: Tensor | None) -> bool:
+    """True if PyTorch would sum the gradient of `weight` over tokens in half precision, as its CPU kernels do."""
+    if weight is None or weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return weight.requires_grad and torch.is_grad_enabled()
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if sums_in_half(self.weight):
+            return SummedLayerNorm.apply(x, self.weight, self.bias, self.normalized_shape, self.eps)
+        return super().forward(x)
+
+
+class RowEmbedding(nn.Embedding):
+    """`torch.nn.Embedding` with its plain options."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return SummedRows.apply(ids, self.weight) if sums_in_half(self.weight) else super().forward(ids)
 
 
 class LearnedPositions(RowEmbedding):

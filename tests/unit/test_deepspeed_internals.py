@@ -200,7 +200,7 @@ def uses(code: str, in_engine: bool) -> Iterator[str]:
             )
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
-            private = in_engine and node.attr.startswith("_") and owner not in ("self", "super()", "torch")
+            private = in_engine and node.attr.startswith("_") and owner not in ("self", "super()", "torch", "os")
             beyond = in_engine and owner in PUBLIC and node.attr not in PUBLIC[owner]
             if private or beyond or (node.attr in names and owner != "internals"):
                 yield f"line {node.lineno}: {owner}.{node.attr}"

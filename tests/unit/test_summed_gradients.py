@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.config import load_config
-from megatron_coca.model.layers import LearnedPositions, build_norm, qk_norms
-from megatron_coca.model.summed_gradients import LayerNorm, RowEmbedding
+from megatron_coca.model.layers import LayerNorm, LearnedPositions, RowEmbedding, build_norm, qk_norms
 
 TOKENS, WIDTH, ROWS = 4096, 64, 40
 HALF = [torch.bfloat16, torch.float16]

@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -310,14 +311,21 @@ def _no_progress(transformers: Any) -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
+class _Uncached(SourceFileLoader):
+    """Leaves no compiled copy in the folder, which is an export."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        pass
+
+
 @contextmanager
 def _class_of(written: Written, transformers: Any) -> Iterator[Any]:
     """The class of a folder, or why there is none. A modelling file is not copied to transformers' cache."""
     if written.modelling_file is None:
         yield getattr(transformers, written.architecture, f"has no {written.architecture}")
         return
-    name = "megatron_coca_read_back"
-    spec = importlib.util.spec_from_file_location(name, written.folder / written.modelling_file)
+    name, path = "megatron_coca_read_back", str(written.folder / written.modelling_file)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
