@@ -75,7 +75,7 @@ def figures(tmp_path: Path) -> Figures:
         DeclaredContrast(label=label, other="RoFormer", at=2, quantity="perplexity")
         for label in ("RoFormer + NTK", "CoCA", "not measured")
     ]
-    return Figures(SimpleNamespace(models=models, contrasts=declared), cells)  # type: ignore[arg-type]
+    return Figures(SimpleNamespace(models=models, contrasts=declared, testing="together"), cells)  # type: ignore[arg-type]
 
 
 def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:

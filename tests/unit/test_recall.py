@@ -84,6 +84,22 @@ def test_cells_by_length_and_shift_and_the_same_file_again(checkpoint: Path, tmp
     assert {file.stem for file in (report / "figures").iterdir()} == {"recall-1", "recall-1-heads"}
 
 
+def test_questions_drawn_by_the_seed_of_training(checkpoint: Path, tmp_path: Path) -> None:
+    """Fillers too; the same as with that seed as a number, and comparable over seeds in a report."""
+    torch.manual_seed(0)
+    write_checkpoint(tmp_path / "run", load_config([], SHAPE | KEYS | {"seed": 7}), tokenizer=None)
+    options = ("--lengths", "32", "--shifts", "0", "--diagnosed", "0", "--seed")
+    own = evaluate(tmp_path / "run", tmp_path / "own.json", *options, "trained")
+    seven = evaluate(tmp_path / "run", tmp_path / "seven.json", *options, "7")
+    assert own["results"] == seven["results"] and own["protocol"]["seed"] == "trained"
+    other = evaluate(tmp_path / "run", tmp_path / "other.json", *options, "1234")
+    assert other["results"][0]["nll"] != own["results"][0]["nll"]
+    evaluate(checkpoint, tmp_path / "second.json", *options, "trained")
+    text = build_report([tmp_path / "own.json", tmp_path / "second.json"], tmp_path / "report", papers=False)
+    assert text.count("Recall by length") == 1, "one table of two seeds"
+    assert "seed trained" in (tmp_path / "report" / "report.md").read_text()
+
+
 @pytest.mark.parametrize("changes", [{}, {"relative_positions": {"type": "rerope", "window": 8}}, {"pos_emb": "alibi"}])
 def test_the_last_row_is_that_of_the_softmax(changes: dict[str, Any]) -> None:
     """Weights from the scores give the output of the attention that the model computed."""
