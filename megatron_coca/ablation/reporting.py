@@ -17,6 +17,7 @@ from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
+from megatron_coca.evaluation.report.intervals import holm
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
@@ -129,6 +130,7 @@ def render(
         "plot": plot,
         "chart": chart,
         "costs": lambda: _costs(done),
+        "holm": holm,
         "plan": lambda: plan(known["file"]),
         "outcome": lambda: outcome(known["file"], known["figures"].sequence()),
         "hours": lambda: (
