@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
-from megatron_coca.ablation.declared import Declared, Step, in_sequence, together
+from megatron_coca.ablation.declared import Declared, Step, in_sequence, outcome, plan, together
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
@@ -86,6 +86,14 @@ class Figures:
         return found
 
     @property
+    def finished(self) -> int:
+        return len(self._cells)
+
+    @property
+    def planned(self) -> int:
+        return len(self._file.models) * len(self._file.seeds)
+
+    @property
     def labels(self) -> list[str]:
         """The labels that have perplexities or recall, in the order of the file."""
         return list(self._windows | self._recalls)
@@ -119,6 +127,14 @@ class Figures:
         if self._file.testing != "sequence":
             raise EvaluationError("contrasts: are corrected together; use figures.declared(), or set testing: sequence")
         return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
+
+    def plan(self) -> list[str]:
+        """Return how the contrasts of the file are tested, and the power of each, in sentences."""
+        return plan(self._file)
+
+    def outcome(self) -> list[str]:
+        """Return what came out of a sequence, in sentences."""
+        return outcome(self._file, self.sequence())
 
     def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
         """Return the contrasts of pairs of labels at several lengths, tested together; the smallest p-values first."""

@@ -10,7 +10,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSynta
 
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of, unpack
 from megatron_coca.ablation.contrasts import Figures
-from megatron_coca.ablation.declared import outcome, plan
 from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
@@ -47,7 +46,7 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
     lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
     if file.testing == "sequence":
-        lines.append("\n".join(outcome(file, Figures(file, cells).sequence())))
+        lines.append("\n".join(Figures(file, cells).outcome()))
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:
@@ -131,8 +130,6 @@ def render(
         "chart": chart,
         "costs": lambda: _costs(done),
         "holm": holm,
-        "plan": lambda: plan(known["file"]),
-        "outcome": lambda: outcome(known["file"], known["figures"].sequence()),
         "hours": lambda: (
             sum(record.training_seconds + record.evaluation_seconds for record in map(read_cell, done)) / 3600
         ),

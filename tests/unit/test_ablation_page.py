@@ -77,8 +77,9 @@ PAGES = [
     ("recall/extensions.yml", "answers", "recall/extensions_page.md.j2", "recall_extensions.md"),
     ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
     ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
+    ("recall/books_power_rates.yml", "250k", "recall/power_page.md.j2", "recall_power.md"),
 ]
-QUICK = ("study.md", "recall_text.md")
+QUICK = ("study.md", "recall_text.md", "recall_power.md")
 """Pages with few results; the others are read for 10 seconds each."""
 
 
