@@ -123,3 +123,11 @@ def test_the_readme_shows_numbers_of_the_study() -> None:
     assert {"RoFormer", "CoCA-Slack", "CoCA-Strict", "ALiBi, 8 heads", "KERPLE-log"} <= set(readme), "good and bad rows"
     for name, numbers in list(readme.items())[1:]:
         assert numbers == [table[name][column] for table, column in columns], name
+    truncated, far = (perplexity["model"].index(name) for name in ("truncated", "16L"))
+    best = float(perplexity["RoFormer"][truncated].split()[0])
+    assert all(best < float(row[far].split()[0]) for name, row in perplexity.items() if name != "model")
+    text, declared = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/recall_books.md"))
+    assert "after the correction for 14 contrasts, it is not (p = 0.1)" in text
+    assert "| CoCA-Slack, shifted against RoFormer | 16L | recall | 6 | 0.17 ± 0.11 | | 0.012 | 0.1 |" in declared
+    assert "5% higher than RoFormer's (corrected p = 0.007)" in text
+    assert "| CoCA-Slack against RoFormer | 1L | perplexity | 6 | 1.047 (1.031 to 1.063) |" in declared
