@@ -96,14 +96,17 @@ def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
     if not steps:
         return [f"Nothing is tested yet: each contrast is tested once, when all {len(file.seeds)} seeds are finished."]
     held = [step.verdict for step in steps].count("holds")
-    first = "The primary contrast holds" if held else "The primary contrast does not hold"
-    rest = {0: "; no other is tested.", len(steps): f", and so do all {len(steps)} of the sequence."}
-    text = rest.get(held, f"; the sequence ends at contrast {held + 1} of {len(steps)}, which does not hold.")
+    if held == len(steps):
+        text = " holds." if held == 1 else f" holds, and so do all {held} of the sequence."
+    elif held:
+        text = f" holds; the sequence ends at contrast {held + 1} of {len(steps)}, which does not hold."
+    else:
+        text = " does not hold; no other is tested."
     lines = []
     for number, step in enumerate(steps, 1):
         tested = "not tested" if step.verdict == "not tested" else f"p = {step.p:.2g}, {step.verdict}"
         lines.append(f"{number}. {step.contrast.name}: {amount(step.contrast, step.difference)}; {tested}")
-    return [first + text, *lines]
+    return [f"The primary contrast{text}", *lines]
 
 
 def amount(contrast: DeclaredContrast, difference: Estimate) -> str:

@@ -116,6 +116,12 @@ class AblationFile(Record):
     contrasts: list[DeclaredContrast] = []
     testing: Literal["together", "sequence"] = "together"
 
+    @model_validator(mode="after")
+    def _testable(self) -> Self:
+        if self.testing == "sequence" and (not self.contrasts or len(self.seeds) < 2):
+            raise ValueError("testing: a sequence needs contrasts and at least two seeds; declare them")
+        return self
+
     @field_validator("models", mode="before")
     @classmethod
     def _lists(cls, given: Any) -> Any:

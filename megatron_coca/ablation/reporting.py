@@ -46,7 +46,7 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
     lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
     if file.testing == "sequence":
-        lines.append("\n".join(Figures(file, cells).outcome()))
+        lines.append("\n".join(Figures(file, [cell for cell in cells if cell.name not in missing]).outcome()))
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:
