@@ -1,5 +1,6 @@
 """Declared contrasts in a fixed sequence: when they are tested, where the sequence ends, and what is said of it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,12 @@ from scipy import stats
 
 from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.declared import in_sequence, outcome, plan, power_of
-from megatron_coca.ablation.grid import DeclaredContrast
+from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.intervals import power
+from megatron_coca.safe_yaml import read_yaml
 
+RECALL = Path(__file__).parents[2] / "configs" / "recall"
 CLEAR, NOISE = [0.2, 0.25, 0.3], [0.2, -0.25, 0.3]
 
 
@@ -82,3 +85,16 @@ def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
         Figures(declared("recall", testing="together"), []).sequence()
     with pytest.raises(ValueError, match="expected and deviation belong together"):
         DeclaredContrast(label="a", other="b", expected=0.1)
+
+
+def test_books_with_power_has_power_and_seeds_of_its_own() -> None:
+    file = read_ablation(RECALL / "books_power.yml")
+    powers = [power_of(file, contrast) for contrast in file.contrasts]
+    assert file.testing == "sequence" and all(each is not None and each > 0.99 for each in powers)
+    assert "seed" in (file.tasks["recall"] or {}), "questions are drawn per seed"
+    seeds: list[int] = []
+    for path in sorted(RECALL.glob("*.yml")):
+        content = read_yaml(path)
+        if isinstance(content, dict) and "models" in content and path.name != "extensions.yml":  # models of grid.yml
+            seeds += read_ablation(path).seeds
+    assert len(seeds) == len(set(seeds)) and len(seeds) >= 10 + 6 + 1 + 14 + 3
