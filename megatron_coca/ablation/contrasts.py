@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
+from megatron_coca.ablation.declared import Declared, Step, in_sequence, outcome, plan, together
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
@@ -18,8 +19,6 @@ from megatron_coca.evaluation.report.intervals import (
     bootstrap_interval,
     estimate,
     geometric_estimate,
-    holm,
-    p_value,
 )
 from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
@@ -27,17 +26,6 @@ from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)
-
-
-class Declared(NamedTuple):
-    """A declared contrast: its mean difference over seeds (of logarithms for perplexities), p-value of the paired t
-    test (NaN for one seed), and that corrected for all contrasts of the file.
-    """
-
-    contrast: DeclaredContrast
-    difference: Estimate
-    p: float
-    holm: float
 
 
 @dataclass(frozen=True)
@@ -98,6 +86,14 @@ class Figures:
         return found
 
     @property
+    def finished(self) -> int:
+        return len(self._cells)
+
+    @property
+    def planned(self) -> int:
+        return len(self._file.models) * len(self._file.seeds)
+
+    @property
     def labels(self) -> list[str]:
         """The labels that have perplexities or recall, in the order of the file."""
         return list(self._windows | self._recalls)
@@ -121,8 +117,24 @@ class Figures:
         return estimate(list(self.accuracies(label, multiple, shift, side).values()))
 
     def declared(self) -> list[Declared]:
-        """Return the contrasts that the file declares; see `tested`."""
+        """Return the contrasts that the file declares; see `tested`. Raises EvaluationError if they are a sequence."""
+        if self._file.testing == "sequence":
+            raise EvaluationError("contrasts: are tested in sequence, not corrected together; use figures.sequence()")
         return self.tested(self._file.contrasts)
+
+    def sequence(self) -> list[Step]:
+        """Return the steps of a file with `testing: sequence`; empty before all of its seeds are finished."""
+        if self._file.testing != "sequence":
+            raise EvaluationError("contrasts: are corrected together; use figures.declared(), or set testing: sequence")
+        return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
+
+    def plan(self) -> list[str]:
+        """Return how the contrasts of the file are tested, and the power of each, in sentences."""
+        return plan(self._file)
+
+    def outcome(self) -> list[str]:
+        """Return what came out of a sequence, in sentences."""
+        return outcome(self._file, self.sequence())
 
     def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
         """Return the contrasts of pairs of labels at several lengths, tested together; the smallest p-values first."""
@@ -135,18 +147,15 @@ class Figures:
 
     def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
         """Return those of the contrasts that two seeds or more have on both sides, corrected for the number of all."""
-        found = []
-        for contrast in contrasts:
-            if not {contrast.label, contrast.other} <= set(self.labels):
-                continue
-            values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
-            ours, theirs = (values(label, contrast.at) for label in (contrast.label, contrast.other))
-            differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-            if len(differences) > 1:
-                found.append((contrast, estimate(differences), p_value(differences)))
-        missing = len(contrasts) - len(found)  # count, so that a part of the study claims no more
-        corrected = holm([p for _, _, p in found] + [1.0] * missing)
-        return [Declared(*each, own) for each, own in zip(found, corrected, strict=False)]
+        return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
+
+    def _differences(self, contrast: DeclaredContrast) -> list[float]:
+        """Return the differences of a contrast (of logarithms for perplexities) by the seeds that both labels have."""
+        if not {contrast.label, contrast.other} <= set(self.labels):
+            return []
+        values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
+        ours, theirs = (values(label, contrast.at) for label in (contrast.label, contrast.other))
+        return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.

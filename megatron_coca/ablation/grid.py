@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
-from pydantic import AfterValidator, Field, JsonValue, field_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from megatron_coca.ablation.inputs import Inputs
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
@@ -78,16 +78,35 @@ class DeclaredContrast(Record):
     Attributes:
         at: the length as a multiple of the training length.
         quantity: "recall" (accuracy, differences), or a quantity of perplexity (ratios).
+        expected: the mean difference that the power is computed for, of logarithms for perplexities.
+        deviation: the standard deviation over seeds of the difference, from earlier runs.
     """
 
     label: str
     other: str
     at: float = 1
     quantity: str = "recall"
+    expected: float | None = None
+    deviation: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Self:
+        if (self.expected is None) != (self.deviation is None):
+            raise ValueError("expected and deviation belong together: give both, or none")
+        return self
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} against {self.other}, {self.quantity} at {self.at:g}L"
 
 
 class AblationFile(Record):
-    """An ablation; see docs/ablations.md. `tasks` are those of a suite."""
+    """An ablation; see docs/ablations.md. `tasks` are those of a suite.
+
+    Attributes:
+        testing: how `contrasts` are tested: "together" corrects all p-values for their number (Holm); in "sequence" the
+            first is the primary one, and each is tested at 5% only if all before it hold.
+    """
 
     title: str
     base: list[str] = Field(min_length=1)
@@ -98,6 +117,13 @@ class AblationFile(Record):
     models: dict[str, ModelEntry] = Field(min_length=1)
     tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
     contrasts: list[DeclaredContrast] = []
+    testing: Literal["together", "sequence"] = "together"
+
+    @model_validator(mode="after")
+    def _testable(self) -> Self:
+        if self.testing == "sequence" and (not self.contrasts or len(self.seeds) < 2):
+            raise ValueError("testing: a sequence needs contrasts and at least two seeds; declare them")
+        return self
 
     @field_validator("models", mode="before")
     @classmethod

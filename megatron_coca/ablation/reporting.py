@@ -16,6 +16,7 @@ from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
+from megatron_coca.evaluation.report.intervals import holm
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
@@ -44,6 +45,8 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
     lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
+    if file.testing == "sequence":
+        lines.append("\n".join(Figures(file, [cell for cell in cells if cell.name not in missing]).outcome()))
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:
@@ -126,6 +129,7 @@ def render(
         "plot": plot,
         "chart": chart,
         "costs": lambda: _costs(done),
+        "holm": holm,
         "hours": lambda: (
             sum(record.training_seconds + record.evaluation_seconds for record in map(read_cell, done)) / 3600
         ),

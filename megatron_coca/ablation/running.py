@@ -236,6 +236,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
         left = len(shares[0].gpus)
         raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
+    seeds = list(dict.fromkeys(cell.seed for cell in cells))
+    missing.sort(key=lambda cell: seeds.index(cell.seed))  # whenever it ends, the models have the same seeds
     waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
     with locked(missing), CaughtSignals(FORWARDED) as signals:
         running: dict[int, Job] = {}

@@ -60,7 +60,7 @@ def parser() -> ArgumentParser:
 def run(options: Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
-    from megatron_coca.ablation import grid, reporting, running
+    from megatron_coca.ablation import declared, grid, reporting, running
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
     everything = grid.expand(file, options.device, options.dtype, recorded)
     cells = grid.select(everything, options.only)
     if options.dry_run:
-        print(files.overview(cells))
+        print("\n".join([files.overview(cells), *declared.plan(file)]))
         return 0
     if options.page is not None:
         template, page = options.page

@@ -19,6 +19,8 @@ WHATS: tuple[What, ...] = get_args(What)
 """The kinds of work that `speed` times."""
 METHODS = tuple(methods.TABLES["pos_emb"])
 RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
+TRAINED = "trained"
+"""The value of recall's `--seed` that stands for the seed of the model's training."""
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
     "current": "the tokens so far, step by step",
@@ -80,6 +82,10 @@ def token_count(text: str) -> int:
 
 def job_count(text: str) -> int:
     return whole_number(text, 1, MOST_JOBS)
+
+
+def seed_or_trained(text: str) -> int | str:
+    return text if text == TRAINED else whole_number(text)
 
 
 def int_list(text: str, least: int = 1) -> list[int]:
@@ -263,7 +269,8 @@ def add_recall_options(parser: ArgumentParser) -> None:
     add("--cases", type=positive_int, default=512, metavar="N", help="questions at each length; default: 512")
     text = "questions whose attention heads are scored; default: 128"
     add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
-    add("--seed", type=whole_number, default=0, metavar="N", help="seed of the questions; default: 0")
+    text = "seed of the questions; trained: that of the model's training, so that seeds differ in it; default: 0"
+    add("--seed", type=seed_or_trained, default=0, metavar="N", help=text)
     add_batch_option(parser, 32768)
 
 

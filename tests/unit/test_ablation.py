@@ -199,6 +199,7 @@ def test_faults_of_the_base_come_first(write: Write) -> None:
         ({"seeds": [1, 1]}, "roformer-s1-.*: the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
         ({"base": ["optimizer.params.lr=1"]}, "base: command line: describes no model \\(num_layers"),
         ({"models": {}}, "models: Dictionary should have at least 1 item"),
+        ({"testing": "sequence"}, "testing: a sequence needs contrasts and at least two seeds; declare them"),
         ({"modles": {}}, "modles: unknown key; the keys of an ablation are title, base"),
     ],
 )

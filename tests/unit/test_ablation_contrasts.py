@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from megatron_coca.ablation import reporting
 from megatron_coca.ablation.cells import CellRecord, read_cell
 from megatron_coca.ablation.contrasts import Figures
 from megatron_coca.ablation.grid import DeclaredContrast
@@ -76,7 +77,7 @@ def figures(tmp_path: Path) -> Figures:
         DeclaredContrast(label=label, other="RoFormer", at=2, quantity="perplexity")
         for label in ("RoFormer + NTK", "CoCA", "not measured")
     ]
-    return Figures(SimpleNamespace(models=models, contrasts=declared), cells)  # type: ignore[arg-type]
+    return Figures(SimpleNamespace(models=models, contrasts=declared, testing="together"), cells)  # type: ignore[arg-type]
 
 
 def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:
@@ -93,6 +94,30 @@ def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures
         assert each.difference.mean == pytest.approx(np.mean(differences))
         assert each.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
     assert [each.holm for each in found] == pytest.approx([3 * found[0].p, min(1, 2 * found[1].p)])
+
+
+def test_a_report_says_what_came_out_of_a_sequence(
+    figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing as long as cells are missing."""
+    monkeypatch.setattr(reporting, "build_report", lambda *given, **options: "tables")
+    contrasts = [DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=2, quantity="perplexity")]
+    content = {
+        "testing": "sequence",
+        "contrasts": contrasts,
+        "results": tmp_path / "all",
+        "title": "",
+        "baseline": None,
+    }
+    file: Any = SimpleNamespace(models=figures._file.models, seeds=list(SEEDS), **content)
+    cells: Any = figures._cells
+    cells[0].run = tmp_path / "removed"
+    said = reporting.write_report(file, cells)
+    assert "The primary contrast holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
+    assert "); p = 0.0082, holds" in said
+    (cells[0].results / "curve.json").unlink()
+    said = reporting.write_report(file, cells)
+    assert "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished." in said
 
 
 def test_a_mean_over_seeds_with_its_t_interval(figures: Figures) -> None:

@@ -77,8 +77,9 @@ PAGES = [
     ("recall/extensions.yml", "answers", "recall/extensions_page.md.j2", "recall_extensions.md"),
     ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
     ("recall/books_grid.yml", "250k", "recall/books_page.md.j2", "recall_books.md"),
+    ("recall/books_power_rates.yml", "250k", "recall/power_page.md.j2", "recall_power.md"),
 ]
-QUICK = ("study.md", "recall_text.md")
+QUICK = ("study.md", "recall_text.md", "recall_power.md")
 """Pages with few results; the others are read for 10 seconds each."""
 
 
@@ -117,7 +118,16 @@ def rows_of(page: str, header: str) -> dict[str, list[str]]:
 def test_the_readme_shows_numbers_of_the_study() -> None:
     readme = rows_of("README.md", "recall at 16L")
     perplexity, recall = (rows_of("docs/recall_books.md", header) for header in ("truncated", "16L, beyond L only"))
-    columns = [(table, table["model"].index(length)) for table in (perplexity, recall) for length in ("L", "16L")]
-    assert 2 <= len(readme) - 1 <= 5
+    shown = (perplexity, "L"), (perplexity, "truncated"), (perplexity, "16L"), (recall, "L"), (recall, "16L")
+    columns = [(table, table["model"].index(length)) for table, length in shown]
+    assert {"RoFormer", "CoCA-Slack", "CoCA-Strict", "ALiBi, 8 heads", "KERPLE-log"} <= set(readme), "good and bad rows"
     for name, numbers in list(readme.items())[1:]:
         assert numbers == [table[name][column] for table, column in columns], name
+    truncated, far = (perplexity["model"].index(name) for name in ("truncated", "16L"))
+    best = float(perplexity["RoFormer"][truncated].split()[0])
+    assert all(best < float(row[far].split()[0]) for name, row in perplexity.items() if name != "model")
+    text, declared = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/recall_books.md"))
+    assert "after the correction for 14 contrasts, it is not (p = 0.1)" in text
+    assert "| CoCA-Slack, shifted against RoFormer | 16L | recall | 6 | 0.17 ± 0.11 | | 0.012 | 0.1 |" in declared
+    assert "5% higher than RoFormer's (corrected p = 0.007)" in text
+    assert "| CoCA-Slack against RoFormer | 1L | perplexity | 6 | 1.047 (1.031 to 1.063) |" in declared

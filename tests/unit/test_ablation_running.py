@@ -77,6 +77,19 @@ def cell(tmp_path: Path, small: dict[str, Any], method: str, tasks: tuple[str, .
     return Cell(method, 7, name, load_config([], small | keys), 1, 4, DATA, run, results, commands, digests)
 
 
+def test_cells_are_run_seed_by_seed(tmp_path: Path, small: dict[str, Any]) -> None:
+    """So that models have the same seeds whenever it ends."""
+    cells = []
+    for method in ("rotary", "coca"):
+        for seed in (8, 7):
+            one = cell(tmp_path / f"s{seed}", small, method)
+            cells.append(replace(one, seed=seed, name=f"{method}-s{seed}"))
+    run_cells(cells, MACHINE, 1)
+    written = [(each.results / files.RECORD).stat().st_mtime_ns for each in cells]
+    order = [cells[index].name for index in sorted(range(4), key=written.__getitem__)]
+    assert order == ["rotary-s8", "coca-s8", "rotary-s7", "coca-s7"]
+
+
 def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
     one = cell(tmp_path, small, "rotary")
     assert state_of(one) is State.WAITING

@@ -2,7 +2,9 @@
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,14 @@ import torch
 
 from megatron_coca.config import load_config
 from megatron_coca.data import TaskSettings
+from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.synthetic import Draws, recall_question
+from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.intervals import holm, p_value
+from megatron_coca.evaluation.retrieval.recall import synthetic_questions
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
@@ -82,6 +87,41 @@ def test_cells_by_length_and_shift_and_the_same_file_again(checkpoint: Path, tmp
     text = build_report([tmp_path / "one.json"], report, papers=False)
     assert "Recall by length" in text and "all positions shifted" in text
     assert {file.stem for file in (report / "figures").iterdir()} == {"recall-1", "recall-1-heads"}
+
+
+def test_questions_drawn_by_the_seed_of_training(checkpoint: Path, tmp_path: Path) -> None:
+    """Fillers too; the same as with that seed as a number, and comparable over seeds in a report."""
+    torch.manual_seed(0)
+    write_checkpoint(tmp_path / "run", load_config([], SHAPE | KEYS | {"seed": 7}), tokenizer=None)
+    options = ("--lengths", "32", "--shifts", "0", "--diagnosed", "0", "--seed")
+    own = evaluate(tmp_path / "run", tmp_path / "own.json", *options, "trained")
+    seven = evaluate(tmp_path / "run", tmp_path / "seven.json", *options, "7")
+    assert own["results"] == seven["results"] and own["protocol"]["seed"] == "trained"
+    other = evaluate(tmp_path / "run", tmp_path / "other.json", *options, "1234")
+    assert other["results"][0]["nll"] != own["results"][0]["nll"]
+    evaluate(checkpoint, tmp_path / "second.json", *options, "trained")
+    text = build_report([tmp_path / "own.json", tmp_path / "second.json"], tmp_path / "report", papers=False)
+    assert text.count("Recall by length") == 1, "one table of two seeds"
+    assert "seed trained" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_the_seed_draws_the_text_between_facts_too(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "text", 512)
+    for number in range(300):
+        writer.add(np.full(40, number))
+    writer.finish()
+    settings = TaskSettings("recall", facts=4, text=True, filler_tokens=512)
+    data = SimpleNamespace(data_root="data", test_data_paths=[str(tmp_path / "text")], test_data_weights=None)
+    evaluation: Any = SimpleNamespace(opened=SimpleNamespace(step=3, trained=SimpleNamespace(data=data, seed=7)))
+    asked = {
+        seed: synthetic_questions(Namespace(cases=20, seed=seed, checkpoint="run"), evaluation, settings)(32)[0].ids
+        for seed in (7, 8, "trained")
+    }
+    filler = {seed: set(ids[ids < 300]) for seed, ids in asked.items()}
+    assert (asked["trained"] == asked[7]).all() and len(filler[7] ^ filler[8]) > 10
+    evaluation.opened.step = None
+    with pytest.raises(EvaluationError, match="--seed trained: run does not record the seed of its training"):
+        synthetic_questions(Namespace(cases=20, seed="trained", checkpoint="run"), evaluation, settings)
 
 
 @pytest.mark.parametrize("changes", [{}, {"relative_positions": {"type": "rerope", "window": 8}}, {"pos_emb": "alibi"}])

@@ -12,6 +12,7 @@ from megatron_coca.evaluation.report.intervals import (
     differ,
     estimate,
     geometric_estimate,
+    power,
     t_quantile,
 )
 
@@ -21,6 +22,14 @@ def test_quantiles_of_t() -> None:
         assert t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-12)
     with pytest.raises(ValueError, match="at least 1"):
         t_quantile(0)
+    assert t_quantile(5, 1 - 0.05 / 14) == pytest.approx(stats.t.ppf(1 - 0.05 / 28, 5), rel=1e-9)
+
+
+@pytest.mark.parametrize(("effect", "count", "level"), [(1.6, 6, 0.05 / 14), (-0.8, 14, 0.05), (0.0, 2, 0.05)])
+def test_power_is_that_of_the_noncentral_t_distribution(effect: float, count: int, level: float) -> None:
+    needed, centre = stats.t.ppf(1 - level / 2, count - 1), effect * math.sqrt(count)
+    expected = stats.nct.sf(needed, count - 1, centre) + stats.nct.cdf(-needed, count - 1, centre)
+    assert power(effect, count, level) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 12])

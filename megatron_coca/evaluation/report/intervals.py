@@ -27,8 +27,9 @@ class Estimate:
 
 
 @cache
-def t_quantile(degrees: int) -> float:
-    """The 0.975 quantile of Student's t distribution with that many degrees of freedom (at least 1).
+def t_quantile(degrees: int, inside: float = 0.95) -> float:
+    """The t for which Student's distribution with that many degrees of freedom (at least 1) is in -t to t with this
+    probability: by default the 0.975 quantile.
 
     Bisection of the closed form for integer degrees: Abramowitz and Stegun, 26.7.3 and 26.7.4.
     """
@@ -37,7 +38,7 @@ def t_quantile(degrees: int) -> float:
     low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
     for _ in range(100):
         angle = (low + high) / 2
-        low, high = (angle, high) if _two_sided(angle, degrees) < 0.95 else (low, angle)
+        low, high = (angle, high) if _two_sided(angle, degrees) < inside else (low, angle)
     return math.sqrt(degrees) * math.tan(low)
 
 
@@ -75,6 +76,22 @@ def p_value(values: Sequence[float]) -> float:
         return float(mean == 0.0)
     degrees = len(values) - 1
     return 1.0 - _two_sided(math.atan(abs(mean) / spread / math.sqrt(degrees)), degrees)
+
+
+def power(effect: float, count: int, level: float = 0.05) -> float:
+    """The probability that the two-sided t test of `count` (at least 2) paired values is significant at `level`, if
+    their mean is `effect` times their standard deviation.
+
+    Given the sample's standard deviation s in units of the true one, the mean over sigma / sqrt(n) is normal around
+    effect * sqrt(n); the integral is over the distribution of s (a chi distribution over the root of its degrees).
+    """
+    degrees, normal = count - 1, NormalDist()
+    spread = (np.arange(2000) + 0.5) / 2000 * (1.0 + 9.0 / math.sqrt(degrees))
+    logarithms = (degrees - 1) * np.log(spread) - degrees * spread**2 / 2
+    weights = np.exp(logarithms - logarithms.max())
+    needed, centre = t_quantile(degrees, 1.0 - level), effect * math.sqrt(count)
+    found = [normal.cdf(centre - needed * s) + normal.cdf(-centre - needed * s) for s in spread.tolist()]
+    return float(weights @ found / weights.sum())
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

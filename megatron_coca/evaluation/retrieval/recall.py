@@ -22,7 +22,7 @@ from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation.analysis.attention_maps import observed, row_scores
-from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.options import TRAINED, subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.retrieval import tasks
 from megatron_coca.evaluation.retrieval.retrieval_tasks import Tally, noting_refusals, tally, tally_fields
@@ -71,7 +71,7 @@ class RecallProtocol(Record):
     text: str
     cases: int
     diagnosed: int  # cases whose heads are scored
-    seed: int
+    seed: int | Literal["trained"]  # "trained": that of the model's training
     prompts: str  # "synthetic recall" with its sizes, or "passkey"
     chance: float | None  # accuracy of a random value; None for passkeys
     prompts_sha256: str | None = None  # of a sample of the passkey prompts
@@ -104,16 +104,16 @@ Maker = Callable[[int], list[Questions]]
 
 def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskSettings) -> Maker:
     """Return the maker of questions of the task that a model was trained on."""
-    data = evaluation.opened.trained.data
+    data, seed = evaluation.opened.trained.data, seed_of(args, evaluation)
 
     def make(length: int) -> list[Questions]:
-        draws = Draws(np.arange(args.cases), args.seed, f"evaluation {length}")
+        draws = Draws(np.arange(args.cases), seed, f"evaluation {length}")
         if settings.text:
             text = Blend(
                 [Shard(local_prefix(path, data.data_root)) for path in paths],
                 data.test_data_weights or [1.0] * len(paths),
                 length,
-                0,
+                seed,
             )
             filler = text.batch(np.arange(args.cases))[:, :length]
         else:
@@ -133,9 +133,18 @@ def _text_digest(data: DataConfig) -> str:
     return hashlib.sha256(json.dumps([shards, data.test_data_weights]).encode()).hexdigest()
 
 
+def seed_of(args: Namespace, evaluation: Evaluation) -> int:
+    """Return the seed of the questions: that of `--seed`, or of the model's training."""
+    if args.seed != TRAINED:
+        return int(args.seed)
+    if evaluation.opened.step is None:
+        raise EvaluationError(f"--seed {TRAINED}: {args.checkpoint} does not record the seed of its training; name one")
+    return evaluation.opened.trained.seed
+
+
 def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
     """Return the maker of passkey prompts, for models that were not trained on the task."""
-    tokenizer, task = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True)
+    tokenizer, task, seed = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True), seed_of(args, evaluation)
 
     @cache
     def added_tokens(key: str) -> int:
@@ -144,7 +153,7 @@ def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
 
     def make(length: int) -> list[Questions]:
         groups: dict[int, list[tuple[np.ndarray, int, int]]] = {}
-        for case in task.make_cases(tokenizer, length, args.cases, args.seed):
+        for case in task.make_cases(tokenizer, length, args.cases, seed):
             start = len(case.prompt) - case.facts[0].distance
             group = groups.setdefault(len(case.prompt), [])
             group.append((case.prompt.astype(np.int64), start, start + added_tokens(case.expected[0])))

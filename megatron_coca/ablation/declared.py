@@ -1,0 +1,132 @@
+"""How the declared contrasts of a file are tested: together with Holm's correction, or in a fixed sequence; and with
+which power.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from megatron_coca.ablation.grid import AblationFile, DeclaredContrast
+from megatron_coca.evaluation.report.intervals import Estimate, estimate, exponential, holm, p_value, power
+
+LEVEL = 0.05
+
+Verdict = Literal["holds", "does not hold", "not tested"]
+
+
+class Declared(NamedTuple):
+    """A declared contrast: its mean difference over seeds (of logarithms for perplexities), p-value of the paired t
+    test (NaN for one seed), and that corrected for all contrasts of the file.
+    """
+
+    contrast: DeclaredContrast
+    difference: Estimate
+    p: float
+    holm: float
+
+
+class Step(NamedTuple):
+    """A contrast of a sequence. `p` is not a test where the verdict is "not tested"."""
+
+    contrast: DeclaredContrast
+    difference: Estimate
+    p: float
+    verdict: Verdict
+
+
+Differences = Sequence[float]
+"""Of one contrast, paired by seed."""
+
+
+def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) -> list[Declared]:
+    """Return contrasts of two seeds or more, corrected for all `count` that were declared."""
+    known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
+    p_values = [p_value(differences) for _, differences in known]
+    missing = count - len(known)  # count, so that a part of the study claims no more
+    corrected = holm(p_values + [1.0] * missing)
+    return [
+        Declared(contrast, estimate(differences), p, own)
+        for (contrast, differences), p, own in zip(known, p_values, corrected, strict=False)
+    ]
+
+
+def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step]:
+    """Return the steps of a sequence; empty as long as a contrast lacks one of the `seeds`, because each is tested
+    once.
+    """
+    if any(len(differences) < max(seeds, 2) for _, differences in found):
+        return []
+    steps: list[Step] = []
+    for contrast, differences in found:
+        p = p_value(differences)
+        verdict: Verdict = "holds" if p < LEVEL else "does not hold"
+        if any(step.verdict != "holds" for step in steps):
+            verdict = "not tested"
+        steps.append(Step(contrast, estimate(differences), p, verdict))
+    return steps
+
+
+def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
+    """Return the power for `share` of the expected difference with all seeds of the file, None without an expectation.
+
+    In a sequence it is that of the test by itself, given that all before it hold; together it is that at the smallest
+    level of Holm's correction, so at least this.
+    """
+    if contrast.expected is None or contrast.deviation is None:
+        return None
+    level = LEVEL if file.testing == "sequence" else LEVEL / len(file.contrasts)
+    return power(share * contrast.expected / contrast.deviation, len(file.seeds), level)
+
+
+def plan(file: AblationFile) -> list[str]:
+    """Return a sentence on how the contrasts will be tested, and one for each contrast, in Markdown."""
+    if not file.contrasts:
+        return []
+    count, seeds = len(file.contrasts), len(file.seeds)
+    how = f"The p-values of {count} contrasts are corrected together (Holm)."
+    if file.testing == "sequence":
+        how = (
+            f"The first of {count} contrasts is the primary one. Each is tested at 5% only if all before it hold, and "
+            f"once, when all {seeds} seeds are finished."
+        )
+    return [how, *(f"{number}. {contrast.name}: {_power(file, contrast)}" for number, contrast in _numbered(file))]
+
+
+def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
+    """Return the sentences that say what came out of a sequence, in Markdown."""
+    if not steps:
+        return [f"Nothing is tested yet: each contrast is tested once, when all {len(file.seeds)} seeds are finished."]
+    held = [step.verdict for step in steps].count("holds")
+    if held == len(steps):
+        text = " holds." if held == 1 else f" holds, and so do all {held} of the sequence."
+    elif held:
+        text = f" holds; the sequence ends at contrast {held + 1} of {len(steps)}, which does not hold."
+    else:
+        text = " does not hold; no other is tested."
+    lines = []
+    for number, step in enumerate(steps, 1):
+        tested = "not tested" if step.verdict == "not tested" else f"p = {step.p:.2g}, {step.verdict}"
+        lines.append(f"{number}. {step.contrast.name}: {amount(step.contrast, step.difference)}; {tested}")
+    return [f"The primary contrast{text}", *lines]
+
+
+def amount(contrast: DeclaredContrast, difference: Estimate) -> str:
+    """Return a difference of accuracy, or a ratio of perplexities, with its 95% interval."""
+    ends = (difference.mean, difference.low, difference.high)
+    if contrast.quantity != "recall":
+        return "{:.3f} times ({:.3f} to {:.3f})".format(*map(exponential, ends))
+    return "a difference of {:.2f} ({:.2f} to {:.2f})".format(*ends)
+
+
+def _numbered(file: AblationFile) -> list[tuple[int, DeclaredContrast]]:
+    return list(enumerate(file.contrasts, 1))
+
+
+def _power(file: AblationFile, contrast: DeclaredContrast) -> str:
+    whole, half = (power_of(file, contrast, share) for share in (1.0, 0.5))
+    if whole is None or half is None or contrast.expected is None:
+        return "no power was computed"
+    logarithm = "" if contrast.quantity == "recall" else " of logarithms"
+    return (
+        f"power {whole:.2f} for a difference{logarithm} of {contrast.expected:g} with a standard deviation of "
+        f"{contrast.deviation:g} over seeds, {half:.2f} for half of it"
+    )
