@@ -1,11 +1,13 @@
 """What several test files share: a small corpus, a small configuration, and training in processes of its own."""
 
+import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
-from collections import Counter
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,20 +19,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
-
 from megatron_coca.data import CorpusSource, Execution, Rules, Shard, SourceSpec, load_tokenizer, prepare
 from megatron_coca.data.shards import MASKED, ShardWriter
+from tests.fast_cases import fast_cases
 from tests.figures import TIMINGS
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
+STARTED = time.monotonic()
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=25, help="how often the slow tests of random kills kill a run")
+    parser.addoption("--minutes", type=float, help="begin no test after so many minutes")
+    parser.addoption("--order", help="any text, such as a commit's hash, that decides on the order of the files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run Triton's kernels in its interpreter, on the CPU, unless `-m gpu` asks for the tests that need a GPU."""
+    if config.option.markexpr != "gpu" or not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 
 LONGEST = (
@@ -65,22 +74,34 @@ THINNED = frozenset(
     }
 )
 """Tests of many alike cases, each of which takes long, outside tests/parity."""
-MANY = 4
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but every third case of the tests in tests/parity with MANY cases, and of those in THINNED."""
-    fast = [item for item in items if item.get_closest_marker("slow") is None]
-    names = [f"{item.path.name}::{getattr(item, 'originalname', '')}" for item in fast]
-    counts, seen = Counter(names), Counter[str]()
-    for item, name in zip(fast, names, strict=True):
-        if name in THINNED or (item.path.parent.name == "parity" and counts[name] >= MANY):
-            if seen[name] % 3:
-                item.add_marker(pytest.mark.slow)
-            seen[name] += 1
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+    """Mark as slow, of the tests in tests/parity and in THINNED, the cases that tests/fast_cases.py leaves out."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("slow") is None and hasattr(item, "callspec"):
+            name = f"{item.path.name}::{item.originalname}"
+            if item.path.parent.name == "parity" or name in THINNED:
+                tests[name].append(item)
+    for cases in tests.values():
+        pairs = [mark.args for mark in cases[0].iter_markers("pairs")]
+        for number in {*range(len(cases))}.difference(fast_cases([case.callspec.params for case in cases], pairs)):
+            cases[number].add_marker(pytest.mark.slow)
+    if order := items[0].config.getoption("--order") if items else None:
+        items.sort(key=lambda item: hashlib.sha256(f"{order} {item.path.name}".encode()).digest())
+    else:
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no test after `--minutes`."""
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip("the minutes are over")
 
 
 VOCABULARY = "the sea was calm and a small boat lay near its shore until morning came over hills"

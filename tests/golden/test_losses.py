@@ -1,6 +1,7 @@
 """Fifty training steps of every position method, against losses written down before.
 
-`PYTHONPATH=. python tests/golden/test_losses.py --write` writes them anew, after an intended change of numbers.
+`PYTHONPATH=. python tests/golden/test_losses.py --write coca` writes those of a method anew, after an intended change
+of numbers.
 """
 
 import sys
@@ -105,8 +106,8 @@ def test_the_files_tell_methods_apart() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit(f"usage: PYTHONPATH=. python {sys.argv[0]} --write")
+    if len(sys.argv) < 3 or sys.argv[1] != "--write" or not {*sys.argv[2:]} <= {*METHODS}:
+        sys.exit(f"usage: PYTHONPATH=. python {sys.argv[0]} --write METHOD ...; METHOD is one of {', '.join(METHODS)}")
     LOSSES.mkdir(exist_ok=True)
-    for name in METHODS:
+    for name in sys.argv[2:]:
         (LOSSES / f"{name}.txt").write_text("".join(f"{loss:.6f}\n" for loss in train(name)))

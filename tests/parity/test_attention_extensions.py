@@ -83,6 +83,7 @@ EXTENDED = [(name, 100) for name in ALL] + [
 ]
 
 
+@pytest.mark.pairs("name", "name")
 @pytest.mark.parametrize(("name", "length"), EXTENDED)
 def test_extensions(name: str, length: int) -> None:
     """Values and gradients, those of CLEX's network included."""

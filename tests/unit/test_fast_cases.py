@@ -1,0 +1,55 @@
+"""The fast suite's choice of cases leaves no value of a parameter out."""
+
+from dataclasses import dataclass
+from itertools import product
+
+from tests.fast_cases import MANY, fast_cases, values
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    width: int
+
+
+def test_every_value_of_every_parameter_occurs() -> None:
+    cases = [
+        {"form": form, "length": length, "backend": backend}
+        for form, length, backend in product("abcde", (1, 2, 3), ("x", "y"))
+    ]
+    chosen = [cases[number] for number in fast_cases(cases)]
+    assert len(chosen) == 5, "as many as the parameter with most values has"
+    for name in cases[0]:
+        assert {case[name] for case in chosen} == {case[name] for case in cases}
+
+
+def test_pairs_that_are_asked_for_all_occur() -> None:
+    cases = [
+        {"form": form, "length": length, "backend": backend}
+        for form, length, backend in product("abcde", (1, 2, 3), ("x", "y"))
+    ]
+    chosen = [cases[number] for number in fast_cases(cases, [("form", "length")])]
+    assert {(case["form"], case["length"]) for case in chosen} == {*product("abcde", (1, 2, 3))}
+    assert {case["backend"] for case in chosen} == {"x", "y"} and len(chosen) == 15
+
+
+def test_pairs_within_a_name_all_occur() -> None:
+    cases = [{"name": f"{form}-{extension}"} for form, extension in product("abc", "rst")]
+    assert len(fast_cases(cases)) == 3
+    assert len(fast_cases(cases, [("name", "name")])) == 9
+
+
+def test_a_value_that_only_one_case_has_is_never_left_out() -> None:
+    cases = [{"name": "coca", "keys": {"norm": "layernorm", "bias": flag}} for flag in (0, 1, 0, 1, 0)]
+    cases[3] = {"name": "coca", "keys": {"norm": "scalenorm", "bias": 1}}
+    assert 3 in fast_cases(cases)
+
+
+def test_a_few_cases_all_run() -> None:
+    assert fast_cases([{"name": "same"}] * (MANY - 1)) == [*range(MANY - 1)]
+
+
+def test_names_mappings_and_records_have_the_values_of_their_parts() -> None:
+    assert values("n", "coca-yarn, log n") == {("n", "coca"), ("n", "yarn"), ("n", "log n")}
+    assert values("n", {"a": {"b": 1}, "c": [2, 3]}) == {("n.a.b", "1"), ("n.c", "2"), ("n.c", "3")}
+    assert values("n", Shape(2, 3)) == {("n.heads", "2"), ("n.width", "3")}
