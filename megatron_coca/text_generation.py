@@ -74,8 +74,8 @@ class Continuation:
 class TextGenerator:
     """A model in evaluation mode with its tokenizer; made by `load_generator`.
 
-    Names of special tokens in a prompt become these. Prompts get the token `start` in front, if there is one; without
-    it an empty prompt is the end-of-document token.
+    Names of special tokens in a prompt become these. If there is a token `start`, prompts that do not begin with it
+    get it in front; without one an empty prompt is the end-of-document token.
     """
 
     model: GPT
@@ -101,7 +101,8 @@ class TextGenerator:
                 default 16384; `progress`, which shows it; `dynamic_length` as in `generate_tokens`.
         """
         start = [] if self.start is None else [self.start]
-        ids = [[*start, *self.tokenizer.encode_prompt(prompt)] or [self.tokenizer.eod] for prompt in prompts]
+        encoded = [self.tokenizer.encode_prompt(prompt) for prompt in prompts]
+        ids = [(row if row[:1] == start else [*start, *row]) or [self.tokenizer.eod] for row in encoded]
         rows = [Continuation(self.tokenizer, row, stops) for row in ids]
         return self._continue(ids, rows, max_new_tokens, sampling, **options)
 

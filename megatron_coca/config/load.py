@@ -55,6 +55,8 @@ EXPECTED: dict[str, str] = {
 UNQUOTED: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 """Types that a string would have without its quotes, by pydantic's error."""
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
+LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+"""Keys of the fp16 section without a meaning in bfloat16."""
 SUFFIXES = (".yml", ".yaml", ".json")
 MISSING = "required, but missing"
 NO_MODEL = "put it after a model's file, for example `configs/350M/roformer_coca.yml`"
@@ -237,7 +239,15 @@ def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
 
 
 def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
-    """Translate GPT-NeoX's names in the fp16 section: `fp16` is redundant, `type: bfloat16` means the bf16 section."""
+    """Translate GPT-NeoX's names in the sections of dtypes.
+
+    `fp16.fp16` and `bf16.bf16` are redundant, `fp16.type: bfloat16` means the bf16 section, and a bf16 section copied
+    from an fp16 one has keys of loss scaling, which bfloat16 does not use.
+    """
+    section = flat.get("bf16")
+    if isinstance(section, dict):
+        for name in ("bf16", *LOSS_SCALING):
+            section.pop(name, None)
     section = flat.get("fp16")
     if not isinstance(section, dict):
         return

@@ -720,6 +720,11 @@ def test_a_model_of_ours_is_written_as_the_class_that_has_its_block(
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "one base": ("qwen2", {"rope_theta": 10000.0, "use_mrope": False}),
+    "a window without use": (
+        "qwen2",
+        {"rope_theta": 10000.0, "layer_types": None}
+        | {"sliding_window": 7, "use_sliding_window": False, "max_window_layers": 1},
+    ),
     "two bases": (
         "gemma3",
         {"rope_theta": 500.0, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}

@@ -13,10 +13,12 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
+from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.test_harness import flat
-from tests.unit.harness_cases import WORDS, command, read, write_tasks
+from tests.unit.harness_cases import WORDS, adapter, command, read, requests, write_tasks
 from tests.unit.test_chat import CHATML
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>"]
@@ -159,6 +161,15 @@ def test_chats(name: str, turns: bool, tasks: Path, tmp_path: Path) -> None:
     compare(folder, tasks, name, tmp_path, *options, chat=chat)
     record = read(tmp_path / "a.json").protocol.chat
     assert record is not None and (record.system, record.multiturn) == ("Be brief.", turns)
+
+
+def test_a_continuation_within_a_token_of_its_context_is_an_error(tmp_path: Path) -> None:
+    """One token holds the end of the context and the continuation, so that nothing is left to score."""
+    import_checkpoint(llama(tmp_path / "model"), tmp_path / "run")
+    model = adapter(load_checkpoint(tmp_path / "run"))
+    word = next(word for word in WORDS if len(word) > 2 and len(model.tok_encode(word)) == 1)
+    with pytest.raises(EvaluationError, match=f"the continuation '{word[1:]}' has 0 tokens without its context"):
+        model.loglikelihood(requests("loglikelihood", [(word[:1], word[1:])]))
 
 
 @pytest.mark.parametrize(("name", "length"), [("local_choice", 14), ("free_until", 22)])

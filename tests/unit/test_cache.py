@@ -262,6 +262,16 @@ def test_buffers_grow_and_keep_what_they_hold() -> None:
 
 
 @torch.no_grad()
+def test_the_room_of_a_cache_is_no_length_of_a_text() -> None:
+    """Factors for long texts are for texts that are long, however many tokens a cache has room for."""
+    model = make(rope_scaling=scaling("longrope"))
+    short = tokens(TRAINED)
+    alone = model(short)
+    torch.testing.assert_close(model(short, cache=model.new_cache(capacity=64 * LENGTH)), alone, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(model(short, cache=model.new_cache(LENGTH)), alone, rtol=1e-2)
+
+
+@torch.no_grad()
 def test_room_is_taken_once_whatever_length_extensions_see() -> None:
     model = make(rope_scaling=scaling("dynamic"))
     for length in (None, PROMPT, LENGTH):

@@ -180,6 +180,8 @@ def test_horizon_without_a_length_is_an_error() -> None:
         ({"fp16": {"fp16": True, "enabled": False}}, "fp32"),
         ({"fp16": {"enabled": True, "type": "bfloat16", "loss_scale": 0}}, "bf16"),
         ({"bf16": {"enabled": True}, "precision": "bfloat16"}, "bf16"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"bf16": True, "enabled": True, "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}}, "bf16"),
     ],
 )
 def test_precision(values: dict[str, object], dtype: str) -> None:

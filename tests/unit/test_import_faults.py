@@ -234,6 +234,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         config(tie_word_embeddings=True),
         f"{HEAD} differs from {EMBEDDING}, though config.json ties them",
     ),
+    "tied, without the embedding": (
+        lambda f: (config(tie_word_embeddings=True)(f), weights(lambda held: held.pop(EMBEDDING))(f)),
+        f"has no weight {EMBEDDING}$",
+    ),
     "truncated": (cut(SINGLE), rf"{SINGLE}: is not a readable safetensors file \(.*\); fetch it again"),
     "no weights": (no_weights, f"has no weights: no {SINGLE} or {SINGLE}.index.json or {BIN} or {BIN}.index.json"),
     "no index": (

@@ -94,3 +94,12 @@ def test_global_random_state_is_left_alone() -> None:
     make()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+@pytest.mark.parametrize("init_method", INITIALIZERS)
+@torch.no_grad()
+def test_the_first_loss_is_that_of_guessing(init_method: str) -> None:
+    model = make(init_method=init_method)
+    ids = torch.randint(512, (4, 17), generator=torch.Generator().manual_seed(0))
+    loss = model.loss(model.hidden_states(ids[:, :-1]), ids[:, 1:])
+    assert abs(float(loss) - math.log(512)) < 1.0

@@ -101,6 +101,22 @@ def test_whole_documents_by_hand(pair: tuple[Path, Path], pack_impl: str, choppe
     assert not np.array_equal(blend.batch(np.arange(per_epoch)), blend.batch(np.arange(per_epoch) + per_epoch))
 
 
+@pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked"])
+def test_an_end_token_with_the_id_of_padding_is_learned(pack_impl: str, tmp_path: Path) -> None:
+    """GPT-NeoX's end of text and padding both have the id 0: padding is known by its place."""
+    writer = ShardWriter(tmp_path / "t", 512)
+    for length in (6, 4, 7, 5) * 4:
+        writer.add([*range(9, 9 + length - 1), 0])
+    writer.finish()
+    with Loader(Blend([Shard(tmp_path / "t")], [1], 12, 3, pack_impl), 8, 8, 0, 1, num_workers=0) as loader:
+        (batch,) = loader.micro_batches(0)
+    targets = batch.tokens[:, 1:]
+    mask = np.ones_like(targets, dtype=bool) if batch.loss_mask is None else batch.loss_mask
+    ends = (targets == 0) & (batch.tokens[:, :-1] != 0)
+    assert ends.any() and mask[ends].all()
+    assert not mask[(targets == 0) & ~ends].any()
+
+
 def test_samples_overflow_only_when_the_next_document_does_not_fit(tmp_path: Path) -> None:
     shard = Shard(write_chats(tmp_path, [5] * 12)[0])
     tokens, begins, _ = Blend([shard], [1], LENGTH, 0, "pack_until_overflow").read(np.arange(4), boundaries=True)

@@ -82,16 +82,18 @@ def test_every_weight_trains_and_documents_stay_apart(keys: dict[str, Any]) -> N
         torch.testing.assert_close(length[:, 20:], model.hidden_states(ids[:, 20:], length=40), rtol=1e-4, atol=2e-5)
 
 
-def test_a_window_hides_what_is_further_as_in_gpt_neox() -> None:
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("width", [0, 1, WIDTH])
+def test_a_window_hides_what_is_further_as_in_gpt_neox(width: int, backend: str) -> None:
     """`sliding_window_width` is the largest distance, GPT-NeoX's (width, -1): one layer sees width + 1 tokens."""
-    model = build_model(configured(num_layers=1, sliding_window_width=WIDTH)).eval()
+    model = build_model(configured(num_layers=1, sliding_window_width=width, attention_backend=backend)).eval()
     ids = tokens(20, 1)
     with torch.no_grad():
         before = model(ids)
         changed = ids.clone()
         changed[0, 5] = (changed[0, 5] + 1) % 48
         differs = (model(changed) != before).any(dim=-1)[0]
-    assert differs.nonzero().flatten().tolist() == list(range(5, 5 + WIDTH + 1))
+    assert differs.nonzero().flatten().tolist() == list(range(5, 5 + width + 1))
 
 
 def test_each_type_has_its_own_keys() -> None:

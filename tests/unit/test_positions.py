@@ -43,11 +43,24 @@ def test_tables_survive_a_cast_of_the_model() -> None:
     assert not list(model.buffers()), "a buffer could be cast"
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic"])
+def test_autocast_leaves_phases_alone() -> None:
+    model = tiny(pos_emb="rotary")
+    far = torch.arange(30000, 30016)
+    plain = model.positions(far, 16, torch.bfloat16).segments[0].query
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model.positions(far, 16, torch.bfloat16).segments[0].query
+    assert torch.equal(cast.cos, plain.cos) and torch.equal(cast.sin, plain.sin) and cast.cos.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic", "dynamic_yarn", "longrope"])
 @pytest.mark.parametrize("pos_emb", ["rotary", "coca", "coca_strict"])
 @torch.no_grad()
 def test_a_short_input_is_the_same_after_a_long_one(pos_emb: str, rope_type: str) -> None:
-    model = tiny(pos_emb=pos_emb, rope_scaling={"rope_type": rope_type, "factor": 4.0})
+    options = {
+        "dynamic_yarn": {},
+        "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    }
+    model = tiny(pos_emb=pos_emb, rope_scaling={"rope_type": rope_type} | options.get(rope_type, {"factor": 4.0}))
     short, long = torch.arange(12)[None], torch.arange(64)[None]
     before = model(short)
     beyond = model(long)

@@ -32,11 +32,12 @@ def texts(spec: SourceSpec) -> list[str]:
     "suffix", [".jsonl", ".json", ".ndjson", ".JSONL", ".jsonl.gz", ".zst", ".00.jsonl.zst", ".json.bz2"]
 )
 def test_json_lines_are_read_in_order_whatever_the_name(tmp_path: Path, suffix: str) -> None:
-    lines = "\ufeff" + "".join(json.dumps({"text": f"text {i}"}) + "\r\n\n" for i in range(50))
+    texts = [f"text {i}\u2028of\x85a\u2029page" for i in range(50)]  # breaks of lines in Unicode, but not in JSON Lines
+    lines = "\ufeff" + "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n\n" for text in texts)
     compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, ".bz2": bz2.compress}
     path = tmp_path / f"corpus{suffix}"
     path.write_bytes(compress.get(path.suffix, bytes)(lines.encode()))
-    assert [d.text for d in read_documents(path)] == [f"text {i}" for i in range(50)]
+    assert [d.text for d in read_documents(path)] == texts
 
 
 def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ def test_an_empty_prompt_begins_a_document(generator: TextGenerator) -> None:
 
 def test_a_token_before_every_prompt(generator: TextGenerator) -> None:
     begun = TextGenerator(generator.model, BYTES, ord("#"))
-    rows, expected = begun.complete(["the sea", ""], 10, WARM), generator.complete(["#the sea", "#"], 10, WARM)
+    prompts = ["the sea", "", "#a boat"]  # the last one has it already
+    rows, expected = begun.complete(prompts, 10, WARM), generator.complete(["#the sea", "#", "#a boat"], 10, WARM)
     assert [row.tokens for row in rows] == [row.tokens for row in expected]
 
 
