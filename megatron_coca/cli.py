@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
-from megatron_coca.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report
+from megatron_coca.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report, safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = command(given[:1])
     allow_open_files()
     try:
-        return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+        with safe_path():
+            return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
     except InputError as error:
         report(name, error)
         return error.status
