@@ -16,7 +16,7 @@ from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.console import Progress, duration, on_terminal, short, write
 from megatron_coca.plain_text import masked
-from megatron_coca.regular_files import read_regular
+from megatron_coca.regular_files import open_to_append, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ def _keep_older(path: Path) -> None:
     """Append an older run's lines to `OLDER`; a kill can have left half a line at the end."""
     text = path.read_bytes()
     if text:
-        with path.with_name(OLDER).open("ab") as older:
+        with open_to_append(path.with_name(OLDER)) as older:
             older.write(text if text.endswith(b"\n") else text + b"\n")
             older.flush()
             os.fsync(older.fileno())
