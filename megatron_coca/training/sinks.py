@@ -51,7 +51,7 @@ def _continues(folder: Path, run: str | None) -> bool:
         return run is None or json.loads(read_regular(folder / OWNER))["run"] == run
     except FileNotFoundError:  # of an earlier version
         return True
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s: cannot be read (%s); the lines beside it are set aside", folder / OWNER, error)
         return False
 
@@ -381,7 +381,7 @@ class WandB(Sink):
         try:
             content = json.loads(self._path.read_text())
             return str(content["id"]), int(content["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"use_wandb: {self._path} does not name a run ({error}); delete it to start another one"
             ) from error

@@ -13,6 +13,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import chat as chat_module
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.data.tokenizers.text_rules import TextRules, find_rules
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
 
 CHAT: list[dict[str, Any]] = [
@@ -264,7 +265,7 @@ def test_an_endless_template_of_a_downloaded_model_ends(tmp_path: Path, monkeypa
 )
 def test_strange_files_of_a_folder_have_no_template(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
-    assert find_template(tmp_path) is None
+    assert find_template(tmp_path) is None and find_rules(tmp_path) == TextRules()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match="chat_template.jinja: cannot read the chat template"):
         find_template(tmp_path)
