@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if not __package__:  # run by its path: modules of this folder must not replace others of the same name
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[: 0 if sys.flags.safe_path else 1] = [str(Path(__file__).resolve().parents[1])]
 
 from megatron_coca.cli import main
 

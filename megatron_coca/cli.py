@@ -3,6 +3,7 @@ command line answer at once.
 """
 
 import errno
+import logging
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
-from megatron_coca.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report
+from megatron_coca.plain_text import PlainFormatter
+from megatron_coca.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report, safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -49,8 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     name = command(given[:1])
     allow_open_files()
+    if logging.lastResort is not None:  # writes the warnings of commands that set up no logging
+        logging.lastResort.setFormatter(PlainFormatter())
     try:
-        return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+        with safe_path():
+            return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
     except InputError as error:
         report(name, error)
         return error.status

@@ -4,6 +4,8 @@ import os
 import resource
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import connection, parent_process
 from pathlib import Path
 
@@ -41,6 +43,23 @@ def allow_open_files() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Let Python processes that are started here import no module from the working folder, which may be a download:
+    those of multiprocessing would look there first.
+    """
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def report(name: str, error: InputError) -> None:

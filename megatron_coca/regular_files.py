@@ -1,6 +1,7 @@
 """Open regular files only: a FIFO, a device or a loop of links in the place of one is an error, not a hang."""
 
 import errno
+import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -26,3 +27,10 @@ def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
     """Read a regular file of at most `limit` bytes. Raises OSError as `open_regular`."""
     with open_regular(path, limit) as file:
         return file.read(limit)
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a file to append to it, which may be new. Raises OSError for a link: a downloaded folder may have one that
+    leads to a file of the user's.
+    """
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_coca.atomic_write import flush
+from megatron_coca.plain_text import password
 from megatron_coca.program import UNAVAILABLE, InputError
 
 logger = logging.getLogger(__name__)
@@ -219,6 +220,7 @@ class RemoteFiles:
                 return action()
             except Exception as error:  # each store's library has its own exception classes
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                reason = reason if (secret := password(self.url)) is None else reason.replace(secret, "***")
                 if getattr(error, "errno", None) in REFUSALS or type(error).__name__ in REFUSED:
                     raise self.refused(f"{self.url}: {problem} ({reason})") from error
                 now = time.monotonic()

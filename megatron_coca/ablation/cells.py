@@ -146,7 +146,7 @@ def _is_whole(path: Path) -> bool:
     """False with a warning for a damaged file, which is measured again."""
     try:
         json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         logger.warning("%s: is damaged (%s) and counts as missing", path, error)
         return False
     return True
@@ -261,7 +261,7 @@ def unpack(results: Path) -> None:
                 if not path.exists():
                     content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
                     write_atomically(path, content.encode())
-    except (OSError, ValueError, KeyError, zstandard.ZstdError) as error:
+    except (OSError, ValueError, KeyError, RecursionError, zstandard.ZstdError) as error:
         if isinstance(error, EvaluationError):
             raise
         raise EvaluationError(f"{archive}: is damaged ({error}); restore it from version control") from error

@@ -20,6 +20,7 @@ from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.program import PROGRAM
+from megatron_coca.regular_files import open_to_append
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
@@ -141,8 +142,8 @@ class Job:
         else:
             arguments = [*EVALUATE, *command.arguments, "--overwrite"]
         log = cell.run / LOG
-        with log.open("a") as file:
-            file.write(f"$ {shlex.join(arguments)}\n")
+        with open_to_append(log) as file:
+            file.write(f"$ {shlex.join(arguments)}\n".encode())
         self._log_start, self._command = log.stat().st_size, command
         environment = {**os.environ, **self.share.variables(cell.ranks if command is None else 1)}
         self._process = LocalProcess(cell.name, arguments, environment, log=log)

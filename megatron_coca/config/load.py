@@ -1,6 +1,7 @@
 """`load_config`: merge files and overrides into one frozen, validated Config; and the inputs of a command line."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -302,7 +303,7 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
         return  # validation says what is wrong
     file = problems.source.where.get("imports", "").rpartition(":")[0]
     folder = Path(file).parent if file and os.path.isfile(file) else Path()
-    if file and names and _may_be_others(folder):
+    if file and names and _may_be_others(Path(file)):
         problems.add("imports", not_run(names))
         return
     try:
@@ -311,9 +312,18 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
         problems.add("imports", str(error))
 
 
-def _may_be_others(folder: Path) -> bool:
-    """True for the folder of a checkpoint, here or of GPT-NeoX, or of prepared data: its YAML files come with it."""
-    return (folder / "manifest.json").is_file() or (folder.name == "configs" and "global_step" in folder.parent.name)
+def _may_be_others(file: Path) -> bool:
+    """True for a file in the folder of a checkpoint, here or of GPT-NeoX, or of prepared data: it comes with these."""
+    for path in (Path(os.path.abspath(file)), file.resolve()):  # a link, as in the cache of the hub, is in two folders
+        outer = path.parent.parent if path.parent.name == "configs" else path.parent
+        if (
+            path.name == "data.yml"
+            or any(re.fullmatch("global_step[0-9]+", folder.name) for folder in path.parents)
+            or (path.parent / "manifest.json").is_file()
+            or next(outer.glob("*model_states.pt"), None) is not None
+        ):
+            return True
+    return False
 
 
 def not_run(names: Sequence[str]) -> str:

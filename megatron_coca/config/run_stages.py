@@ -131,8 +131,8 @@ def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tup
     for number, entry in enumerate(given):
         switches = [key for key in OWN_KEYS[1:] if not isinstance(entry.get(key, False), bool)]
         faults += [(f"stages[{number}].{key}", "expected true or false") for key in switches]
-        if barred := [key for key in NEVER if key in entry]:
-            faults += [(f"stages[{number}].{key}", NEVER[key]) for key in barred]
+        if barred := [key for key in entry if key.partition(".")[0] in NEVER]:
+            faults += [(f"stages[{number}].{key}", NEVER[key.partition(".")[0]]) for key in barred]
             continue
         try:
             known.append(override(_changes(entry) | {"stages": None}))

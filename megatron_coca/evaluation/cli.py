@@ -113,7 +113,9 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing."""
+    """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing, and
+    69 if an object store does not answer.
+    """
     args = parser().parse_args(arguments)
     return run_task(args, divided=args.task in MEASUREMENTS and getattr(args, "jobs", 1) > 1)
 
@@ -127,7 +129,7 @@ def run_task(args: Namespace, divided: bool = False) -> int:
         return TASKS[args.task].run(args)
     except InputError as error:
         report("evaluate", error)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("megatron-coca evaluate: interrupted; run the same command again to resume", file=sys.stderr)
         return INTERRUPTED

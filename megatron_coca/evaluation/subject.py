@@ -157,7 +157,7 @@ class Evaluation:
             try:
                 loaded = self.opened.load(variant.overrides, variant.files, device, dtype, show=True)
             except (ConfigError, CheckpointError, BackendError) as error:
-                overrides = {"variant": " ".join([*variant.files, *variant.overrides])}
+                overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
                 yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
             changed = changed_keys(trained, loaded.config)

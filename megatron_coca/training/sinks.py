@@ -16,7 +16,7 @@ from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.console import Progress, duration, on_terminal, short, write
 from megatron_coca.plain_text import masked
-from megatron_coca.regular_files import read_regular
+from megatron_coca.regular_files import open_to_append, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def _continues(folder: Path, run: str | None) -> bool:
         return run is None or json.loads(read_regular(folder / OWNER))["run"] == run
     except FileNotFoundError:  # of an earlier version
         return True
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s: cannot be read (%s); the lines beside it are set aside", folder / OWNER, error)
         return False
 
@@ -295,7 +295,7 @@ def _keep_older(path: Path) -> None:
     """Append an older run's lines to `OLDER`; a kill can have left half a line at the end."""
     text = path.read_bytes()
     if text:
-        with path.with_name(OLDER).open("ab") as older:
+        with open_to_append(path.with_name(OLDER)) as older:
             older.write(text if text.endswith(b"\n") else text + b"\n")
             older.flush()
             os.fsync(older.fileno())
@@ -381,7 +381,7 @@ class WandB(Sink):
         try:
             content = json.loads(self._path.read_text())
             return str(content["id"]), int(content["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"use_wandb: {self._path} does not name a run ({error}); delete it to start another one"
             ) from error

@@ -150,6 +150,7 @@ class Watchdog:
         path = self._folder / f"hang_rank_{self._rank}.txt"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # a link in a downloaded folder
             path.write_text(text)
         except OSError as error:
             self._to_stderr(f"rank {self._rank}: {path}: cannot be written ({error})\n")

@@ -13,6 +13,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import chat as chat_module
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.data.tokenizers.text_rules import TextRules, find_rules
 from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
 
 CHAT: list[dict[str, Any]] = [
@@ -80,6 +81,8 @@ ENDLESS = {
     "a format's argument": "{{ '%*d' % (10**9, 1) }}",
     "a filter's format": "{{ '%1000000000d'|format(1) }}",
     "a brace format": "{{ '{:1000000000}'.format(1) }}",
+    "a brace format's width": "{{ '{:>{w}}'.format(1, w=10**9) }}",
+    "a width in a list": "{{ '{:>{w[0]}}'.format_map({'w': ['1000000000']}) }}",
     "a repeated place": "{{ ('{0}' * 9999).format('x' * 99999) }}",
     "an indentation": "{{ [1]|tojson(indent=10**9) }}",
     "an indented text": "{{ ('\n' * 9999)|indent('x' * 99999) }}",
@@ -113,7 +116,7 @@ def test_every_template_ends_at_the_same_step(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "source",
     [
-        *("{{ [1, 2]|random }}", "{{ lipsum() }}"),
+        *("{{ [1, 2]|random }}", "{{ lipsum() }}", "{{ strftime_now('%d %-s') }}"),
         *(
             "{{ raise_exception }}",
             "{{ messages|map('string') }}",
@@ -123,7 +126,7 @@ def test_every_template_ends_at_the_same_step(name: str, monkeypatch: pytest.Mon
     ],
 )
 def test_texts_that_differ_from_run_to_run_are_errors(source: str) -> None:
-    with pytest.raises(DataError, match="differ from run to run|different in every process"):
+    with pytest.raises(DataError, match="differ from run to run|different in every process|time zone"):
         ChatTemplate(source, {}).render(CHAT)
 
 
@@ -138,6 +141,7 @@ def test_texts_that_differ_from_run_to_run_are_errors(source: str) -> None:
         ),
         *("{{ dict.fromkeys([1]) }}", "{{ 'x'.encode('idna') }}", "{{ (1).to_bytes(10**9, 'big') }}"),
         *("{{ 1 // 0 }}", "{{ [][1].x }}", "{{ raise_exception('\x1b[31m' * 9999) }}", "{% if %}", "{{ none() }}"),
+        "{{ '\\ud800' }}",
     ],
 )
 def test_the_sandbox_holds_and_errors_are_messages(source: str) -> None:
@@ -261,7 +265,7 @@ def test_an_endless_template_of_a_downloaded_model_ends(tmp_path: Path, monkeypa
 )
 def test_strange_files_of_a_folder_have_no_template(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
-    assert find_template(tmp_path) is None
+    assert find_template(tmp_path) is None and find_rules(tmp_path) == TextRules()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match="chat_template.jinja: cannot read the chat template"):
         find_template(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.evaluation.harness import adapter
+from megatron_coca.evaluation.harness import adapter, task_files
 from megatron_coca.evaluation.harness.task_files import inputs_hash
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import generate
@@ -89,6 +89,12 @@ def test_what_a_task_reads_belongs_to_its_result(checkpoint: Path, tmp_path: Pat
     earlier["results"][0]["inputs_sha256"] = None
     path.write_text(json.dumps(earlier))
     assert command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path) == 0
+
+
+def test_brackets_in_the_name_of_local_data(tmp_path: Path) -> None:
+    (tmp_path / "a [1].jsonl").write_text("{}")
+    found = task_files._data({"dataset_kwargs": {"data_files": {"test": f"{tmp_path}/a [1].jsonl"}}})
+    assert [path.name for path in found] == ["a [1].jsonl"]
 
 
 @pytest.mark.slow  # the harness's own task files are read

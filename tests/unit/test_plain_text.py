@@ -1,19 +1,24 @@
 """What other people's names and addresses look like on a terminal, in tables, and in files that are shared."""
 
 import io
+import logging
 import tarfile
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.checkpoints.object_store import RemoteFolder
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.console import write
 from megatron_coca.evaluation.report.document import Table, TableCell, TableRow, csv_table
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.plain_text import masked, plain
+from megatron_coca.program import UNAVAILABLE
 from megatron_coca.remote_files import local_folder
 from tests.checkpoint_files import TINY, write_checkpoint
 
@@ -35,6 +40,7 @@ def test_control_characters_become_escapes_and_text_stays() -> None:
     [
         ("https://me:pa%24s@host/x", "https://me:***@host/x"),
         ("sftp://me:p:q@host:22/x", "sftp://me:***@host:22/x"),
+        ("ftp:/me:pass@host/x", "ftp:/me:***@host/x"),
         ("simplecache::https://me:pass@host/x", "simplecache::https://me:***@host/x"),
         ("https://hf_token@host/x", "https://***@host/x"),
         ("abfs://container@account/x", "abfs://container@account/x"),
@@ -58,6 +64,32 @@ def test_errors_logs_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for text in (str(caught.value), str(refused.value), capsys.readouterr().err, format_table(["a"], [[HOSTILE]])):
         assert "secret" not in text and "\x1b" not in text and "\x9b" not in text
     assert local_folder(url, "cache", CheckpointError).parts[:3] == ("cache", "nothing", "me@host")
+
+
+def test_warnings_and_errors_of_a_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command without a log of its own, a library that quotes its part of the address, and a refused variant."""
+
+    class Away(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "away"
+
+        def find(self, path: str, *_: object, **__: object) -> list[str]:
+            raise ConnectionError(f"no bucket me:secret@host{HOSTILE}")
+
+    fsspec.register_implementation("away", Away, clobber=True)
+    monkeypatch.setattr("megatron_coca.remote_files.TIMEOUT", 0.1)
+    monkeypatch.setattr(RemoteFolder.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.chdir(tmp_path)
+    lengths = ["--lengths", "64", "--output", str(tmp_path / "out")]
+    assert cli.main(["evaluate", "passkey", "--checkpoint", "away://me:secret@host/x", *lengths]) == UNAVAILABLE
+    run = write_checkpoint(tmp_path / "run", load_config([], TINY))
+    variant = ["--variant", "a", "num_layers=away://me:secret@host/x"]
+    assert cli.main(["evaluate", "passkey", "--checkpoint", str(run), *lengths, *variant]) == 2
+    said = capsys.readouterr().err + "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert "retrying" in said and "away://me:***@host/x" in said
+    assert "secret" not in said and "\x1b" not in said
 
 
 def test_names_in_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

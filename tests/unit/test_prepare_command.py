@@ -197,6 +197,9 @@ def test_too_many_faulty_records_are_an_error_with_the_remedy(tmp_path: Path, mo
         prepare.main(given)
     with pytest.raises(DataError, match=r"ending .txt"):
         prepare.main(["--input", f"s={path}", "--output", str(tmp_path / "b"), "--train-tokenizer", "300"])
+    text = changelog(tmp_path / "text.gz", 500, 0)
+    with pytest.raises(DataError, match=r"500 of 500 records are faulty.*ending .txt, before [^-]*$"):
+        prepare.main([*options(tmp_path, text), "--output", str(tmp_path / "c")])
     with monkeypatch.context() as patched:
         patched.setattr(ChunkTokenizer, "tokenize", lambda *_: pytest.fail("a chunk was tokenized again"))
         prepare.main([*given, "--max-faulty", "0.97"])

@@ -123,10 +123,10 @@ def test_a_tilde_is_the_home_folder_and_brackets_of_a_path_are_part_of_it(
         "tokenizer_type": "CharLevelTokenizer",
         "sources": {
             "one": {"paths": ["a [1]/x [2].txt", "b[12].txt"]},
-            "two": {"paths": ["a [1]", "~/my [corpus]/b1.txt"]},
+            "two": {"paths": ["a [1]", "~/my [corpus]/b1.txt", "a [1]/y*.txt", "*/x*"]},
         },
     }
     recipe = resolve_recipe(values, "r.yml")
     found = [[str(Path(path).relative_to(root)) for path in source.spec.paths] for source in recipe.sources]
-    assert found == [["a [1]/x [2].txt", "b1.txt", "b2.txt"], ["a [1]", "b1.txt"]]
+    assert found == [["a [1]/x [2].txt", "b1.txt", "b2.txt"], ["a [1]", "b1.txt", "a [1]/y.txt", "a [1]/x [2].txt"]]
     assert recipe.output == f"{tmp_path}/out"

@@ -70,6 +70,17 @@ def test_a_fresh_run_begins_an_empty_file(tmp_path: Path) -> None:
     assert (tmp_path / OLDER).read_text().count("\n") == 7 + 2, "an older run's lines are set aside, not lost"
 
 
+def test_a_link_in_a_downloaded_folder_is_not_followed(tmp_path: Path) -> None:
+    """Its lines would be appended to a file of the user's, such as one that a shell runs."""
+    folder, own = tmp_path / "run", tmp_path / "own"
+    write(folder, 0, 2)
+    own.write_text("mine")
+    (folder / OLDER).symlink_to(own)
+    with pytest.raises(OSError, match=OLDER):
+        JsonLines(folder, 0)
+    assert own.read_text() == "mine" and lines(folder)
+
+
 def test_a_crash_loop_leaves_few_files_and_loses_no_line(tmp_path: Path) -> None:
     for run in range(1, 31):
         sink = JsonLines(tmp_path, 0)

@@ -92,6 +92,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ([{"until": 5}, {"num_layers": 8}], "stages[1].num_layers: cannot differ between stages"),
         ([{"until": 5}, {"pos_emb": "alibi"}], "stages[1].pos_emb: cannot differ between stages"),
         ([{"until": 5}, {"stages": [{"lr": 1}]}], "stages[1].stages: a stage has no stages of its own"),
+        ([{"until": 5}, {"stages.a": 1}], "stages[1].stages.a: a stage has no stages of its own"),
         ([{"until": 5}, {"imports": ["a.py"]}], "stages[1].imports: cannot differ between stages"),
         ([{"until": 5}, {"train_iters": 8}], "stages[1].train_iters: cannot differ between stages"),
         ([{"until": 5}, {"zero_optimization": {"stage": 2}}], "stages[1].zero_optimization: cannot differ"),

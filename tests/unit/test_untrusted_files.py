@@ -26,13 +26,18 @@ from megatron_coca.checkpoints.weights import RANDOM_STATE, load_pickle
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import CorpusSource, DataError, Execution, Rules, load_tokenizer, prepare
 from megatron_coca.data.preparation.blocks import _decoded
+from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.recipe import read_recipe
+from megatron_coca.data.readers.folders import saved_splits
 from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate
+from megatron_coca.evaluation.report.curves import metrics
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.suite import read_suite
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.saving import load_rng_states
+from megatron_coca.training.sinks import _continues
 from tests.checkpoint_files import TINY, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -160,15 +165,24 @@ def test_scripts_of_data_sets(marker: Path, tmp_path: Path) -> None:
         prepare([source], tmp_path / "out", load_tokenizer("CharLevelTokenizer"), rules, quiet)
 
 
-def test_modules_in_the_working_folder(marker: Path, tmp_path: Path) -> None:
-    """A command that is started inside a downloaded folder imports nothing from it."""
-    for name in ("torch", "yaml", "pydantic", "numpy", "megatron_coca", "typing_extensions", "sitecustomize"):
+COMMANDS = {
+    "train": ("train none.yml", "none.yml: no such file"),
+    "workers": ("prepare --input a=a.jsonl --tokenizer CharLevelTokenizer --workers 1 --output out", "no usable doc"),
+}
+
+
+@pytest.mark.parametrize(("command", "said"), COMMANDS.values(), ids=COMMANDS)
+def test_modules_in_the_working_folder(command: str, said: str, marker: Path, tmp_path: Path) -> None:
+    """A command that is started inside a downloaded folder imports nothing from it; nor do the processes it starts."""
+    names = ("torch", "yaml", "pydantic", "numpy", "megatron_coca", "typing_extensions", "sitecustomize")
+    for name in (*names, "multiprocessing", "concurrent"):
         (tmp_path / f"{name}.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     done = subprocess.run(
-        [*PROGRAM, "train", "none.yml"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [*PROGRAM, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and "none.yml: no such file" in done.stderr
+    assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
@@ -190,6 +204,27 @@ def test_a_link_out_of_a_model_is_not_copied_into_an_export(name: str, tmp_path:
     (snapshot / name).symlink_to(Path("../../blobs/0123"))
     export(snapshot, tmp_path / "out")
     assert (tmp_path / "out" / name).exists() and not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("manifest.json", lambda folder: read_manifest(folder / "manifest.json")),
+        ("tokenizer_type.json", load_saved_tokenizer),
+        ("dataset_dict.json", saved_splits),
+    ],
+)
+def test_very_many_levels_of_json_are_an_error(name: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Python's reader of JSON ends in a RecursionError."""
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(DataError, match=name):
+        read(tmp_path)
+
+
+def test_metrics_of_very_many_levels_are_dropped(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "metrics_run.json"):
+        (tmp_path / name).write_text("[" * 100_000 + "\n")
+    assert list(metrics(tmp_path)) == [] and not _continues(tmp_path, "run")
 
 
 BUILTIN = ("eval", "exec", "compile", "__import__")

@@ -94,15 +94,34 @@ def test_spellings(
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("place", ["run/global_step7/config.yml", "data/data.yml", "neox/global_step7/configs/a.yml"])
-def test_a_file_of_a_checkpoint_or_of_data_as_configuration(place: str, marker: Path, tmp_path: Path) -> None:
+PLACES = {
+    "run/global_step7/config.yml": "",
+    "run/renamed/config.yml": "manifest.json",
+    "data/data.yml": "",
+    "data/other.yml": "manifest.json",
+    "neox/global_step7/configs/a.yml": "",
+    "neox/renamed/configs/a.yml": "../mp_rank_00_model_states.pt",
+}
+
+
+@pytest.mark.parametrize("by", ["path", "relative path", "link"])
+@pytest.mark.parametrize(("place", "beside"), PLACES.items())
+def test_a_file_of_a_checkpoint_or_of_data_as_configuration(
+    place: str, beside: str, by: str, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such files come with what they describe; the same key in one's own file, or as an override, is run."""
     file = tmp_path / place
     file.parent.mkdir(parents=True)
-    if "configs" not in place:
-        (file.parent / "manifest.json").write_text("{}")
+    if beside:
+        (file.parent / beside).write_text("{}")
     keys = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
     file.write_text(yaml.safe_dump(keys | {"imports": [str(tmp_path / "evil.py")]}))
+    if by == "relative path":
+        monkeypatch.chdir(file.parent)
+        file = Path(file.name)
+    elif by == "link":
+        (tmp_path / "link.yml").symlink_to(file)
+        file = tmp_path / "link.yml"
     with pytest.raises(ConfigError, match=f"{file.name}:.*imports: {tmp_path / 'evil.py'}: {NOT_RUN}"):
         load_config([file])
     assert not marker.exists()

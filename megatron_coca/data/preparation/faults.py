@@ -38,9 +38,9 @@ def check_faults(name: str, documents: int, problems: ReadingProblems, most: flo
         return
     kind = next(kind for kind, _ in problems.counts.most_common() if kind not in NOT_COUNTED)
     example = next((line for line in problems.named if f": {kind}" in line), kind)
-    accepting = min(1.0, faulty / records + 0.05)
+    share = min(1.0, faulty / records + 0.05)
+    accepting = f" To accept the faults, set max_faulty of the source (--max-faulty {share:.2f})." if documents else ""
     raise DataError(
         f"{name}: {faulty:,} of {records:,} records are faulty; at most {most:.0%} may be. For example {example}. "
-        f"{REMEDIES.get(kind, 'Correct the files.')} To accept the faults, set max_faulty of the source (--max-faulty "
-        f"{accepting:.2f})."
+        f"{REMEDIES.get(kind, 'Correct the files.')}{accepting}"
     )

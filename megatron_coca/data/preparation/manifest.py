@@ -123,7 +123,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(read_regular(path))
         version_read = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot read the manifest ({error}). Prepare the corpus again.") from error
     if version_read != FORMAT:
         raise DataError(f"{path}: format {version_read}, this version reads {FORMAT}. Prepare the corpus again.")

@@ -202,9 +202,9 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
                 if due <= 0:
                     break
         reader.check_unchanged(unit)
+    check_faults(source.spec.name, usable, problems, source.max_faulty)
     if not usable:
         raise DataError(no_usable_document(source, units, problems))
-    check_faults(source.spec.name, usable, problems, source.max_faulty)
 
 
 def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:

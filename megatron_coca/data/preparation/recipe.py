@@ -71,9 +71,9 @@ class _Source(_Strict):
                 continue
             if is_url(path):
                 found = matching(str(path))
-            else:  # brackets in the root are part of its name
-                pattern = os.path.join(glob.escape(os.path.expanduser(root)), os.path.expanduser(text))
-                found = sorted(glob.glob(pattern, recursive=True))
+            else:
+                pattern = os.path.join(os.path.expanduser(root), os.path.expanduser(text))
+                found = sorted(glob.glob(_escaped(Path(pattern)), recursive=True))
             if not found:
                 raise DataError(f"{path}: matches no file. Check the paths and the root of the recipe.")
             paths += found if is_url(path) else map(Path, found)
@@ -87,6 +87,12 @@ class _Source(_Strict):
             **{key: getattr(self, key) for key in _UNCHANGED},
         )
         return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split, self.max_faulty)
+
+
+def _escaped(pattern: Path) -> str:
+    """A pattern in which brackets of folders that exist are part of their names."""
+    folder = next((each for each in pattern.parents if each.is_dir()), Path())
+    return os.path.join(glob.escape(str(folder)), pattern.relative_to(folder))
 
 
 MAX_VOCAB_SIZE = 2**24

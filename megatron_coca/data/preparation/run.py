@@ -31,7 +31,6 @@ from megatron_coca.data.preparation.preparation_plan import (
 )
 from megatron_coca.data.preparation.workers import TokenizedChunk
 from megatron_coca.data.shards import LABELS_SUFFIX, ShardWriter
-from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 
 def prepare(
@@ -79,7 +78,8 @@ def prepare(
                 blocks.make(blocks.missing(), execution)
                 blocks.tokenizer.save(folder)
                 shards, findings = _write_shards(blocks, sources, inputs, folder, execution)
-                _check_findings(sources, shards, findings, blocks.tokenizer, rules)
+                for source, found in zip(sources, findings, strict=True):
+                    check_tokenizer(source.spec.name, found.sample, blocks.tokenizer, rules)
                 record = manifest.build_manifest(sources, blocks.tokenizer, settings, inputs, shards, findings, folder)
                 manifest.write_run_config(folder, output, sources, record["sources"], blocks.tokenizer)
                 (folder / manifest.MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
@@ -161,25 +161,15 @@ def _write_shards(
                 outputs.write(number, chunk, kept)
             progress.advance(blocks.size(block))
         shards = outputs.finish()
-    written = Counter(shard.source for shard in shards)
+    written = Counter[int]()
+    for shard in shards:
+        written[shard.source] += shard.documents
     for number, source in enumerate(sources):
+        problems = findings[number].problems
+        check_faults(source.spec.name, written[number], problems, source.max_faulty)
         if not written[number]:
-            raise DataError(no_usable_document(source, inputs.of(number), findings[number].problems))
+            raise DataError(no_usable_document(source, inputs.of(number), problems))
     return shards, findings
-
-
-def _check_findings(
-    sources: Sequence[CorpusSource],
-    shards: Sequence[ShardState],
-    findings: Sequence[Findings],
-    tokenizer: Tokenizer,
-    rules: Rules,
-) -> None:
-    """``DataError`` for a source with too many faulty records, or one of which the tokenizer loses text."""
-    for number, (source, found) in enumerate(zip(sources, findings, strict=True)):
-        written = sum(shard.documents for shard in shards if shard.source == number)
-        check_faults(source.spec.name, written, found.problems, source.max_faulty)
-        check_tokenizer(source.spec.name, found.sample, tokenizer, rules)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import PASSAGE, Sample, passages_of, sampled
-from megatron_coca.program import exit_with_parent
+from megatron_coca.program import exit_with_parent, safe_path
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
@@ -183,14 +183,15 @@ class Pool:
         if not workers:
             self._local = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
             return
-        self._executor = ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=_start_worker, initargs=(list(sources), tokenizer, rules)
-        )
         # Ctrl-C reaches the whole process group; workers ignore it from their start on, and this process ends them.
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
         try:
-            self._executor.submit(int)  # starts all processes
+            with safe_path():
+                self._executor = ProcessPoolExecutor(
+                    workers, get_context("spawn"), initializer=_start_worker, initargs=(list(sources), tokenizer, rules)
+                )
+                self._executor.submit(int)  # starts all processes
         finally:
             if in_main:
                 signal.signal(signal.SIGINT, before)

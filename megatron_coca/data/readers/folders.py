@@ -128,7 +128,7 @@ def saved_splits(folder: Path) -> list[str]:
         return []
     try:
         return list(json.loads(read_regular(listing))["splits"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(f"{listing}: cannot be read ({error!r}). Save the data set again.") from error
 
 
@@ -200,7 +200,7 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
         state = folder / _STATE
         try:
             saved = [entry["filename"] for entry in json.loads(read_regular(state))["_data_files"]]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(f"{state}: cannot be read ({error!r}). Save the data set again.") from error
         # The other Arrow files are caches with the same rows. A saved file that is missing is reported when opened.
         skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}

@@ -185,7 +185,7 @@ def _load_metadata(path: Path) -> dict[str, Facts]:
                     continue
                 stars = record.get("stars")
                 metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise DataError(
                     f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3}} ({error!r}).'
                 ) from error

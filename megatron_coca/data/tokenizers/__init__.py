@@ -73,7 +73,9 @@ def load_tokenizer(
         tokenizer.chat = find_template(folder)
         if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
             tokenizer.rules = find_rules(folder)  # another name does not say that the folder is the model's
-        with suppress(OSError, ValueError, KeyError, AttributeError):  # not a folder that `Tokenizer.save` wrote
+        with suppress(
+            OSError, ValueError, KeyError, AttributeError, RecursionError
+        ):  # not a folder that `Tokenizer.save` wrote
             _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
 
@@ -99,7 +101,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
         if not isinstance(eod, str | None):
             raise ValueError("eod_symbol is not text")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise _unreadable(path, error) from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
     # Before opening the files: the libraries' errors for changed files are misleading.

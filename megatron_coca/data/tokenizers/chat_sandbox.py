@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache, wraps
 from itertools import chain
+from string import Formatter
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -245,6 +246,8 @@ def _checked_arguments(budget: Budget, owner: Any, name: str, args: tuple[Any, .
     elif name == "join" and args:
         budget.join(owner, args[0])
     elif name in ("format", "format_map"):
+        if any("{" in (width or "") for _, _, width, _ in Formatter().parse(owner)):
+            raise TooManySteps("it formats with a width that is itself a value")
         budget.fill_in(owner, args)
     else:
         tabs = 1 + owner.count("\t") if name == "expandtabs" else 1
@@ -440,9 +443,15 @@ def _draw(*_: Any, **__: Any) -> None:
     raise jinja2.TemplateError("it draws at random, so that its texts differ from run to run")
 
 
+_PLACES = re.compile(r"%[-_0^#+]*\d*[EO]?(.)", re.DOTALL)
+"""Places of a form for the time; the group is what is printed there."""
+
+
 @jinja2.pass_context
 def _strftime_now(context: _Context, form: str) -> str:
     context.budget.fill_in(form, ())
+    if any(place.endswith("s") for place in _PLACES.findall(form)):
+        raise jinja2.TemplateError("it prints the time as %s, which depends on the time zone of the machine")
     return context.now.strftime(form)
 
 
@@ -468,9 +477,13 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def render(source: str, variables: Mapping[str, Any], budget: Budget, now: datetime) -> str:
-    """The text of a template. Raises TemplateError, also if it takes more than the budget, and others."""
+    """The text of a template. Raises TemplateError, also if it takes more than the budget, and others, such as
+    UnicodeEncodeError for halves of characters.
+    """
     template = compiled(source)
     context = template.new_context(dict(variables))
     assert isinstance(context, _Context)
     context.budget, context.now = budget, now
-    return "".join(template.root_render_func(context))
+    text = "".join(template.root_render_func(context))
+    text.encode()
+    return text

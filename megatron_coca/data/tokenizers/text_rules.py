@@ -1,13 +1,11 @@
 """Rules of a Hugging Face folder for texts: the tokens that begin and end them, and names of special tokens in them."""
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.regular_files import read_regular
+from megatron_coca.data.tokenizers.end_tokens import read_object
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,8 @@ def rules_of(saved: Mapping[str, Any]) -> TextRules:
 
 def find_rules(folder: Path) -> TextRules:
     """The rules of a Hugging Face folder; a file that is missing or unreadable says nothing."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json", "config.json", "generation_config.json"):
-        found[name] = {}
-        with suppress(OSError, ValueError):
-            content = json.loads(read_regular(folder / name))
-            found[name] = content if isinstance(content, dict) else {}
+    names = ("special_tokens_map.json", "tokenizer_config.json", "config.json", "generation_config.json")
+    found = {name: read_object(folder / name) for name in names}
     settings = found["special_tokens_map.json"] | found["tokenizer_config.json"]
     given = found["generation_config.json"].get("eos_token_id")
     return TextRules(

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -64,7 +65,7 @@ def _data(config: Mapping[str, Any] | None) -> list[Path]:
     kept = {key: value for key, value in (config or {}).items() if key in ("dataset_kwargs", "dataset_path")}
     found: dict[Path, None] = {}
     for text in _texts(kept):
-        for place in sorted(glob.glob(text)):
+        for place in [text] if os.path.exists(text) else sorted(glob.glob(text)):
             path = Path(place)
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             found |= dict.fromkeys(each for each in files if each.is_file())

@@ -87,7 +87,7 @@ def metrics(run: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
             report = json.loads(line)
-        except ValueError:  # the last line may be incomplete
+        except (ValueError, RecursionError):  # the last line may be incomplete
             continue
         if isinstance(report, dict) and "event" not in report:
             yield report

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from megatron_coca.regular_files import open_to_append
 from megatron_coca.training.exit_status import (
     DONE,
     INTERRUPTED,
@@ -65,7 +66,7 @@ class LocalProcess:
             if os.getppid() != parent:
                 os._exit(INTERRUPTED)
 
-        with nullcontext() if log is None else log.open("ab") as output:
+        with nullcontext() if log is None else open_to_append(log) as output:
             self.process = subprocess.Popen(
                 command,
                 env=variables,
