@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
+from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.test_harness import flat
 from tests.unit.harness_cases import WORDS, command, read, write_tasks
 from tests.unit.test_chat import CHATML
@@ -131,6 +132,16 @@ def test_another_start_token(begun: bool, token: str, tasks: Path, tmp_path: Pat
     folder = llama(tmp_path / "model", begun)
     compare(folder, tasks, "named_choice", tmp_path, "--start-token", token, add_bos_token=token != "")
     assert read(tmp_path / "a.json").protocol.start == (BOS if token else None)
+
+
+def test_a_token_behind_every_text_is_part_of_the_measurement(tasks: Path, tmp_path: Path) -> None:
+    folder, path = llama(tmp_path / "model", add_bos_token=True), tmp_path / "a.json"
+    given = (folder, tasks, "local_choice", "--limit", 1, "--output", path)
+    assert command(*given) == 0 and read(path).protocol.closes is None
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_bos_token": True, "add_eos_token": True}))
+    with pytest.raises(EvaluationError, match="another measurement .different protocol.closes."):
+        command(*given)
 
 
 @pytest.mark.parametrize("name", ["named_choice", "local_rolling", "free_until"])
