@@ -123,7 +123,7 @@ class Result(Record):
 
     def measurement(self) -> dict[str, Any]:
         """Return the content that identifies a measurement, equal in two files of the same one; without paths."""
-        moved = {"checkpoint": {"path", "seed"}, "documents": {"sources"}, "protocol": {"haystack": {"name"}}}
+        moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}, "protocol": {"haystack": {"name"}}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
