@@ -144,6 +144,19 @@ def test_a_token_behind_every_text_is_part_of_the_measurement(tasks: Path, tmp_p
         command(*given)
 
 
+def test_a_template_that_refuses_the_system_message(
+    tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left out, as by HFLM, with one warning for a task."""
+    folder = llama(tmp_path / "model")
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refusing + CHATML)
+    chat = {"system_instruction": "Be brief.", "fewshot_as_multiturn": True}
+    options = ["--apply-chat-template", "--system-instruction", "Be brief."]
+    compare(folder, tasks, "local_choice", tmp_path, *options, chat=chat)
+    assert caplog.text.count("refuses the messages (no system); the system message is left out") == 1
+
+
 @pytest.mark.parametrize("name", ["named_choice", "local_rolling", "free_until"])
 def test_an_imported_folder_is_the_same_model(name: str, tasks: Path, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model", begun=True, ends=[END, TURN])
