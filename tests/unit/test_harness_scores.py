@@ -53,7 +53,7 @@ GIVEN = results(
 )
 def test_a_score_without_samples_has_no_value(name: str, expected: dict[str, float | None]) -> None:
     """Nor has a mean of which a part is missing; a correlation may be -1."""
-    cell = task_scores(name, GIVEN, "", {"one": {0}, "two": {0, 1}}, {})
+    cell = task_scores(name, GIVEN, "", "", {"one": {0}, "two": {0, 1}}, {})
     assert {score.metric: score.value for score in cell.scores} == expected
     assert (cell.samples, cell.cut) == {"one": (2, 1), "two": (2, 2), "all": (4, 3)}[name]
 
