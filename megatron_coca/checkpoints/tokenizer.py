@@ -8,12 +8,15 @@ The first of these that exists:
 3. the one that its configuration records: the same keys in config.yml, or in the `configs/*.yml` of GPT-NeoX, which
    saves no tokenizer; a relative path counts from the working directory, as there.
 
-The first must be readable and fit; the others are skipped with a note if they are not.
+The first must be readable and fit; the others are skipped with a note if they are not. The model's own folder names the
+tokens that end its texts, whichever tokenizer is used.
 """
 
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +24,8 @@ from megatron_coca.checkpoints.files import CheckpointError, read_json_if_presen
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import needs_files
+from megatron_coca.data.tokenizers.kinds import first_difference
+from megatron_coca.data.tokenizers.text_rules import find_rules
 
 KINDS = (
     ("HFTokenizer", ("tokenizer.json",)),
@@ -66,7 +71,7 @@ def find_tokenizer(
                 f"{named['vocab_file'] or named['tokenizer_type']}: has {tokenizer.vocab_size} ids, the embedding of "
                 f"{folder} has {rows} rows; name the tokenizer that the model was trained with"
             )
-        return Found(tokenizer, note)
+        return Found(_with_ends(tokenizer, folder, saved), note)
     if saved is not None:
         return Found(load_saved_tokenizer(saved), None)
     found = read_tokenizer(folder, rows, end)
@@ -87,7 +92,18 @@ def find_tokenizer(
         return Found(
             None, f"{found.note}; {source}, which has {tokenizer.vocab_size} ids for {rows} rows of the embedding"
         )
-    return Found(tokenizer, note)
+    return Found(_with_ends(tokenizer, folder, saved), note)
+
+
+def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
+    """Add the ids that end texts by a Hugging Face folder, or by the tokenizer saved with a model if it is the same."""
+    rules = find_rules(folder)
+    if saved is not None:
+        with suppress(DataError):  # a damaged one, which another replaces
+            own = load_saved_tokenizer(saved)
+            rules = own.rules if first_difference(own, tokenizer) is None else rules
+    tokenizer.rules = replace(tokenizer.rules, ends=tuple(dict.fromkeys([*tokenizer.rules.ends, *rules.ends])))
+    return tokenizer
 
 
 def _is_complete(keys: Mapping[str, Any]) -> bool:

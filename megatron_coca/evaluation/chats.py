@@ -16,6 +16,7 @@ class ChatRecord(Record):
     """The chat template of a measurement; part of its identity."""
 
     template_sha256: str
+    symbols: dict[str, str] | None = None  # that the template may print, by their names; None in earlier files
     system: str | None = None
     multiturn: bool | None = None  # examples are turns of the chat; None for a task without examples
     date: str | None = None  # today's, if the template prints the date, so that prompts of two days are not mixed
@@ -47,4 +48,7 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
     today = datetime.date.today().isoformat() if "strftime_now" in tokenizer.chat.source else None
     if today is not None:  # also for prompts after midnight
         tokenizer.chat = replace(tokenizer.chat, now=today)
-    return ChatRecord(template_sha256=digest, system=args.system_instruction, multiturn=multiturn, date=today)
+    named = {name: symbol for name, symbol in sorted(tokenizer.chat.symbols.items()) if name in tokenizer.chat.source}
+    return ChatRecord(
+        template_sha256=digest, symbols=named, system=args.system_instruction, multiturn=multiturn, date=today
+    )

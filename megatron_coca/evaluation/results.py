@@ -43,8 +43,8 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-ADDED = frozenset({"checkpoint.network", "protocol.prompts_sha256", "protocol.text_sha256"})
-"""Digests that files of earlier versions do not have; without one, the others decide."""
+ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
+"""What files of earlier versions do not have; without one, the others decide."""
 
 OPEN = ConfigDict(extra="ignore")
 """Of a record of which files of earlier versions have more fields."""
@@ -123,7 +123,7 @@ class Result(Record):
 
     def measurement(self) -> dict[str, Any]:
         """Return the content that identifies a measurement, equal in two files of the same one; without paths."""
-        moved = {"checkpoint": {"path", "seed"}, "documents": {"sources"}}
+        moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}, "protocol": {"haystack": {"name"}}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 

@@ -55,6 +55,25 @@ def test_lists_stay_lists(place: str, tmp_path: Path) -> None:
     assert opened is not None and opened.ends == (END, TURN) and opened.bos == 1
 
 
+def test_the_ends_of_a_model_with_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
+    """They are the model's, in its folder and in an import of it."""
+    original = llama(tmp_path / "original", ends=[END, TURN])
+    imported = import_checkpoint(original, tmp_path / "imported").folder
+    other = tmp_path / "other.json"
+    other.write_bytes((original / "tokenizer.json").read_bytes())
+    for place in (original, imported):
+        for given in ({}, {"tokenizer_type": "HFTokenizer", "vocab_file": str(other)}):
+            found = open_checkpoint(place).tokenizer(given).tokenizer
+            assert found is not None and found.ends == (END, TURN)
+
+
+def test_an_empty_list_names_no_end(tmp_path: Path) -> None:
+    original = llama(tmp_path / "original", ends=[])
+    exported = export(original, tmp_path / "exported").folder
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((exported / name).read_text())["eos_token_id"] == [END, TURN]
+
+
 def test_the_command_reads_special_tokens_in_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = llama(tmp_path / "model", ends=[END, TURN])
     prompt = "<|im_start|>user\nthe sea<|im_end|>\n<|im_start|>assistant\n"

@@ -135,6 +135,29 @@ def test_another_start_token(begun: bool, token: str, tasks: Path, tmp_path: Pat
     assert read(tmp_path / "a.json").protocol.start == (BOS if token else None)
 
 
+def test_a_token_behind_every_text_is_part_of_the_measurement(tasks: Path, tmp_path: Path) -> None:
+    folder, path = llama(tmp_path / "model", add_bos_token=True), tmp_path / "a.json"
+    given = (folder, tasks, "local_choice", "--limit", 1, "--output", path)
+    assert command(*given) == 0 and read(path).protocol.closes is None
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_bos_token": True, "add_eos_token": True}))
+    with pytest.raises(EvaluationError, match="another measurement .different protocol.closes."):
+        command(*given)
+
+
+def test_a_template_that_refuses_the_system_message(
+    tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left out, as by HFLM, with one warning for a task."""
+    folder = llama(tmp_path / "model")
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refusing + CHATML)
+    chat = {"system_instruction": "Be brief.", "fewshot_as_multiturn": True}
+    options = ["--apply-chat-template", "--system-instruction", "Be brief."]
+    compare(folder, tasks, "local_choice", tmp_path, *options, chat=chat)
+    assert caplog.text.count("refuses the messages (no system); the system message is left out") == 1
+
+
 @pytest.mark.parametrize("name", ["named_choice", "local_rolling", "free_until"])
 def test_an_imported_folder_is_the_same_model(name: str, tasks: Path, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model", begun=True, ends=[END, TURN])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.evaluation.harness import adapter, task_files
-from megatron_coca.evaluation.harness.task_files import inputs_hash
+from megatron_coca.evaluation.harness.task_files import config_hash, inputs_hash
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import generate
 from tests.parity.exported import NEOX, TRAINED, random_checkpoint
@@ -95,6 +96,26 @@ def test_brackets_in_the_name_of_local_data(tmp_path: Path) -> None:
     (tmp_path / "a [1].jsonl").write_text("{}")
     found = task_files._data({"dataset_kwargs": {"data_files": {"test": f"{tmp_path}/a [1].jsonl"}}})
     assert [path.name for path in found] == ["a [1].jsonl"]
+
+
+def test_code_of_an_included_file_in_another_folder_belongs_to_a_result(tmp_path: Path) -> None:
+    """Its changes count, and the place of both folders does not."""
+    shared, own = tmp_path / "one" / "sh\u00e4red" / "sub", tmp_path / "one" / "own"
+    for folder in (shared, own):
+        folder.mkdir(parents=True)
+    (shared / "utils.py").write_text("def text(doc):\n    return doc['question']\n")
+    base = "dataset_path: json\noutput_type: loglikelihood\ndoc_to_target: a\n"
+    (shared.parent / "base.yaml").write_text(base + "doc_to_text: !function sub.utils.text\n")
+    (own / "task.yaml").write_text("include: ../sh\u00e4red/base.yaml\ntask: included\n")
+
+    def hashes(folder: Path) -> tuple[str, str]:
+        manager = adapter.TaskManager(include_path=[folder], include_defaults=False)
+        return config_hash(manager, "included"), inputs_hash(manager, "included")
+
+    first = hashes(own)
+    assert hashes(shutil.copytree(tmp_path / "one", tmp_path / "two") / "own") == first
+    (shared / "utils.py").write_text("def text(doc):\n    return doc['question'].upper()\n")
+    assert hashes(own)[0] == first[0] and hashes(own)[1] != first[1]
 
 
 @pytest.mark.slow  # the harness's own task files are read

@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.identity import RANGE, RANGES
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, perplexity
 from megatron_coca.evaluation.cli import parser
-from megatron_coca.evaluation.retrieval import tasks
+from megatron_coca.evaluation.retrieval import retrieval_tasks, tasks
 from megatron_coca.evaluation.retrieval.prompts import FILLER_HAYSTACK
 from tests.parity.exported import LLAMA, random_checkpoint
 
@@ -196,6 +196,24 @@ def test_the_same_weights_in_another_network(text: Path, tmp_path: Path) -> None
     earlier = result.model_copy(update={"checkpoint": result.checkpoint.model_copy(update={"network": None})})
     (tmp_path / "results" / "perplexity_m.json").write_text(earlier.model_dump_json())
     assert measured(one, tmp_path / "results", text)[0] == first, "files of earlier versions have no such digest"
+
+
+def test_the_place_of_a_haystack_is_no_part_of_a_measurement(small: Path, text: Path, tmp_path: Path) -> None:
+    """Its sentences are."""
+
+    def needle(haystack: Path) -> int:
+        options = ["--checkpoint", small, "--lengths", "400", "--cases", "1", "--depths", "50", "--device", "cpu"]
+        given = [*options, "--max-new-tokens", "1", "--haystack", haystack, "--output", tmp_path / "needle.json"]
+        args = parser().parse_args(["needle", *map(str, given)])
+        args.show = lambda result: None
+        return retrieval_tasks.needle(args)
+
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_bytes(text.read_bytes())
+    assert needle(text) == needle(moved) == 0
+    moved.write_text(json.dumps({"text": "Other words. " * 9}) + "\n")
+    with pytest.raises(EvaluationError, match=r"holds another measurement .different protocol.haystack.sentences, "):
+        needle(moved)
 
 
 def test_the_words_of_prompts_belong_to_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

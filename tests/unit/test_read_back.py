@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
@@ -210,6 +210,26 @@ def test_a_class_that_the_installed_version_lacks(
     monkeypatch.setitem(EXPORTERS, "llama", EXPORTERS["llama"]._replace(architecture="NextForCausalLM"))
     assert export(checkpoint, tmp_path / "exported").compared == read_back.OURS
     assert "has no NextForCausalLM" in caplog.text
+
+
+@pytest.mark.parametrize("oldest", [1, 99])
+def test_a_model_that_the_installed_version_cannot_load(
+    oldest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers 4 does not have every form of a model that 5 has, which is no fault of the export."""
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise TypeError("no such layers")
+
+    checkpoint = random_checkpoint(tmp_path / "run", **LLAMA)
+    monkeypatch.setattr(read_back, "OLDEST", oldest)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
+    if oldest == 1:
+        with pytest.raises(CheckpointError, match="cannot load it"):
+            export(checkpoint, tmp_path / "exported")
+        return
+    assert export(checkpoint, tmp_path / "exported").compared == read_back.OURS
+    assert "cannot load it (TypeError: no such layers)" in caplog.text
 
 
 def test_a_large_model_is_compared_in_part(

@@ -68,6 +68,18 @@ def test_the_date_of_a_template_is_part_of_the_record(ours: Tokenizer) -> None:
     assert record is not None and record.date == datetime.date.today().isoformat()
 
 
+def test_what_a_template_prints_is_part_of_the_record(ours: Tokenizer) -> None:
+    """The symbols that it names, but no others: their names in the tokenizer's files may change without effect."""
+    options = Namespace(apply_chat_template=True, system_instruction=None)
+    assert ours.chat is not None
+    records = []
+    for symbols in ({"bos_token": "<s>"}, {"bos_token": "<|im_start|>"}, {"bos_token": "<s>", "unk_token": "a"}):
+        begun = copy(ours)
+        begun.chat = ChatTemplate("{{ bos_token }}" + ours.chat.source, symbols)
+        records.append(chat_record(options, begun))
+    assert records[0] == records[2] != records[1]
+
+
 def test_a_template_that_changes_messages_is_an_error(ours: Tokenizer) -> None:
     form = PromptForm(ours, chat=ChatTemplate("{{ messages[0].content | upper }}", {}))
     with pytest.raises(EvaluationError, match="changes the text of a message"):

@@ -3,7 +3,7 @@
 1. The configuration as our import reads it computes the same model (`comparable`).
 2. Every weight, read by our import, has the bits that were to be written. One weight is in memory at a time.
 3. On a few tokens the logits in float32 are those of the source. Folders for transformers are loaded by transformers,
-   if it is installed and has the class; otherwise, and for GPT-NeoX, by our import.
+   if it is installed and has the class; otherwise, if transformers 4 cannot load it, and for GPT-NeoX, by our import.
 
 The logits are those of the first layers, with the first 4,096 rows of the vocabulary: as many layers as fit into
 512 MiB, and at least one of every type. So a model of 7 billion parameters is compared by one layer of 0.2 billion
@@ -46,6 +46,8 @@ TOLERANCE = 1e-3
 differ by less than 1e-5 in small models. A wrong key changes them by more than 1e-2.
 """
 OURS = "this project's import"
+OLDEST = 5
+"""The first version of transformers that can load every export; earlier ones lack layers with bases of their own."""
 VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight")
 """Our weights with a row for each token."""
 
@@ -296,6 +298,8 @@ def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor |
                 model = found.from_pretrained(folder, local_files_only=True, attn_implementation=written.attention)
             return model.eval()(input_ids=ids, use_cache=False).logits[0].float(), by
         except Exception as error:  # whatever the class raises for a configuration that it cannot use
+            if int(transformers.__version__.partition(".")[0]) < OLDEST:
+                return None, f"{by} cannot load it ({type(error).__name__}: {error})"
             raise _fault(f"{by} cannot load it ({type(error).__name__}: {error})") from error
 
 

@@ -45,7 +45,8 @@ def own_files(folder: Path) -> TokenizerFiles:
     """
     files = {name: _inside(folder, name).read_bytes() for name in THEIRS if (folder / name).is_file()}
     config = read_json_if_present(folder / CONFIG)
-    ids = TokenIds(*(config.get(f"{name}_token_id") for name in TokenIds._fields))
+    given = (config.get(f"{name}_token_id") for name in TokenIds._fields)
+    ids = TokenIds(*(None if value == [] else value for value in given))
     note = None if any("token" in name for name in files) else f"{folder}: has no tokenizer, so the export has none"
     return TokenizerFiles(files, ids, note)
 

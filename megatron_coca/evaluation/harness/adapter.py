@@ -66,6 +66,7 @@ class HarnessModel(TemplateLM):
         self.tokens = 0
         self.cut: dict[str, set[int]] = {}
         self._cut_texts: set[tuple[str, str]] = set()
+        self._told: set[str] = set()
 
     @property
     def eot_token_id(self) -> int:
@@ -84,7 +85,7 @@ class HarnessModel(TemplateLM):
         return self.encoding.encode(string, add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return render_chat(self.encoding.tokenizer, chat_history, add_generation_prompt)
+        return render_chat(self.encoding.tokenizer, chat_history, add_generation_prompt, self._told)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         self._cut_texts = set()

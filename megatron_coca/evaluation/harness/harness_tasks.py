@@ -93,6 +93,7 @@ class HarnessProtocol(Record):
     # The defaults of what follows are the behaviour before these fields existed.
     rolling_window: int | None = None  # of rolling log-likelihoods; None: max_length
     adds: bool = False  # the model's own library's tokens are put around every text
+    closes: int | None = None  # one of them, which settings beside the tokenizer put behind every text
     names_tokens: bool = False  # names of special tokens in prompts are these tokens
     prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
@@ -158,6 +159,7 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
         dynamic_length=args.dynamic_length,
         start=start,
         adds=adds,
+        closes=tokenizer.eos if adds and tokenizer.rules.add_eos else None,
         names_tokens=tokenizer.names_tokens,
         prefix=None if encoding.prefix in (start, tokenizer.eod) else encoding.prefix,
         ends=[] if encoding.ends == (tokenizer.eod,) else [*encoding.ends],

@@ -88,10 +88,11 @@ class PromptEncoding:
         return [*self.tokenizer.unread_names]
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool, told: set[str]) -> str:
     """The text of a chat up to where an answer begins (`prompt`), or to where the last message is continued.
 
-    A template that does not know the role "system" gets the chat without that message. DataError without a template.
+    A template that does not know the role "system" gets the chat without that message; `told` has the warnings so far.
+    DataError without a template.
     """
     if tokenizer.chat is None:
         raise DataError("The tokenizer has no chat template; put the model's chat_template.jinja into its folder.")
@@ -101,7 +102,9 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], pro
         others = [message for message in messages if message["role"] != "system"]
         if len(others) == len(messages):
             raise
-        logger.warning("%s; the system message is left out", error)
+        if str(error) not in told:
+            told.add(str(error))
+            logger.warning("%s; the system message is left out", error)
         return _rendered(tokenizer, others, prompt)
 
 

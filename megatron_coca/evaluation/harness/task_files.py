@@ -20,7 +20,9 @@ def config_hash(manager: Any, name: str) -> str:
     if entry is None or entry.yaml_path is None:
         return ""
     config = {key: value for key, value in entry.cfg.items() if key not in NOT_HASHED}
-    text = json.dumps(config, sort_keys=True, default=str).replace(str(entry.yaml_path.parent), "")
+    text = json.dumps(config, sort_keys=True, default=str)
+    for folder in (entry.yaml_path.parent, *_folders_of_functions(config)):
+        text = text.replace(json.dumps(str(folder))[1:-1], "")
     return sha256(text.encode()).hexdigest()
 
 
@@ -33,7 +35,7 @@ def inputs_hash(manager: Any, name: str) -> str:
     for task in sorted(_leaves(manager, name, set())):
         entry = manager.task_index[task]
         digest.update(config_hash(manager, task).encode() if task != name else b"")
-        for path in (*_code(entry.yaml_path), *_data(entry.cfg)):
+        for path in (*_code(entry), *_data(entry.cfg)):
             digest.update(f"{path.suffix} {file_digest(path)}\n".encode())
     return digest.hexdigest()
 
@@ -55,9 +57,26 @@ def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
     return seen
 
 
-def _code(file: Path | None) -> list[Path]:
-    """Return the Python files beside a task's file: those that `!function` names may import the others."""
-    return sorted(file.parent.glob("*.py")) if file is not None else []
+def _code(entry: Any) -> list[Path]:
+    """Return the Python files beside a task's file and beside those that `!function` names, also in files that it
+    includes from other folders: they may import one another.
+    """
+    own = [entry.yaml_path.parent] if entry.yaml_path is not None else []
+    folders = dict.fromkeys([*own, *_folders_of_functions(entry.cfg)])
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
+
+
+def _folders_of_functions(config: Mapping[str, Any] | None) -> list[Path]:
+    """Return the folders of the files with the functions of a configuration, in which `!function a.b.name` is the text
+    FOLDER/a.b.name for the file FOLDER/a/b.py.
+    """
+    found = set()
+    for text in _texts(config or {}):
+        folder, name = os.path.split(text)
+        file = os.path.join(folder, name.rpartition(".")[0].replace(".", "/") + ".py")
+        if os.path.isabs(text) and os.path.isfile(file):
+            found.add(Path(file).parent)
+    return sorted(found)
 
 
 def _data(config: Mapping[str, Any] | None) -> list[Path]:
