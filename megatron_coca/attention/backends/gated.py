@@ -36,10 +36,10 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
     With several blocks, the backward pass computes each again.
     """
-    assert inputs.gates is not None
     dtype = inputs.query.dtype
     if inputs.query.device.type == "cpu":  # elsewhere kernels may know no float32
         inputs = widened(inputs)
+    assert inputs.gates is not None
     closed, outputs = _closed(inputs), []
     total = inputs.gates.double().clamp(min=closed).cumsum(-1)
     several = inputs.query.shape[2] > QUERY_ROWS
