@@ -19,7 +19,16 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
 from megatron_coca.config.model import GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.kernels import missing_compiler
-from megatron_coca.model.summed_gradients import LayerNorm, RowEmbedding
+from megatron_coca.model.summed_gradients import HALF, SummedLayerNorm, SummedRows, sums_in_half
+
+
+class RowEmbedding(nn.Embedding):
+    """`torch.nn.Embedding` with its plain options; on the CPU its gradient is summed in float32."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.weight.dtype in HALF and sums_in_half(self.weight):
+            return SummedRows.apply(ids, self.weight)
+        return super().forward(ids)
 
 
 class LearnedPositions(RowEmbedding):
@@ -96,6 +105,15 @@ class Embedding(nn.Module):
                 positions, reached = positions + self.offset, None if reached is None else reached + self.offset
             x = x + self.position_embeddings(positions, reached).to(x.dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`; on the CPU its gradients are summed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and self.weight.dtype in HALF and sums_in_half(self.weight):
+            return SummedLayerNorm.apply(x, self.weight, self.bias, self.normalized_shape, self.eps)
+        return super().forward(x)
 
 
 class ScaleNorm(nn.Module):

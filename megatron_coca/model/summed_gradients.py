@@ -1,4 +1,4 @@
-"""Norms and embeddings whose gradients are summed over tokens in float32 on the CPU.
+"""Operations of norms and embeddings, whose gradients are summed over tokens in float32 on the CPU.
 
 PyTorch's CPU kernels sum them in the dtype of the weights. In half precision the sum of thousands of tokens then loses
 most small terms. Its CUDA kernels sum in float32, and are used as they are. Values of the forward pass stay the same.
@@ -7,7 +7,6 @@ most small terms. Its CUDA kernels sum in float32, and are used as they are. Val
 from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -15,21 +14,14 @@ from torch.autograd.function import once_differentiable
 HALF = (torch.bfloat16, torch.float16)
 
 
-def _sums_in_half(weight: Tensor | None) -> bool:
-    """True if PyTorch would sum the gradient of `weight` in half precision."""
-    return weight is not None and weight.device.type == "cpu" and weight.dtype in HALF and weight.requires_grad
+def sums_in_half(weight: Tensor) -> bool:
+    """True if a gradient of `weight`, which is of half precision, is asked for and PyTorch would sum it in that."""
+    return torch.is_grad_enabled() and weight.requires_grad and weight.device.type == "cpu"
 
 
-class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`."""
+class SummedLayerNorm(torch.autograd.Function):
+    """As `F.layer_norm`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and _sums_in_half(self.weight):
-            return _LayerNorm.apply(x, self.weight, self.bias, self.normalized_shape, self.eps)
-        return super().forward(x)
-
-
-class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -52,16 +44,9 @@ class _LayerNorm(torch.autograd.Function):
         return (*(each if asked else None for each, asked in zip(rounded, wanted, strict=True)), None, None)
 
 
-class RowEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` with its plain options."""
+class SummedRows(torch.autograd.Function):
+    """Rows of a weight by their numbers, as `F.embedding`."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and _sums_in_half(self.weight):
-            return _Rows.apply(ids, self.weight)
-        return super().forward(ids)
-
-
-class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)

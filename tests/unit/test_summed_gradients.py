@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_coca.config import load_config
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.model.layers import LearnedPositions, build_norm, qk_norms
-from megatron_coca.model.summed_gradients import LayerNorm, RowEmbedding
+from megatron_coca.model.layers import LayerNorm, LearnedPositions, RowEmbedding, build_norm, qk_norms
 
 TOKENS, WIDTH, ROWS = 4096, 64, 40
 HALF = [torch.bfloat16, torch.float16]
@@ -81,7 +80,7 @@ def test_other_precisions_are_left_to_pytorch(dtype: torch.dtype) -> None:
     for each in (norm, plain):
         each(x).backward(gradient)
     assert torch.equal(norm.weight.grad, plain.weight.grad) and torch.equal(norm.bias.grad, plain.bias.grad)
-    assert "_LayerNorm" not in type(norm(x).grad_fn).__name__
+    assert "SummedLayerNorm" not in type(norm(x).grad_fn).__name__
 
 
 def test_a_frozen_part_has_no_gradient() -> None:
