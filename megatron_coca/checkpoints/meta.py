@@ -55,9 +55,10 @@ class GuardState(_Part):
 
 
 class Progress(_Part):
-    """The training loop; `skips` has the gaps [begin, steps] of `DataSkips`."""
+    """The training loop; `skips` has the gaps [begin, steps] of `DataSkips`, `losses` the state of `IntervalMean`."""
 
     guard: GuardState = GuardState()
+    losses: list[Annotated[float, Field(ge=-1e300, le=1e300)]] = []
     skips: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
     skipped: Index = 0
     unvalidated: bool = False

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class IntervalMean:
     """The mean loss since the last multiple of `log_interval`, over the steps that changed weights, as in GPT-NeoX.
 
-    Checkpoints keep its `state`, so that a run that is resumed within an interval reports the same mean.
+    Checkpoints keep its `state`, so that a run that is resumed within an interval reports the same mean. With another
+    interval it reports that of the steps since it was resumed.
     """
 
     def __init__(self, interval: int) -> None:
@@ -37,11 +38,12 @@ class IntervalMean:
 
     def state(self) -> list[float]:
         """Return the state for `restore`, exact in JSON."""
-        return [self._sum, self._count]
+        return [self._sum, self._count, self._interval]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Take over a saved state; an empty one is that of an interval that begins."""
-        self._sum, self._count = (float(state[0]), int(state[1])) if state else (0.0, 0)
+        """Take over a saved state; any but that of this interval stands for an interval that begins."""
+        known = len(state) == 3 and state[2] == self._interval
+        self._sum, self._count = (float(state[0]), int(state[1])) if known else (0.0, 0)
 
 
 class Monitor:

@@ -350,6 +350,11 @@ class WandB(Sink):
         )
         try:
             self._run = begin(settings=wandb.Settings(init_timeout=WANDB_SECONDS, **host))
+        except ValueError as error:  # of pydantic, which checks the library's settings and its variables
+            reason = masked(" ".join(str(error).split()))[:300]
+            raise ConfigError(
+                f"use_wandb: wandb_host or a variable WANDB_* is not valid ({reason}); write addresses with https://"
+            ) from error
         except wandb.errors.Error as error:
             # A server that is away is not the user's fault, and a run that trained yesterday must not stop for it.
             if not (resumed or isinstance(error, wandb.errors.CommError)):

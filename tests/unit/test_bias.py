@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.backends.cpu_bias import biased_attention
 from megatron_coca.attention.inputs import DistanceBias
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
@@ -196,3 +197,21 @@ def test_the_bucket_table_is_scaled_like_gpt_neox() -> None:
 def test_the_bucket_table_is_drawn_with_the_xavier_deviation() -> None:
     deviation = float(LearnedBuckets(heads=1000, head_dim=64).weight.detach().std())
     assert deviation == pytest.approx(math.sqrt(2 / 1032), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("formula", ["log", "power", "buckets"])
+def test_learned_coefficients_have_gradients_of_float32_in_half_precision(formula: str, dtype: torch.dtype) -> None:
+    """They are sums over all pairs in which most cancels, so that an output rounded to half precision shows."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 2, 33, 16, generator=generator).to(dtype) for _ in range(4)]
+    kind, start = type(BIASES[formula]), BIASES[formula].coefficients[:2]
+
+    def gradient(wide: torch.dtype) -> Tensor:
+        query, key, value, cotangent = (x.to(wide) for x in given)
+        coefficients = start.clone().requires_grad_()
+        out = biased_attention(query, key, value, 0.25, kind(coefficients))
+        assert out.dtype == wide
+        return torch.autograd.grad(out, coefficients, cotangent)[0]
+
+    torch.testing.assert_close(gradient(dtype), gradient(torch.float32), rtol=1e-5, atol=1e-6)

@@ -20,6 +20,7 @@ from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, 
 from megatron_coca.config import load_config
 from megatron_coca.training.corpus import differing_data
 from megatron_coca.training.loss_guard import LossGuard
+from megatron_coca.training.monitor import IntervalMean
 from megatron_coca.training.run_stages import differing_stages
 from megatron_coca.training.saving import load_rng_states, rng_states
 from tests.checkpoint_files import NEEDED, TINY, write_checkpoint
@@ -37,7 +38,7 @@ WHOLE: dict[str, Any] = {
     "topology": {"pipe": 1, "data": 1, "tensor": 1, "sequence": 1},
     "zero_stage": 1,
     "counters": {"step": 7.0, "loss_scaler.cur_scale": 1024.0},
-    "progress": {"guard": GUARD, "skips": [[3, 2]], "skipped": 1, "unvalidated": False},
+    "progress": {"guard": GUARD, "losses": [9.5, 3, 10], "skips": [[3, 2]], "skipped": 1, "unvalidated": False},
     "mixture": [SHARE],
     "stages": [{"last": 9, "tokens_per_step": 64, "changes": {"seq_length": 16}, "read": {"a": 128}}],
     "versions": {"torch": "2"},
@@ -92,6 +93,9 @@ def use(meta: Mapping[str, Any]) -> None:
     guard.restore(meta["progress"]["guard"])
     guard.limits()
     guard.observe(1.0, 1.0)
+    losses = IntervalMean(10)
+    losses.restore(meta["progress"]["losses"])
+    losses.add(8, 1.0, False)
     assert int(meta["progress"]["skipped"]) >= 0 and math.isfinite(sum(meta["counters"].values()))
     assert math.prod(meta["topology"].values()) <= 2**20
     differing_data(meta.get("data") or {}, WHOLE["data"], ["a"])

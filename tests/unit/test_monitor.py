@@ -107,6 +107,9 @@ def test_the_loss_of_a_report_is_the_mean_of_its_interval() -> None:
     other = IntervalMean(4)
     other.restore(json.loads(json.dumps(resumed.state())))
     assert other.add(3, math.nan, True) == 3.0 and other.add(4, 3.0, False) == means[3]
+    longer = IntervalMean(3)
+    longer.restore(resumed.state())
+    assert longer.add(3, 7.0, False) == 7.0, "with another log_interval, of the steps since then"
     assert math.isnan(IntervalMean(4).add(1, math.nan, True)), "the loss itself, if no step has counted"
     assert IntervalMean(1).add(7, 2.5, False) == 2.5
 

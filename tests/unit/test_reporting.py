@@ -390,6 +390,17 @@ def test_a_server_that_is_away_does_not_end_a_run(
     )
 
 
+def test_a_host_that_is_no_address_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings(**given: Any) -> Any:
+        raise ValueError("1 validation error for Settings\nbase_url\n  Input should be a valid URL")
+
+    monkeypatch.setattr(FakeWandB, "Settings", staticmethod(settings))
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
+    config = configured(save=str(tmp_path), use_wandb=True, wandb_host="here:9000")
+    with pytest.raises(ConfigError, match="use_wandb: wandb_host or a variable .* base_url Input should be a valid"):
+        open_sinks(config, 0)
+
+
 class Broken(Sink):
     """A sink whose library fails."""
 

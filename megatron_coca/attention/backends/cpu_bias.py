@@ -41,11 +41,14 @@ def biased_attention(
     """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype; with a
     window for r < window only. Without a bias b is 0.
 
-    The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
+    The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients. The
+    latter are sums over all pairs in which most cancels, so half precision is computed in float32 for them.
     """
-    rows = min(QUERY_BLOCK, query.shape[2])
+    rows, dtype = min(QUERY_BLOCK, query.shape[2]), query.dtype
     along = diagonals(bias, key.shape[2], rows, query, window).contiguous()
-    return _operation(query, key, value, along, scale)[0]
+    if along.requires_grad:
+        query, key, value = (x.to(along.dtype) for x in (query, key, value))
+    return _operation(query, key, value, along, scale)[0].to(dtype)
 
 
 def diagonals(

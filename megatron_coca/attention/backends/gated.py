@@ -7,7 +7,8 @@ small as the sum between a row and its origin.
 
 Q' gets features that are constant, and K' features whose products with them are c - F_n: a kernel's own gradients then
 are those of the gates, and its memory stays linear. Half precision gets the number as a sum of three; other precisions
-use the same features for more origins.
+use the same features for more origins. On the CPU half precision is computed in float32: the gradient of a gate is a
+running sum of the gradients of keys, which a kernel rounds one by one.
 
 Strong gates are bounded, each by itself: where the sum of the gates between a key and its query is below `_closed`, the
 key has no weight, and it makes no difference by how much.
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_coca.attention.backends.reference import widened
 from megatron_coca.attention.inputs import GATE_PARTS, AttentionInputs, gate_features, query_block
 
 QUERY_ROWS = 256
@@ -34,6 +36,9 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
     With several blocks, the backward pass computes each again.
     """
+    dtype = inputs.query.dtype
+    if inputs.query.device.type == "cpu":  # elsewhere kernels may know no float32
+        inputs = widened(inputs)
     assert inputs.gates is not None
     closed, outputs = _closed(inputs), []
     total = inputs.gates.double().clamp(min=closed).cumsum(-1)
@@ -43,7 +48,7 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
         run = partial(_attend_block, attend, block, total[:, :, keys], closed)
         again = several and torch.is_grad_enabled()
         outputs.append(checkpoint(run, use_reentrant=False, preserve_rng_state=inputs.dropout > 0) if again else run())
-    return torch.cat(outputs, dim=2) if several else outputs[0]
+    return (torch.cat(outputs, dim=2) if several else outputs[0]).to(dtype)
 
 
 @torch.no_grad()
