@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_coca.config import load_config
     from megatron_coca.data import load_tokenizer
     from megatron_coca.evaluation import build_report, sliding_window_perplexity
-    from megatron_coca.evaluation.analysis.attention_maps import attention_maps
+    from megatron_coca.evaluation.attention_maps import attention_maps
     from megatron_coca.methods import (
         DistanceMap,
         ForgettingGate,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from megatron_coca.model import Attention, Sampling, build_model
     from megatron_coca.model.generate import generate
-    from megatron_coca.program import InputError
+    from megatron_coca.support.program import InputError
     from megatron_coca.text_generation import load_generator
     from megatron_coca.training.corpus import open_corpus, open_loader
 
@@ -35,13 +35,13 @@ _NAMES = {
     "config": ("load_config",),
     "data": ("load_tokenizer",),
     "evaluation": ("build_report", "sliding_window_perplexity"),
-    "evaluation.analysis.attention_maps": ("attention_maps",),
+    "evaluation.attention_maps": ("attention_maps",),
     "methods": (
         *("DistanceMap", "ForgettingGate", "FrequencyExtension", "LogitScaling", "Option", "PositionEmbedding"),
         "register",
     ),
     "model": ("Attention", "Sampling", "build_model", "generate"),
-    "program": ("InputError",),
+    "support.program": ("InputError",),
     "text_generation": ("load_generator",),
     "training.corpus": ("open_corpus", "open_loader"),
 }

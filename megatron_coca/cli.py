@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
-from megatron_coca.plain_text import PlainFormatter
-from megatron_coca.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report, safe_path
+from megatron_coca.support.plain_text import PlainFormatter
+from megatron_coca.support.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report, safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.load import Overrides
-from megatron_coca.console import Progress
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.chat import Messages
 from megatron_coca.model import (
@@ -23,6 +22,7 @@ from megatron_coca.model import (
     keep_freed_memory,
     row_seeds,
 )
+from megatron_coca.support.console import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import build_model, load_config, methods
 from megatron_coca.evaluation.results import measured
-from megatron_coca.evaluation.speed import interleaved
+from megatron_coca.evaluation.tasks.speed import interleaved
 from megatron_coca.model import LanguageModelLoss
 from tests.parity import stock_layers
 from tests.parity.layer_oracle import SHAPE, layer_of, oracle_error

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.atomic_write import write_file
+from megatron_coca.support.atomic_write import write_file
 
 MODEL = "configs/350M/roformer_coca.yml"
 SPEED = f"evaluate.py speed --config {MODEL} --device cuda --dtype bfloat16 --overwrite --output FILE"

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_coca.checkpoints.native import code_versions
-from megatron_coca.evaluation.speed import quartiles
+from megatron_coca.checkpoints.native.folder import code_versions
+from megatron_coca.evaluation.tasks.speed import quartiles
 
 
 def benchmark_parser(description: str | None, output: str, rounds: int) -> argparse.ArgumentParser:

@@ -16,7 +16,8 @@ from typing import Literal
 import zstandard
 
 from megatron_coca.ablation.grid import Cell, DataRecord
-from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.evaluation.report.curves import CURVE, Curve, TrainedStage, metrics, run_curve, trained_stages
 from megatron_coca.evaluation.results import (
     EvaluationError,
@@ -27,7 +28,7 @@ from megatron_coca.evaluation.results import (
     write_record,
 )
 from megatron_coca.evaluation.suite import Command
-from megatron_coca.markdown_tables import format_table
+from megatron_coca.support.markdown_tables import format_table
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,12 @@ from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.declared import Declared, Step, in_sequence, outcome, plan, together
 from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
-from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend
-from megatron_coca.evaluation.report.intervals import (
-    Estimate,
-    bootstrap_interval,
-    estimate,
-    geometric_estimate,
-)
 from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
-from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult
+from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
+from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult
+from megatron_coca.evaluation.tasks.recall import RecallCell, RecallResult
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)

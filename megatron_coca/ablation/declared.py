@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatron_coca.ablation.grid import AblationFile, DeclaredContrast
-from megatron_coca.evaluation.report.intervals import Estimate, estimate, exponential, holm, p_value, power
+from megatron_coca.evaluation.statistics import Estimate, estimate, exponential, holm, p_value, power
 
 LEVEL = 0.05
 

@@ -12,7 +12,7 @@ from megatron_coca.data import DataError, Shard, corpus_files
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest, shard_paths
 from megatron_coca.evaluation.documents import DocumentSource
-from megatron_coca.evaluation.retrieval.prompts import BUILTIN
+from megatron_coca.evaluation.tasks.prompts import BUILTIN
 
 
 class Inputs:
@@ -68,7 +68,7 @@ def _harness(args: Namespace) -> list[str]:
     """The tasks that are in files of the user's; those of the harness are named by its version."""
     from lm_eval.tasks import TaskManager
 
-    from megatron_coca.evaluation.harness.task_files import config_hash, inputs_hash
+    from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash
 
     manager = TaskManager(include_path=[*args.include_path], include_defaults=False)
     own = [name for name in args.tasks if name in manager.task_index]

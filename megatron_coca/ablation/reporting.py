@@ -16,12 +16,12 @@ from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
-from megatron_coca.evaluation.report.intervals import holm
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.markdown_tables import escaped, format_table
+from megatron_coca.evaluation.statistics import holm
+from megatron_coca.support.markdown_tables import escaped, format_table
 
 
 def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:

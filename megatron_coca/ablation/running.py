@@ -11,16 +11,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_coca import console
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
-from megatron_coca.atomic_write import exclusive_lock, write_file
-from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
-from megatron_coca.program import PROGRAM
-from megatron_coca.regular_files import open_to_append
+from megatron_coca.support import console
+from megatron_coca.support.atomic_write import exclusive_lock, write_file
+from megatron_coca.support.program import PROGRAM
+from megatron_coca.support.regular_files import open_to_append
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 

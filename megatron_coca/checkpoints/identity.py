@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_coca.checkpoints.exports.refusals import WITHOUT_EFFECT
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
+from megatron_coca.checkpoints.refusals import WITHOUT_EFFECT
 from megatron_coca.checkpoints.weights import is_archive, read_layout
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.schema import default_of
-from megatron_coca.regular_files import open_regular
+from megatron_coca.support.regular_files import open_regular
 
 RANGE, RANGES = 1 << 16, 16
 """Bytes of a sampled range, and ranges of a tensor that is larger than all of them."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from megatron_coca.atomic_write import atomic_dir, refuse_existing
-from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface_import import CONFIG, is_huggingface_folder
+from megatron_coca.checkpoints.huggingface.read import CONFIG, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
+from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
@@ -20,7 +19,8 @@ from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
 from megatron_coca.data.tokenizers.losses import sampled
 from megatron_coca.model import empty_model
-from megatron_coca.plain_text import masked
+from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.support.plain_text import masked
 
 
 @dataclass(frozen=True)

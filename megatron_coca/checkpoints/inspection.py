@@ -7,15 +7,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.object_store import fetch
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_saved_config, named_imports
 from megatron_coca.config.source import given_values
-from megatron_coca.markdown_tables import format_table
-from megatron_coca.regular_files import open_regular
-from megatron_coca.remote_files import is_url
+from megatron_coca.support.markdown_tables import format_table
+from megatron_coca.support.regular_files import open_regular
+from megatron_coca.support.remote_files import is_url
 
 SHOWN_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "vocab_size", "pos_emb"),

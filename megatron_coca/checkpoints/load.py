@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from megatron_coca.checkpoints import native, neox
 from megatron_coca.checkpoints.adapters import refuse_adapters
 from megatron_coca.checkpoints.compare import extension_note, refuse_other_model
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface_import import (
+from megatron_coca.checkpoints.huggingface.read import (
     CONFIG,
     SINGLE,
     find_weights,
@@ -24,15 +23,17 @@ from megatron_coca.checkpoints.huggingface_import import (
     read_config,
 )
 from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
-from megatron_coca.checkpoints.object_store import fetch
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.native.object_store import fetch
+from megatron_coca.checkpoints.neox import read as neox
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
 from megatron_coca.config import Config, load_saved_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
-from megatron_coca.program import local_path
-from megatron_coca.remote_files import HUB, hub_hint, is_url
+from megatron_coca.support.program import local_path
+from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.console import Progress
-from megatron_coca.regular_files import open_regular
+from megatron_coca.support.console import Progress
+from megatron_coca.support.regular_files import open_regular
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """dtypes for saving and computing."""

@@ -21,7 +21,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.atomic_write import write_file
 from megatron_coca.commands import command_parser, count
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
@@ -29,9 +28,10 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
 from megatron_coca.evaluation.options import token_count
-from megatron_coca.markdown_tables import format_table, percent
-from megatron_coca.plain_text import plain
-from megatron_coca.program import expanded, local_path
+from megatron_coca.support.atomic_write import write_file
+from megatron_coca.support.markdown_tables import format_table, percent
+from megatron_coca.support.plain_text import plain
+from megatron_coca.support.program import expanded, local_path
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
@@ -141,8 +141,8 @@ def _method(options: argparse.Namespace) -> Result:
     if options.output.suffix != ".html":
         raise ConfigError(f"--output: {options.output}: a page is written as HTML; name it {options.output.stem}.html")
     from megatron_coca.attention.inputs import BackendError
-    from megatron_coca.evaluation.analysis import method_page
     from megatron_coca.evaluation.options import read_variants
+    from megatron_coca.evaluation.report import method_page
     from megatron_coca.evaluation.report.document import console_text
 
     files, overrides = split_inputs(options.inputs)

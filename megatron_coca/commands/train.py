@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.program import MAIN, InputError, expanded
-from megatron_coca.remote_files import HUB, hub_hint
+from megatron_coca.support.program import MAIN, InputError, expanded
+from megatron_coca.support.remote_files import HUB, hub_hint
 from megatron_coca.training import watchdog
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.safe_yaml import read_yaml
+from megatron_coca.support.safe_yaml import read_yaml
 
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron_coca.config.schema import CLOSED, SELECTORS
-from megatron_coca.safe_yaml import LimitedLoader, YamlFault, fault, read_text
+from megatron_coca.support.safe_yaml import LimitedLoader, YamlFault, fault, read_text
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """A mapping of dotted keys to values, or strings `key=value`."""

@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.atomic_write import atomic_dir, exclusive_lock
-from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, RUN_CONFIG, read_manifest
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, training_texts
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.tokenizers import train_sentencepiece
+from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock
+from megatron_coca.support.console import Progress
 
 # Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.
 SKIPPED_FOLDERS = frozenset(

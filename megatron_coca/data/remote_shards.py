@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.remote import DataFiles
-from megatron_coca.plain_text import masked
-from megatron_coca.remote_files import is_url, local_folder
+from megatron_coca.support.atomic_write import exclusive_lock, write_file
+from megatron_coca.support.plain_text import masked
+from megatron_coca.support.remote_files import is_url, local_folder
 
 SMALL_BYTES = 256 << 20
 """Files beside the shards up to this size are copied: manifest and tokenizer."""

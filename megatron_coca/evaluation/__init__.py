@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_coca.evaluation.results import EvaluationError
 
 if TYPE_CHECKING:
-    from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult, sliding_window_perplexity
     from megatron_coca.evaluation.report import build_report
+    from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult, sliding_window_perplexity
 
 __all__ = ["EvaluationError", "PerplexityResult", "WindowResult", "build_report", "sliding_window_perplexity"]
 
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> Any:
     # Imported on first use (PEP 562): the command line must not import PyTorch to print its help.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "report" if name == "build_report" else "perplexity"
+    module = "report" if name == "build_report" else "tasks.perplexity"
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -9,8 +9,8 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.results import Result
-from megatron_coca.plain_text import plain
-from megatron_coca.program import InputError, report
+from megatron_coca.support.plain_text import plain
+from megatron_coca.support.program import InputError, report
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -50,21 +50,21 @@ ANALYSE = "angles, falling scores and entropy of a checkpoint's attention"
 SPEED = "time and memory of position methods, side by side"
 REPORT = "tables, plots and one page of many results, next to published ones"
 SUITE = "all tasks of a file over all its checkpoints, and the report"
-RETRIEVAL = "retrieval.retrieval_tasks"
+RETRIEVAL = "tasks.retrieval"
 MEASUREMENTS = {
-    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, "perplexity"),
+    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, "tasks.perplexity"),
     "passkey": Task(PASSKEY, options.add_passkey_options, RETRIEVAL, "passkey"),
-    "recall": Task(RECALL, options.add_recall_options, "retrieval.recall"),
+    "recall": Task(RECALL, options.add_recall_options, "tasks.recall"),
     "needle": Task(NEEDLE, options.add_needle_options, RETRIEVAL, "needle"),
     "ruler": Task(RULER, options.add_ruler_options, RETRIEVAL, "ruler"),
-    "lm-eval": Task(HARNESS, options.add_lm_eval_options, "harness.harness_tasks"),
-    "analyse": Task(ANALYSE, options.add_analyse_options, "analysis.length_analysis"),
+    "lm-eval": Task(HARNESS, options.add_lm_eval_options, "tasks.lm_eval"),
+    "analyse": Task(ANALYSE, options.add_analyse_options, "tasks.attention_analysis"),
 }
 """Tasks of checkpoints that write result files; a suite may run any of them."""
 
 TASKS = {
     **MEASUREMENTS,
-    "speed": Task(SPEED, options.add_speed_options, "speed"),
+    "speed": Task(SPEED, options.add_speed_options, "tasks.speed"),
     "report": Task(REPORT, options.add_report_options, "report"),
     "suite": Task(SUITE, options.add_suite_options, "suite"),
 }

@@ -12,7 +12,6 @@ import numpy as np
 
 from megatron_coca import data as corpora
 from megatron_coca.config import Config
-from megatron_coca.console import Progress
 from megatron_coca.data import Shard, Tokenizer
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.remote_shards import local_prefix
@@ -21,7 +20,8 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION, first_difference
 from megatron_coca.data.tokenizers.losses import Sample, passages_of, sampled
 from megatron_coca.evaluation.results import EvaluationError, Record
 from megatron_coca.evaluation.subject import Evaluation
-from megatron_coca.remote_files import is_url
+from megatron_coca.support.console import Progress
+from megatron_coca.support.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from megatron_coca import methods
-from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.config.position import ORIGINAL
-from megatron_coca.program import InputError
-from megatron_coca.regular_files import read_regular
-from megatron_coca.safe_yaml import YamlFault, read_yaml
+from megatron_coca.support.atomic_write import exclusive_lock, write_file
+from megatron_coca.support.program import InputError
+from megatron_coca.support.regular_files import read_regular
+from megatron_coca.support.safe_yaml import YamlFault, read_yaml
 
 if TYPE_CHECKING:
     import torch  # imported where it is used: the command line declares its options without PyTorch

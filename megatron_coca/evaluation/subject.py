@@ -15,7 +15,7 @@ from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
-from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
+from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
 from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
@@ -26,7 +26,7 @@ from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
 from megatron_coca.model import GPT, keep_freed_memory
-from megatron_coca.plain_text import masked, plain
+from megatron_coca.support.plain_text import masked, plain
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from pydantic import Field, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError, split_inputs
-from megatron_coca.console import write
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
@@ -28,8 +27,9 @@ from megatron_coca.evaluation.results import (
     read_yaml_file,
     validated,
 )
-from megatron_coca.plain_text import plain
-from megatron_coca.program import PROGRAM
+from megatron_coca.support.console import write
+from megatron_coca.support.plain_text import plain
+from megatron_coca.support.program import PROGRAM
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
+from megatron_coca.kernels.custom_op import operation
 from megatron_coca.kernels.launch_constants import WIDEST, Operands, Plan, blocks_for
-from megatron_coca.kernels.operation import operation
 from megatron_coca.kernels.tiles import (
     block_and_head,
     constant_rows,

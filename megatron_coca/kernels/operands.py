@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_coca.kernels.operation import operation
+from megatron_coca.kernels.custom_op import operation
 from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, store_tile, unit_stride
 
 

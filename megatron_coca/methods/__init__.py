@@ -25,4 +25,4 @@ from megatron_coca.methods.declaration import (
     find,
     names,
 )
-from megatron_coca.methods.outside import MARK, ImportedFileError, import_file, register
+from megatron_coca.methods.user_methods import MARK, ImportedFileError, import_file, register

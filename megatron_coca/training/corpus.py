@@ -32,7 +32,7 @@ from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import read_header, sampled_digest
 from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
-from megatron_coca.markdown_tables import format_table
+from megatron_coca.support.markdown_tables import format_table
 
 logger = logging.getLogger(__name__)
 

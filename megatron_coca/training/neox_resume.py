@@ -10,15 +10,16 @@ from uuid import uuid4
 
 import torch
 
-from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_architecture
 from megatron_coca.checkpoints.importing import check_fit
-from megatron_coca.checkpoints.neox import NeoxFiles, configure, find_step
-from megatron_coca.checkpoints.neox_optimizer import STEP, NeoxOptimizer
-from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
+from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
+from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
-from megatron_coca.plain_text import masked
+from megatron_coca.support.plain_text import masked
 from megatron_coca.training.engine.state import MOMENTS
 from megatron_coca.training.initial_model import refuse_other_tokenizer
 from megatron_coca.training.optimizer import OPTIMIZERS

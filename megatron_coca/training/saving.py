@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.native import code_versions
-from megatron_coca.checkpoints.state import (
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.native.folder import code_versions
+from megatron_coca.checkpoints.native.state import (
     WEIGHT,
     LocalWeight,
     LocalWeightReader,
@@ -36,7 +37,7 @@ from megatron_coca.checkpoints.state import (
 )
 from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
 from megatron_coca.config import CheckpointConfig
-from megatron_coca.plain_text import masked
+from megatron_coca.support.plain_text import masked
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
-from megatron_coca.console import Progress, duration, on_terminal, short, write
-from megatron_coca.plain_text import masked
-from megatron_coca.regular_files import open_to_append, read_regular
+from megatron_coca.support.atomic_write import write_file
+from megatron_coca.support.console import Progress, duration, on_terminal, short, write
+from megatron_coca.support.plain_text import masked
+from megatron_coca.support.regular_files import open_to_append, read_regular
 
 logger = logging.getLogger(__name__)
 

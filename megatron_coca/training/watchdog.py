@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
-from megatron_coca.plain_text import plain
+from megatron_coca.support.plain_text import plain
 from megatron_coca.training.exit_status import HUNG
 
 GRACE = 10.0

@@ -35,13 +35,13 @@ class Point(NamedTuple):
     after: bool = False
 
 
-SAVING, NATIVE = "megatron_coca.training.saving", "megatron_coca.checkpoints.native"
+SAVING, NATIVE = "megatron_coca.training.saving", "megatron_coca.checkpoints.native.folder"
 POINTS: dict[str, Point] = {
     "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),
     "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
     "backward done": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward", after=True),
     "step": Point("megatron_coca.training.trainer", "Trainer._train_step"),
-    "stage done": Point("megatron_coca.model.stages", "Stage.forward", after=True),
+    "stage done": Point("megatron_coca.model.pipeline", "Stage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),
     "background group": Point(SAVING, "Checkpoints.__init__"),
     "restore": Point(SAVING, "Checkpoints.restore"),
@@ -56,8 +56,8 @@ POINTS: dict[str, Point] = {
     "renamed": Point(NATIVE, "write_file"),
     "latest done": Point(NATIVE, "write_file", after=True),
     "removal": Point("shutil", "rmtree"),
-    "uploaded file": Point("megatron_coca.remote_files", "RemoteFiles.put", after=True),
-    "transfer": Point("megatron_coca.remote_files", "RemoteFiles._attempt"),
+    "uploaded file": Point("megatron_coca.support.remote_files", "RemoteFiles.put", after=True),
+    "transfer": Point("megatron_coca.support.remote_files", "RemoteFiles._attempt"),
     "clock": Point("time", "time", after=True),
     "host": Point("socket", "gethostname", after=True),
 }

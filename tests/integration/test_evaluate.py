@@ -8,10 +8,11 @@ import torch
 
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
-from megatron_coca.evaluation import PerplexityResult, perplexity
+from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.perplexity import score_document
 from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
+from megatron_coca.evaluation.tasks import perplexity
+from megatron_coca.evaluation.tasks.perplexity import score_document
 from megatron_coca.model import GPT
 from tests.checkpoint_files import beginning_tokenizer, write_checkpoint
 

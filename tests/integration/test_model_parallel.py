@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_coca.checkpoints.state import file_name, write_pieces
+from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import Batch, DrawnPositions
 from megatron_coca.model import LanguageModelLoss, build_model

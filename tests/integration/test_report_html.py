@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.evaluation import build_report
-from tests.unit.report_cases import ablation, every_result, write
+from tests.unit.evaluation.report_cases import ablation, every_result, write
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

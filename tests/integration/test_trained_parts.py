@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.attention.layer import PARTS, SelfAttention, packed_rows
-from megatron_coca.checkpoints.state import file_name, write_pieces
+from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss, assemble_model, build_model

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface_export import export
+from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands import generate
 from megatron_coca.config import load_config
@@ -19,8 +19,8 @@ from megatron_coca.model import build_model
 from megatron_coca.text_generation import load_generator
 from tests.checkpoint_files import TINY, write_checkpoint
 from tests.parity.test_harness_prompts import END, TURN, llama
-from tests.unit.harness_cases import documents
-from tests.unit.test_chat import CHAT, folder, ours
+from tests.unit.data.test_chat import CHAT, folder, ours
+from tests.unit.evaluation.harness_cases import documents
 
 __all__ = ["folder", "ours"]
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_coca import methods
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface_export import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config.model import Activation, Norm
 from tests.parity.exported import (

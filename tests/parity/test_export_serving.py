@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_coca import methods
-from megatron_coca.checkpoints.huggingface_import import ADDED_KEYS, NETWORK_KEYS
+from megatron_coca.checkpoints.huggingface.read import ADDED_KEYS, NETWORK_KEYS
 from megatron_coca.config import load_config
 from tests.parity.exported import (
     DENSE,

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, weights
-from megatron_coca.checkpoints.exports import read_back
-from megatron_coca.checkpoints.exports.huggingface_export import export
-from megatron_coca.checkpoints.family_keys import comparable
-from megatron_coca.checkpoints.huggingface_import import parse_config
+from megatron_coca.checkpoints.huggingface import read_back
+from megatron_coca.checkpoints.huggingface.family_keys import comparable
+from megatron_coca.checkpoints.huggingface.read import parse_config
+from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config

@@ -8,11 +8,11 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.checkpoints.exports.huggingface_export import export
-from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
+from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint
-from tests.unit.harness_cases import LENGTH, adapter, documents, requests, write_tasks
+from tests.unit.evaluation.harness_cases import LENGTH, adapter, documents, requests, write_tasks
 
 __all__ = ["modules_cache"]
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.evaluation.harness.adapter import evaluate_task, index_tasks
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
 from tests.parity.test_harness import flat
-from tests.unit.harness_cases import WORDS, adapter, command, read, requests, write_tasks
-from tests.unit.test_chat import CHATML
+from tests.unit.data.test_chat import CHATML
+from tests.unit.evaluation.harness_cases import WORDS, adapter, command, read, requests, write_tasks
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>"]
 END, BOS, TURN = 0, 1, 2

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface_import import FAMILIES
+from megatron_coca.checkpoints.huggingface.read import FAMILIES
 
 CLASSES = {"gpt_neox": GPTNeoXConfig, "llama": LlamaConfig}
 BESIDE: tuple[dict[str, Any], ...] = (

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.inputs import DistanceBias
-from megatron_coca.kernels.operation import operation
+from megatron_coca.kernels.custom_op import operation
 
 aten = torch.ops.aten
 QUERY_BLOCK = 512

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.backends.sdpa import flash_op, with_key_heads
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
-from megatron_coca.kernels.operation import operation
+from megatron_coca.kernels.custom_op import operation
 
 Shape = Literal["full", "lower", "upper"]
 

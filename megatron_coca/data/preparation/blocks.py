@@ -26,8 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_coca.atomic_write import atomic_dir, exclusive_lock, flush
-from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError, StoreUnavailable
 from megatron_coca.data.preparation.acceptance import Watch
 from megatron_coca.data.preparation.manifest import FORMAT
@@ -38,6 +36,8 @@ from megatron_coca.data.readers.source import Chunk, ReadingProblems
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
+from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock, flush
+from megatron_coca.support.console import Progress
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""

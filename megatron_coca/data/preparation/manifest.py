@@ -17,8 +17,8 @@ from megatron_coca.data.readers.source import ReadingProblems
 from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
-from megatron_coca.plain_text import masked
-from megatron_coca.regular_files import read_regular
+from megatron_coca.support.plain_text import masked
+from megatron_coca.support.regular_files import read_regular
 
 FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
 MANIFEST = "manifest.json"

@@ -26,8 +26,8 @@ from megatron_coca.data.preparation.preparation_plan import MAX_RECORD_MIB, Corp
 from megatron_coca.data.readers.remote import joined, matching
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
-from megatron_coca.remote_files import is_url
-from megatron_coca.safe_yaml import YamlFault, read_yaml
+from megatron_coca.support.remote_files import is_url
+from megatron_coca.support.safe_yaml import YamlFault, read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]

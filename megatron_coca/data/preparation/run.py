@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_coca.atomic_write import atomic_dir, refuse_existing
-from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest
 from megatron_coca.data.preparation.acceptance import check_tokenizer
@@ -31,6 +29,8 @@ from megatron_coca.data.preparation.preparation_plan import (
 )
 from megatron_coca.data.preparation.workers import TokenizedChunk
 from megatron_coca.data.shards import LABELS_SUFFIX, ShardWriter
+from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.support.console import Progress
 
 
 def prepare(

@@ -18,7 +18,7 @@ from megatron_coca.data.readers.source import (
     content_key,
 )
 from megatron_coca.data.readers.streams import decode
-from megatron_coca.safe_yaml import read_yaml
+from megatron_coca.support.safe_yaml import read_yaml
 
 # Languages ------------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from megatron_coca.data.readers.folders import (
 from megatron_coca.data.readers.remote import local_input, remote_unit
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
-from megatron_coca.remote_files import is_url
+from megatron_coca.support.remote_files import is_url
 
 _UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason
 

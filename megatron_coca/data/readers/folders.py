@@ -16,8 +16,8 @@ from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.remote import DataFiles, opened
 from megatron_coca.data.readers.source import printable
 from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
-from megatron_coca.regular_files import read_regular
-from megatron_coca.remote_files import is_url
+from megatron_coca.support.regular_files import read_regular
+from megatron_coca.support.remote_files import is_url
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # A name with no suffix but the compression's ("wiki.zst") is taken for JSON lines, the usual content of such files.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_coca.data.errors import DataError, StoreUnavailable
 from megatron_coca.data.readers.source import ReadUnit
-from megatron_coca.remote_files import RemoteFiles, is_url
+from megatron_coca.support.remote_files import RemoteFiles, is_url
 
 TIMEOUT = 300.0
 """Seconds for which a failed request is repeated: a preparation takes hours, a store comes back."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.plain_text import plain
+from megatron_coca.support.plain_text import plain
 
 NAMED_PROBLEMS = 1000  # bounds the memory for a corpus of bad lines
 

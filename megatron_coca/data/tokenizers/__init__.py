@@ -23,7 +23,7 @@ from megatron_coca.data.tokenizers.kinds import (
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.data.tokenizers.text_rules import find_rules, rules_of
 from megatron_coca.data.tokenizers.training import train_sentencepiece
-from megatron_coca.regular_files import read_regular
+from megatron_coca.support.regular_files import read_regular
 
 __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files", "train_sentencepiece"]
 

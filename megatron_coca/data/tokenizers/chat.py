@@ -14,7 +14,7 @@ import jinja2
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.chat_sandbox import Budget, TooManySteps, compiled, render
 from megatron_coca.data.tokenizers.end_tokens import read_object
-from megatron_coca.regular_files import read_regular
+from megatron_coca.support.regular_files import read_regular
 
 Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]

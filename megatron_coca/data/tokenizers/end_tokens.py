@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.regular_files import read_regular
+from megatron_coca.support.regular_files import read_regular
 
 NAMED_IN = (
     ("tokenizer_config.json", "eos_token"),

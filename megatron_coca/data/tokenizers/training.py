@@ -5,9 +5,9 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
+from megatron_coca.support.console import Progress
 
 _LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
 

@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
@@ -14,7 +13,8 @@ from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.report.short_sections import limit_text
 from megatron_coca.evaluation.results import Result, check_writable, write_atomically
-from megatron_coca.plain_text import plain
+from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
+from megatron_coca.support.plain_text import plain
 
 PAGE = "report.html"
 

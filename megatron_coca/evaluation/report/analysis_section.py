@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from megatron_coca.evaluation.analysis.length_analysis import LengthAnalysis
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import Metric
 from megatron_coca.evaluation.report.reading import Comparable, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
+from megatron_coca.evaluation.tasks.attention_analysis import LengthAnalysis
 
 ANALYSIS_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",

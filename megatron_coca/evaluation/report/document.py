@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from megatron_coca.evaluation.report.charts import Figure
-from megatron_coca.markdown_tables import escaped, format_table, in_cell
+from megatron_coca.support.markdown_tables import escaped, format_table, in_cell
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from megatron_coca.evaluation.report.charts import (
 )
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import estimate
 from megatron_coca.evaluation.report.metrics import Metric, mean_cell, missing_cell, value_cell
 from megatron_coca.evaluation.report.reading import (
     Comparable,
@@ -31,6 +30,7 @@ from megatron_coca.evaluation.report.reading import (
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
 from megatron_coca.evaluation.report.retrieval_sections import PASSKEY, RETRIEVAL_COMPARABLE
 from megatron_coca.evaluation.results import Result
+from megatron_coca.evaluation.statistics import estimate
 
 PERPLEXITY_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",

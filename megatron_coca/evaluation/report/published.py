@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_coca.safe_yaml import read_yaml
+from megatron_coca.support.safe_yaml import read_yaml
 
 
 @dataclass(frozen=True)

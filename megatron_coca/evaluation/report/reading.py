@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.analysis.length_analysis import AnalysisResult
-from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
-from megatron_coca.evaluation.perplexity import PerplexityResult
 from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Result
-from megatron_coca.evaluation.retrieval.recall import RecallResult
-from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.speed import SpeedResult
-from megatron_coca.regular_files import read_regular
+from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
+from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
+from megatron_coca.evaluation.tasks.perplexity import PerplexityResult
+from megatron_coca.evaluation.tasks.recall import RecallResult
+from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.tasks.speed import SpeedResult
+from megatron_coca.support.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 

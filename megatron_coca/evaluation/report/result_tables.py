@@ -8,17 +8,11 @@ from typing import Any
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import (
-    FEWEST_DOCUMENTS,
-    RESAMPLES,
-    Estimate,
-    differ,
-    difference_interval,
-)
 from megatron_coca.evaluation.report.metrics import MARK, Metric
 from megatron_coca.evaluation.report.published import PublishedTable, tables_of
 from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Result
+from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS, RESAMPLES, Estimate, differ, difference_interval
 
 HASH_DIGITS = 12
 """Digits of a hash that are shown; the result files have them all."""

@@ -24,8 +24,8 @@ from megatron_coca.evaluation.report.document import ReportBlock, Table, TableRo
 from megatron_coca.evaluation.report.metrics import Metric, whole
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
-from megatron_coca.evaluation.retrieval.recall import RecallCell, retrieving_head, scores_of
-from megatron_coca.evaluation.retrieval.retrieval_tasks import RetrievalProtocol
+from megatron_coca.evaluation.tasks.recall import RecallCell, retrieving_head, scores_of
+from megatron_coca.evaluation.tasks.retrieval import RetrievalProtocol
 
 RETRIEVAL_COMPARABLE: Comparable = {
     "cases": "protocol.cases",

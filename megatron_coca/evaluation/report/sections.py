@@ -16,7 +16,7 @@ from megatron_coca.evaluation.report.reading import RESULT_TYPES, LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.short_sections import harness_blocks
 from megatron_coca.evaluation.results import EvaluationError, Missing
-from megatron_coca.evaluation.speed import WHATS, SpeedResult
+from megatron_coca.evaluation.tasks.speed import WHATS, SpeedResult
 
 # Speed and memory
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from megatron_coca.evaluation.harness.harness_tasks import HarnessProtocol, Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
@@ -12,6 +11,7 @@ from megatron_coca.evaluation.report.metrics import value_cell
 from megatron_coca.evaluation.report.published import tables_of
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
+from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol, Score
 
 HARNESS_COMPARABLE: Comparable = {
     "version of lm-eval": "protocol.lm_eval",

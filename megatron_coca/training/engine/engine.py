@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron_coca.attention.context import WHOLE, HeadShard, assign_shard
 from megatron_coca.attention.layer import PARTS
-from megatron_coca.checkpoints.state import LayerShards, ParameterSlice, StatePiece, TensorShard, layer_shards
+from megatron_coca.checkpoints.native.state import LayerShards, ParameterSlice, StatePiece, TensorShard, layer_shards
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss
-from megatron_coca.model.stages import Stage, StageInput, layer_weights
+from megatron_coca.model.pipeline import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.layer import PackedRows, packed_rows
-from megatron_coca.checkpoints.state import WEIGHT, StatePiece
+from megatron_coca.checkpoints.native.state import WEIGHT, StatePiece
 from megatron_coca.config import ModelConfig
 from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.optimizer import Lion

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_coca.regular_files import open_to_append
+from megatron_coca.support.regular_files import open_to_append
 from megatron_coca.training.exit_status import (
     DONE,
     INTERRUPTED,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.config.base import shown
-from megatron_coca.regular_files import read_regular
+from megatron_coca.support.regular_files import read_regular
 from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,

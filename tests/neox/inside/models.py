@@ -10,7 +10,7 @@ from megatron.model.gpt2_model import GPT2ModelPipe
 from megatron.mpu import get_model_parallel_rank, get_model_parallel_world_size, get_topology
 from megatron.neox_arguments import NeoXArgs
 
-from megatron_coca.checkpoints.neox_layout import table
+from megatron_coca.checkpoints.neox.layout import table
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import GPT, build_model
 

@@ -1,1 +1,0 @@
-"""Writing checkpoints in the layouts of other programs."""

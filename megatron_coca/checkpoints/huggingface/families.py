@@ -1,0 +1,380 @@
+"""Architectures of transformers beside GPT-NeoX and LLaMA, each a row of FAMILIES (see `family_keys.Family`)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_coca.checkpoints.huggingface import weight_map
+from megatron_coca.checkpoints.huggingface.family_keys import (
+    Family,
+    all_layers,
+    every,
+    from_layer,
+    smollm3_layers,
+    smollm3_rope,
+)
+from megatron_coca.checkpoints.huggingface.rope import MAXIMUM
+from megatron_coca.checkpoints.huggingface.weight_map import Row
+from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config.position import ORIGINAL
+
+Json = Mapping[str, Any]
+MODERN = {
+    "activation": "gated",
+    "norm": "rmsnorm",
+    "use_bias_in_norms": False,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+}
+RMS = {"rms_norm_eps": ("rms_norm_epsilon", 1e-6)}
+BIASES = {"attention_bias": ("use_bias_in_attn_linear", False)}
+OLMO = {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)} | BIASES
+
+
+def _rows(rows: tuple[Row, ...]) -> Callable[[ModelConfig], tuple[Row, ...]]:
+    return lambda model: rows
+
+
+def _gemma(config: Json, keys: Json) -> dict[str, Any]:
+    return {
+        "softmax_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "embedding_scale": float(config["hidden_size"]) ** 0.5,
+    }
+
+
+def _to_gemma(config: Config) -> dict[str, Any]:
+    scale = config.model.softmax_scale or config.model.head_dim**-0.5
+    return {"query_pre_attn_scalar": round(scale**-2)}
+
+
+GEMMA = MODERN | {"norm_position": "sandwich", "zero_centered_norms": True}
+CAPPING = RMS | BIASES
+
+
+def _cohere(config: Json, sliding: list[bool]) -> list[bool]:
+    """Layers with a window rotate, the others do not."""
+    return sliding
+
+
+def _phi3(config: Json, keys: Json) -> dict[str, Any]:
+    if config.get("embd_pdrop", 0.0) != config.get("resid_pdrop", 0.0):
+        raise ValueError("embd_pdrop and resid_pdrop differ, and here one key has both")
+    return {}
+
+
+def _gpt2(config: Json, keys: Json) -> dict[str, Any]:
+    if config.get("embd_pdrop", 0.1) != config.get("resid_pdrop", 0.1):
+        raise ValueError("embd_pdrop and resid_pdrop differ, and here one key has both")
+    return {
+        "max_position_embeddings": config[MAXIMUM],
+        "attention_dropout": float(config.get("attention_dropout", 0.1)),
+    }
+
+
+def _both_dropouts(config: Config) -> dict[str, Any]:
+    return {"embd_pdrop": config.model.hidden_dropout}
+
+
+def _to_phi3(config: Config) -> dict[str, Any]:
+    # Its class reads L here alone, with a default of its own.
+    return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
+
+
+def _two_keys(scaling: Json) -> Json:
+    """OLMo's class in transformers 4 takes these two only, and refuses another extension."""
+    if scaling["rope_type"] not in ("linear", "dynamic"):
+        return scaling
+    return {"type": scaling["rope_type"], "factor": scaling["factor"]}
+
+
+def _three_keys(scaling: Json) -> Json:
+    """Phi 3's takes these three only; the factor follows from the lengths."""
+    if scaling["rope_type"] != "longrope" or "attention_factor" in scaling:
+        return scaling
+    return {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
+
+
+def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    if heads & (heads - 1):
+        raise ValueError(f"{heads} heads: MPT's ALiBi has other slopes unless their number is a power of two")
+    return {"attention_dropout": float(config.get("attn_config.attn_pdrop") or 0)}
+
+
+def _to_mpt(config: Config) -> dict[str, Any]:
+    heads, model = config.model.num_attention_heads, config.model
+    chosen = {"alibi": True, "alibi_bias_max": 8, "softmax_scale": model.softmax_scale, "attn_pdrop": 0}
+    return {} if heads & (heads - 1) else {"attn_config": chosen}
+
+
+def _falcon(config: Json, keys: Json) -> dict[str, Any]:
+    heads, newer = config["num_attention_heads"], bool(config.get("new_decoder_architecture"))
+    norms, parallel = config.get("num_ln_in_parallel_attn") or 1 + newer, config.get("parallel_attn", True)
+    if (norms == 2 and not newer) or (newer and not parallel):
+        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false exclude what new_decoder_architecture says")
+    one_key = config.get("multi_query", True) and not newer
+    given = config.get("num_key_value_heads") or heads if newer else heads
+    found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}
+    found |= dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bool(config.get("bias")))
+    width = config["hidden_size"] // heads
+    alibi = {"pos_emb": "alibi", "alibi_slope_scale": width**-0.5, "rope_scaling": None}
+    return found | (alibi if config.get("alibi") else {})
+
+
+def _to_falcon(config: Config) -> dict[str, Any]:
+    model = config.model
+    parallel, two = model.gpt_j_residual, model.gpt_j_residual and not model.gpt_j_tied
+    return {
+        "new_decoder_architecture": two or 1 < model.num_kv_heads < model.num_attention_heads,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "parallel_attn": parallel,
+        "multi_query": model.num_kv_heads == 1,
+        "bias": model.use_bias_in_mlp,
+        "alibi": config.position.pos_emb == "alibi",
+    }
+
+
+LAYERNORM = {
+    "norm": "layernorm",
+    "use_bias_in_attn_linear": True,
+    "use_bias_in_mlp": True,
+    "use_bias_in_norms": True,
+}
+EPSILON = {"layer_norm_epsilon": ("layernorm_epsilon", 1e-5)}
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.PRE)),
+        MODERN | {"use_bias_in_qkv": True},
+        RMS,
+        {"use_mrope": False},
+        layers=from_layer,
+        window=4096,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=all_layers, window=4096
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.PRE)),
+        MODERN,
+        {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)},
+        head_dim=128,
+        layers=all_layers,
+        temperature=True,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.PRE | weight_map.QK_HEAD)),
+        MODERN | {"qk_norm": "head"},
+        RMS | BIASES,
+        head_dim=128,
+        layers=from_layer,
+        window=4096,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.PRE)),
+        MODERN,
+        RMS | BIASES | {"mlp_bias": ("use_bias_in_mlp", False)},
+        tied=True,
+        rope=2000000.0,
+        layers=smollm3_layers,
+        rope_layers=smollm3_rope,
+        harmless=frozenset({"no_rope_layer_interval", "max_window_layers"}),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
+        MODERN | {"norm_position": "post", "qk_norm": "projection"},
+        OLMO,
+        older=_two_keys,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
+        MODERN | {"norm_position": "post", "qk_norm": "projection"},
+        OLMO,
+        rope=500000.0,
+        layers=every(4),
+        window=4096,
+        by_type=(None, 500000.0),
+        older=_two_keys,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _rows(weight_map.PHI3),
+        MODERN,
+        {"rms_norm_eps": ("rms_norm_epsilon", 1e-5), "resid_pdrop": ("hidden_dropout", 0.0)},
+        {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
+        layers=all_layers,
+        partial=True,
+        original=4096,
+        older=_three_keys,
+        read=_phi3,
+        write=_to_phi3,
+        harmless=frozenset({"full_attn_mod", "interpolate_factor"}),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.SANDWICH)),
+        GEMMA,
+        CAPPING
+        | {
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        },
+        {"use_bidirectional_attention": False},
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        tied=True,
+        head_dim=256,
+        layers=every(2),
+        window=4096,
+        read=_gemma,
+        write=_to_gemma,
+        harmless=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.SANDWICH | weight_map.QK_HEAD)),
+        GEMMA | {"qk_norm": "head"},
+        CAPPING | {"final_logit_softcapping": ("final_logit_softcapping", None)},
+        {"use_bidirectional_attention": False},
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        tied=True,
+        head_dim=256,
+        rope=1000000.0,
+        layers=every(6, "sliding_window_pattern"),
+        window=4096,
+        by_type=("rope_local_base_freq", 10000.0),
+        read=_gemma,
+        write=_to_gemma,
+        harmless=frozenset(
+            {
+                *("cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"),
+                "attn_logit_softcapping",  # the class holds it, and its attention takes no cap
+            }
+        ),
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        _rows(weight_map.like_llama({"input_layernorm": "input_layernorm"}, weight_map.NEIGHBOURS)),
+        MODERN | {"norm": "layernorm", "gpt_j_residual": True, "gpt_j_tied": True},
+        {"layer_norm_eps": ("layernorm_epsilon", 1e-5), "logit_scale": ("final_logit_scale", 0.0625)} | BIASES,
+        {"use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False, "rotary_pct": 1.0},
+        tied=True,
+        layers=every(4, "sliding_window_pattern"),
+        window=4096,
+        rope_layers=_cohere,
+        harmless=frozenset(
+            {
+                *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type", "layer_switch"),
+                *("use_embedding_sharing", "use_parallel_embedding"),
+                *("sliding_window_pattern", "_sliding_window_pattern"),
+            }
+        ),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        _rows(weight_map.GPT2),
+        LAYERNORM | {"pos_emb": "learned"},
+        EPSILON | {"resid_pdrop": ("hidden_dropout", 0.1)},
+        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        {
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "attention_dropout": "attn_pdrop",
+            "num_key_value_heads": None,
+        },
+        activation=("activation_function", "gelu_new"),
+        tied=True,
+        length=1024,
+        rope=None,
+        read=_gpt2,
+        write=_both_dropouts,
+        harmless=frozenset(
+            {
+                *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
+                *("summary_proj_to_labels", "summary_first_dropout"),
+                *("n_special", "predict_special_tokens", "output_past"),
+            }
+        ),
+    ),
+    "mpt": Family(
+        "MptForCausalLM",
+        _rows(weight_map.MPT),
+        LAYERNORM
+        | {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "use_bias_in_norms": False, "pos_emb": "alibi"},
+        EPSILON | {"attn_config.softmax_scale": ("softmax_scale", None)},
+        {
+            "no_bias": True,
+            "expansion_ratio": 4,
+            "logit_scale": None,
+            "attn_config.alibi": True,
+            "attn_config.alibi_bias_max": 8,
+            "attn_config.attn_type": "multihead_attention",
+            "attn_config.clip_qkv": None,
+            "attn_config.prefix_lm": False,
+            "attn_config.qk_ln": False,
+            "attn_config.attn_uses_sequence_id": False,
+        },
+        {
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+            "intermediate_size": None,
+            "attention_dropout": None,
+            "num_key_value_heads": None,
+        },
+        activation=(None, "gelu"),
+        tied=True,
+        length=2048,
+        rope=None,
+        read=_power_of_two,
+        write=_to_mpt,
+        harmless=frozenset(
+            {
+                *("learned_pos_emb", "init_device", "embedding_fraction", "norm_type", "emb_pdrop", "resid_pdrop"),
+                *("init_config", "verbose", "tokenizer_name", "attn_config.attn_impl", "name"),
+            }
+        ),
+    ),
+    "bloom": Family(
+        "BloomForCausalLM",
+        _rows(weight_map.BLOOM),
+        LAYERNORM | {"use_embedding_norm": True, "pos_emb": "alibi"},
+        EPSILON | {"hidden_dropout": ("hidden_dropout", 0.0)},
+        {"apply_residual_connection_post_layernorm": False},
+        {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"}
+        | {"intermediate_size": None, "num_key_value_heads": None},
+        activation=(None, "gelu_pytorch_tanh"),
+        tied=True,
+        length=2048,
+        rope=None,
+        harmless=frozenset(
+            {
+                *("slow_but_exact", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32"),
+                *("bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "n_embed"),
+            }
+        ),
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        lambda model: weight_map.falcon(model.gpt_j_residual, 1 if model.gpt_j_residual and model.gpt_j_tied else 2),
+        LAYERNORM,
+        EPSILON | {"hidden_dropout": ("hidden_dropout", 0.0)},
+        {"apply_residual_connection_post_layernorm": False},
+        {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads", "head_dim": None},
+        activation=("activation", "gelu"),
+        tied=True,
+        length=2048,
+        read=_falcon,
+        write=_to_falcon,
+        harmless=frozenset({"n_embed", "ff_factor"}),
+    ),
+}
+"""By `model_type`, in the order of preference of an export."""

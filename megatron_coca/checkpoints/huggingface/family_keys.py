@@ -1,0 +1,370 @@
+"""The keys of config.json as ours and back, by what a row of `families.FAMILIES` says of an architecture.
+
+A key with one meaning for all models of a family is in `fixed` (ours) or `only` (theirs); a key of config.json that
+neither these nor the functions here read is refused by the caller. What an export writes is read again and compared, so
+that a family is used for a model only if it expresses all of it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface.rope import (
+    MAXIMUM,
+    check_spellings,
+    older_keys,
+    refuse_contradiction,
+    rope_keys,
+    rope_parameters,
+    rope_section,
+)
+from megatron_coca.checkpoints.huggingface.weight_map import Row
+from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
+from megatron_coca.config.position import ORIGINAL, Selected
+
+Json = Mapping[str, Any]
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
+PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
+"""Their activations and ours; of several names of a function the family's own is written, or the first."""
+TEMPERATURE = "llama_4_scaling_beta"
+"""An option of rope_parameters: the strength of our logit scaling `temperature`, which has the extension's length."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers.
+
+    Attributes:
+        architecture: its class.
+        rows: the names of the weights, from our keys.
+        fixed: our keys that all its models share.
+        keys: theirs -> ours, and the default of its class.
+        only: keys that it has with this value only.
+        names: keys that most architectures share -> its own names of them, None where it has none.
+        activation: the key of the activation and its default; without a name, that of all its models.
+        tied: default of tie_word_embeddings.
+        length: default of the training length.
+        head_dim: default of head_dim; None for hidden_size / num_attention_heads.
+        rope: the rotary base without one in config.json; None for architectures without rotation.
+        layers: reads which layers have a window: config.json, layers -> for each a boolean; None without windows.
+        window: default of sliding_window.
+        rope_layers: the same for rotation; None if all layers rotate.
+        by_type: rope_parameters has a section for each type of layers; the base of those with a window: its key at the
+            top level, or None, and its default.
+        partial: some features of a head need not be rotated.
+        temperature: rope_parameters has TEMPERATURE.
+        original: default of ORIGINAL at the top level, which goes before that in rope_parameters.
+        older: rope_scaling in the form that its class in transformers 4 asks for, which has `type` in place of
+            `rope_type`; what that cannot express is unchanged, and an error there. None for any form.
+        read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
+        harmless: keys of published folders that change nothing in its class.
+    """
+
+    architecture: str
+    rows: Callable[[ModelConfig], tuple[Row, ...]]
+    fixed: Mapping[str, Any]
+    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    activation: tuple[str | None, str] = ("hidden_act", "silu")
+    tied: bool = False
+    length: int | None = None
+    head_dim: int | None = None
+    rope: float | None = 10000.0
+    layers: Callable[[Json, int], list[bool]] | None = None
+    window: int | None = None
+    rope_layers: Callable[[Json, list[bool]], list[bool]] | None = None
+    by_type: tuple[str | None, float] | None = None
+    partial: bool = False
+    temperature: bool = False
+    original: int | None = None
+    older: Callable[[Json], Json] | None = None
+    read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
+    write: Callable[[Config], dict[str, Any]] = lambda config: {}
+    harmless: frozenset[str] = frozenset()
+
+
+# Which layers have a window -------------------------------------------------------------------------------------------
+
+
+def all_layers(config: Json, count: int) -> list[bool]:
+    return [True] * count
+
+
+def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
+    types = config.get("layer_types")
+    if types is None:
+        return list(default)
+    unknown = sorted(set(types) - {SLIDING, FULL})
+    if unknown:
+        raise ValueError(f"layer_types has {unknown[0]!r}; known: {SLIDING}, {FULL}")
+    return [kind == SLIDING for kind in types]
+
+
+def every(period: int, name: str | None = None) -> Callable[[Json, int], list[bool]]:
+    """Every `period`-th layer is without a window, or as the key `name` says, unless config.json lists the types."""
+
+    def layers(config: Json, count: int) -> list[bool]:
+        given = config.get(name, period) if name is not None else period
+        return _listed(config, (bool((i + 1) % given) for i in range(count)))
+
+    return layers
+
+
+def from_layer(config: Json, count: int) -> list[bool]:
+    """Qwen's: from layer `max_window_layers` on, if `use_sliding_window`."""
+    first, used = config.get("max_window_layers", 28), config.get("use_sliding_window", False)
+    listed = _listed(config, (i >= first for i in range(count)))
+    return listed if used else [False] * count
+
+
+def smollm3_layers(config: Json, count: int) -> list[bool]:
+    """A list of types goes before `use_sliding_window`: its class makes the mask from the list alone."""
+    used = config.get("use_sliding_window", False)
+    return _listed(config, (used and not rotates for rotates in smollm3_rope(config, [False] * count)))
+
+
+def smollm3_rope(config: Json, sliding: list[bool]) -> list[bool]:
+    interval, listed = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
+    return [bool(flag) for flag in listed] if listed else [bool((i + 1) % interval) for i in range(len(sliding))]
+
+
+def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
+    """Our position keys of all layers. Layers of one kind have the model's own keys."""
+    window = config.get("sliding_window", family.window) if family.layers is not None else None
+    sliding = family.layers(config, count) if family.layers is not None else [False] * count
+    sliding = sliding if window is not None else [False] * count
+    rotating = [True] * count if family.rope_layers is None else family.rope_layers(config, sliding)
+    if len(sliding) != count or len(rotating) != count:
+        raise CheckpointError(f"{source}: layer_types or no_rope_layers is not of {count} layers")
+    changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
+    ropes = _ropes(family, config, source)
+    if window is not None:
+        other = ropes.get(SLIDING)
+        # Where types have sections, an override that extends the model does not reach the layers with a window.
+        own = {} if other is None else {"rope_scaling": None} | other
+        changes["sliding"] = {"sliding_window_width": window - 1} | own
+        changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
+    changes["nope"] = {"pos_emb": "none", "rope_scaling": None}
+    names = [
+        (("sliding" if slides else GLOBAL) if rotates else ("sliding_nope" if slides else "nope"))
+        for slides, rotates in zip(sliding, rotating, strict=True)
+    ]
+    keys = {"pos_emb": "rotary"} | ropes[FULL]
+    used = dict.fromkeys(names)
+    if len(used) == 1:
+        return keys | changes[names[0]]
+    return keys | {
+        "attention_config": [[names, 1]],
+        "layer_types": {name: changes[name] for name in used if name != GLOBAL},
+    }
+
+
+def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
+    """Our keys of rotation by type of layers."""
+    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", 1.0)
+    if family.by_type is None:
+        check_spellings(config, source, base, share)
+        return {FULL: _rope(family, config, rope_section(config), source)}
+    section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if unread := sorted(section.keys() - {FULL, SLIDING}):
+        raise CheckpointError(
+            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, and its class reads these "
+            "two sections alone: move it into them"
+        )
+    # As transformers 4 wrote it, the extension and the base are those of layers without a window.
+    name, default = family.by_type
+    check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
+    if name is not None:
+        inner = (section.get(SLIDING) or {}).get("rope_theta")
+        refuse_contradiction(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})
+    local = {"rope_theta": (config.get(name) if name is not None else None) or default}
+    parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
+    if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:
+        raise CheckpointError(
+            f"{source}: truncate false in rope_parameters.{ignored[0]}: its class truncates all the same"
+        )
+    config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
+    return {kind: _rope(family, config, part, source) for kind, part in parts.items()}
+
+
+def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
+    section = {name: value for name, value in section.items() if name != MAXIMUM}
+    if family.temperature and not section:
+        raise CheckpointError(f"{source}: no rope_parameters; its class would take an extension and {TEMPERATURE} 0.1")
+    strength = section.pop(TEMPERATURE, None) or 0.0
+    if strength and not family.temperature:
+        raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
+    extended = (section.get("rope_type") or section.get("type")) in ("llama3", "longrope", "yarn")
+    period = (config.get(ORIGINAL) if extended else None) or section.get(ORIGINAL)  # the top level goes first for these
+    if strength and period is None:
+        raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
+    scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
+    share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if share != 1 and not family.partial:
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor {share} is not supported: all features are rotated there"
+        )
+    if family.architecture == "Phi3ForCausalLM" and (section.get("rope_type") or section.get("type")) in ("su", "yarn"):
+        section |= {"rope_type": "longrope"}  # names that its class takes for it
+    values = {"rope_theta": family.rope, **config, "rope_parameters": section, "rope_scaling": None}
+    if family.original is not None:
+        values.setdefault(ORIGINAL, family.original)
+    return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {}) | scaling
+
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
+    """Return our keys of the network and its positions, without those that all architectures share.
+
+    `config` has the names that most architectures share. Raises CheckpointError where it differs from what the family
+    can be.
+    """
+    for name, value in family.only.items():
+        found = config.get(name)
+        if found is not None and found != value:
+            raise CheckpointError(f"{source}: {name} {found!r} is not supported, only {value!r}")
+    keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
+    keys |= _mlp_keys(family, config, source)
+    width = config["hidden_size"] // config["num_attention_heads"]
+    given = config.get("head_dim", family.head_dim) if family.rope is not None else None
+    if given not in (None, width):
+        keys["kv_channels"] = given
+    if family.rope is not None:
+        keys |= _layer_keys(family, config, source, config["num_hidden_layers"])
+    return keys | family.read(config, keys)
+
+
+def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
+    name, default = family.activation
+    named = config.get(name, default) if name is not None else default
+    gated = family.fixed.get("activation") == "gated"
+    known = GATED if gated else PLAIN
+    if named not in known:
+        raise CheckpointError(f"{source}: {name} {named!r} is not supported; known: {', '.join(known)}")
+    inner = config.get("intermediate_size") or 4 * config["hidden_size"]
+    return {
+        "activation": known[named],
+        "bias_gelu_fusion": not gated and named in TANH_GELU,
+        "intermediate_size": (3 if gated else 1) * inner,  # GPT-NeoX counts both halves of a gated layer, times 3/2
+    }
+
+
+def write_keys(family: Family, config: Config, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json: `shared` has what most architectures share, by the names of most. Inverse of `read_keys`."""
+    flat, model = config.flat(), config.model
+    settings = dict(shared) | {theirs: flat[ours] for theirs, (ours, _) in family.keys.items()} | dict(family.only)
+    activation, (name, default) = model.activation, family.activation
+    if name is not None:
+        known = GATED if activation in GATED_ACTIVATIONS else PLAIN
+        tanh = activation == "geglu_tanh" or (activation == "gelu" and model.bias_gelu_fusion)
+        named = [theirs for theirs, ours in known.items() if ours == activation and (theirs in TANH_GELU) == tanh]
+        settings[name] = default if default in named else next(iter(named), default)
+    if family.rope is not None:
+        settings |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        settings |= _written_layers(family, config)
+    settings |= family.write(config)
+    renamed = {family.names.get(name, name): value for name, value in settings.items()}
+    return {name: value for name, value in renamed.items() if name is not None}
+
+
+def _written_layers(family: Family, config: Config) -> dict[str, Any]:
+    kinds, names, length = config.layer_types, config.model.layer_names, config.model.seq_length
+    rotary = [kind for kind in kinds.values() if kind.embedding.rotary] or [config.position]
+    full = next((kind for kind in rotary if kind.sliding_window_width is None), rotary[0])
+    sections = {FULL: rope_parameters(full, length)}
+    windows = [kind for kind in kinds.values() if kind.sliding_window_width is not None]
+    sections[SLIDING] = rope_parameters(windows[0] if windows else full, length)
+    settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
+    if full.rotary_pct != 1 and not family.by_type:
+        settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
+        settings["partial_rotary_factor"] = full.rotary_pct  # of transformers 4
+    if not family.temperature:  # transformers 4 does not have these classes
+        settings |= _older_keys(family, sections)
+    if family.temperature:  # its class needs both
+        chosen = full.logit_scaling
+        options = chosen.settings(length) if isinstance(chosen, Selected) and chosen.type == "temperature" else {}
+        own = {TEMPERATURE: options.get("strength", 0.0), ORIGINAL: options.get("period", length)}
+        settings["rope_parameters"] = own | settings["rope_parameters"]
+    if family.layers is not None:
+        # Classes with a list of types make a mask of the window even where no layer has one.
+        unused = None if family.layers in (all_layers, from_layer, smollm3_layers) else length
+        width = windows[0].sliding_window_width if windows else None
+        settings["sliding_window"] = unused if width is None else width + 1
+    if family.layers not in (None, all_layers):
+        slides = [kinds[name].sliding_window_width is not None for name in names]
+        settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
+    if family.layers in (from_layer, smollm3_layers):
+        settings["use_sliding_window"] = bool(windows)
+    if family.rope_layers is smollm3_rope:
+        settings["no_rope_layers"] = [int(kinds[name].embedding.rotary) for name in names]
+    return settings
+
+
+def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
+    """The keys of transformers 4, whose layers with a window have a base of their own at most.
+
+    What it cannot express gets no base: its class then ends with an error, where it would compute another model.
+    """
+    full, sliding = sections[FULL], sections[SLIDING]
+    keys = older_keys(full)
+    if "rope_scaling" in keys and family.older is not None:
+        keys["rope_scaling"] = family.older(keys["rope_scaling"])
+    if family.by_type is None:
+        return keys
+    name, _ = family.by_type
+    if sliding["rope_type"] != "default" or (name is None and full["rope_theta"] != sliding["rope_theta"]):
+        return {"rope_theta": None}
+    return keys if name is None else keys | {name: sliding["rope_theta"]}
+
+
+def readable_by_older(family: Family, settings: Json) -> bool:
+    """Return whether transformers 4 computes the model of a written config.json; otherwise it ends with an error."""
+    if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
+        return False
+    return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})
+
+
+def comparable(config: Config) -> dict[str, Any]:
+    """Return what a model computes, in one form for equal models: to compare a model with what was written of it."""
+    flat, model = config.flat(), config.model
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+    lengths = ("seq_length", "padded_vocab_size")
+    kinds = config.layer_types
+    positions = []
+    for name in model.layer_names:
+        kind = kinds[name]
+        own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
+        own["rope_scaling"] = None
+        if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
+            measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
+            own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if (distances := kind.relative_positions) is not None:
+            own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
+        if isinstance(kind.logit_scaling, Selected):
+            own["logit_scaling"] = {"name": kind.logit_scaling.type} | kind.logit_scaling.settings(model.seq_length)
+        if not kind.embedding.rotary:
+            own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
+        positions.append(own)
+    epsilon = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon"}.get(model.norm, "scalenorm_epsilon")
+    keys = (
+        *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
+        *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
+        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
+        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
+    )
+    shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
+    shown["activation"] = "silu" if model.activation == "swish" else model.activation
+    shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
+    shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied
+    shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
+    shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
+    shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
+    return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

@@ -1,0 +1,125 @@
+"""Write the README.md of an exported folder: what the model is, how it is loaded, and how it is used on longer texts.
+
+It says what the configuration and the checkpoint contain, and no path of the machine that trained the model. The text
+is in model_card.md.j2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
+from megatron_coca.checkpoints.huggingface.family_keys import readable_by_older
+from megatron_coca.checkpoints.huggingface.read import REMOTE_TYPES
+from megatron_coca.checkpoints.load import OpenedCheckpoint
+from megatron_coca.checkpoints.weights import Weights
+from megatron_coca.config import Config
+
+CARD = "README.md"
+TRIED = ("5.23.0", "4.57.6")
+"""Versions of transformers that exports were tried with, of 5 and of 4; docs/checkpoints.md says how."""
+SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
+
+
+@dataclass(frozen=True)
+class CardNotes:
+    """What a card says that no checkpoint knows.
+
+    Attributes:
+        licence: by its name on the hub.
+        base_model: the model on the hub that this one was trained from.
+        results: Markdown.
+    """
+
+    licence: str | None = None
+    base_model: str | None = None
+    results: str | None = None
+
+
+def model_card(
+    opened: OpenedCheckpoint,
+    config: Config,
+    settings: Mapping[str, Any],
+    weights: Weights,
+    name: str,
+    notes: CardNotes,
+    ends: Sequence[int] = (),
+) -> str:
+    """Return the card of an export of `opened` into the folder `name`.
+
+    `config` has the overrides of the export, `settings` are those of config.json, `weights` those that are written, and
+    `ends` the ids that end a text.
+    """
+    kind = str(settings["model_type"])
+    position, length, family = config.position, config.model.seq_length, FAMILIES.get(kind)
+    remote, coca = kind in REMOTE_TYPES, position.pos_emb.startswith("coca")
+    facts = _facts(opened, config, kind, weights)
+    scaling, distance_map = facts["extension"], facts["relative positions"]
+    tags = [kind, position.pos_emb.replace("_", "-"), *["custom_code"] * remote, *["coca"] * coca]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template("model_card.md.j2").render(
+        tags=list(dict.fromkeys(tags)),
+        name=name,
+        notes=notes,
+        ends=ends,
+        facts=facts,
+        trust=", trust_remote_code=True" if remote else "",
+        by_the_longest=not remote and position.extension.stock.by_longest,
+        scaling=scaling,
+        max_factor=getattr(position.rope_scaling, "max_factor", None),
+        length=length,
+        original=position.original_length(length),
+        remote=remote,
+        by_type=family is not None and family.by_type is not None,
+        tried=TRIED,
+        architecture=settings["architectures"][0],
+        in_older=family is None or readable_by_older(family, settings),
+        eager=family is not None and settings.get("attn_logit_softcapping") is not None,
+        rotates=position.embedding.rotary,
+        map=distance_map,
+        training_map=position.distance_map is not None and position.distance_map.training_only,
+        coca=coca,
+    )
+
+
+def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights) -> dict[str, Any]:
+    model, position, trained = config.model, config.position, opened.trained
+    residual = "a parallel" if model.gpt_j_residual else "a sequential"
+    architecture = f"with {model.norm}, {model.activation} and {residual} residual"
+    if kind != "coca_dense":
+        architecture = f"of {SHAPES.get(REMOTE_TYPES.get(kind, kind), kind)} shape"
+    grouped = f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""
+    facts = {
+        "architecture": f"a causal language model {architecture}",
+        "positions": position.embedding.description,
+        "extension": position.rope_scaling.rope_type if position.rope_scaling is not None else None,
+        "relative positions": position.relative_positions.type if position.relative_positions is not None else None,
+        "logit scaling": position.scaling.name if position.scaling.name != "none" else None,
+        "methods of": "; ".join(
+            choice.source for choice, _ in position.choices() if choice.name not in ("none", "default")
+        ),
+        "training length": f"{model.seq_length:,} tokens",
+        "parameters": f"{sum(prod(entry.shape) for entry in weights.entries.values()):,}",
+        "shape": f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads{grouped}",
+        "vocabulary": f"{model.vocab_size:,} tokens, {model.padded_vocab_size:,} rows" if model.vocab_size else None,
+        "weights": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
+    }
+    if not opened.step:  # not the checkpoint of a run
+        return facts
+    batch, rate, optimizer = trained.batch.train_batch_size, trained.optimizer.lr, trained.optimizer
+    return facts | {
+        "trained for": f"{opened.step:,} steps" + (f" of {batch:,} sequences" if batch else ""),
+        "optimizer": optimizer.type + (f", peak learning rate {rate:g}" if rate else ""),
+        "trained in": trained.precision.dtype,
+        "trained parts": ", ".join(optimizer.trainable) if optimizer.trainable else None,
+    }

@@ -1,0 +1,440 @@
+"""Write checkpoints as folders that Hugging Face transformers loads, with the same logits.
+
+A stock architecture is used where it computes what the model does. Otherwise a modelling file is saved with the weights
+(modelling_file.py).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_coca.attention.positions.clex import Clex
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface import read_back, weight_map
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
+from megatron_coca.checkpoints.huggingface.family_keys import comparable, write_keys
+from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
+from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
+from megatron_coca.checkpoints.huggingface.read import (
+    ADDED_KEYS,
+    CONFIG,
+    GENERATION,
+    LAYERS,
+    LEARNED_ROWS,
+    LIMITS,
+    NETWORK,
+    NETWORK_KEYS,
+    POSITION,
+    POSITION_KEYS,
+    SINGLE,
+    dense_rows,
+    is_huggingface_folder,
+    parse_config,
+)
+from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
+from megatron_coca.checkpoints.huggingface.tokenizer_files import (
+    TokenIds,
+    TokenizerFiles,
+    end_ids,
+    original_files,
+    own_files,
+    suppress_tokens,
+    tokenizer_files,
+)
+from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
+from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
+from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors
+from megatron_coca.config import Config
+from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
+from megatron_coca.config.source import given_values
+from megatron_coca.data.tokenizers.text_rules import token_ids
+from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+
+MODELLING_FILE = TEMPLATE.name
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
+"""Ours to theirs; only those that are read back as well."""
+OURS = "coca_dense"
+"""`model_type` of what the modelling file computes."""
+Json = dict[str, Any]
+
+
+def _neox_keys(config: Config, shared: Json) -> Json:
+    model, position = config.model, config.position
+    tanh = model.activation == "gelu" and model.bias_gelu_fusion
+    rope = rope_parameters(position, model.seq_length) | {"partial_rotary_factor": position.rotary_pct}
+    return shared | {
+        "hidden_act": "gelu_new" if tanh else NEOX_ACTIVATIONS.get(model.activation),
+        "layer_norm_eps": model.layernorm_epsilon,
+        "use_parallel_residual": model.gpt_j_residual,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "hidden_dropout": model.hidden_dropout,
+        "rope_parameters": rope,
+        "rotary_pct": position.rotary_pct,
+        **older_keys(rope, "rotary_emb_base"),
+        "pos_emb": "rotary",  # transformers ignores it; without it, such a folder could be one of the CoCA authors'
+    }
+
+
+def _llama_keys(config: Config, shared: Json) -> Json:
+    model, rope = config.model, rope_parameters(config.position, config.model.seq_length)
+    return shared | {
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_epsilon,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "mlp_bias": model.use_bias_in_mlp,
+        "rope_parameters": rope,
+        **older_keys(rope),
+    }
+
+
+def _our_keys(config: Config, shared: Json) -> Json:
+    flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
+    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # stock code's own
+    without = {
+        name: value for name, value in _llama_keys(config, shared).items() if name not in ("rope_scaling", ORIGINAL)
+    }
+    return without | {
+        "rope_parameters": plain,
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
+        "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
+    }
+
+
+class Exporter(NamedTuple):
+    """One architecture of transformers: its class, our names -> its weights, and config.json from what all
+    architectures have in it.
+    """
+
+    architecture: str
+    rows: Callable[[Config], tuple[weight_map.Row, ...]]
+    keys: Callable[[Config, Json], Json]
+
+
+def _family(kind: str) -> Exporter:
+    family = FAMILIES[kind]
+    return Exporter(
+        family.architecture,
+        lambda config: family.rows(config.model),
+        lambda config, shared: write_keys(family, config, shared),
+    )
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "gpt_neox": Exporter("GPTNeoXForCausalLM", lambda config: weight_map.GPT_NEOX, _neox_keys),
+    "llama": Exporter("LlamaForCausalLM", lambda config: weight_map.llama("k_proj"), _llama_keys),
+    **{kind: _family(kind) for kind in FAMILIES},
+    OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
+}
+"""By `model_type`; the first that expresses a model is used, the last for all that no other does."""
+
+
+ATTENTION = {"falcon": "sdpa"}
+"""The attention implementation that is compared with ours: eager, but Falcon's adds ALiBi to the scores twice."""
+
+
+def _fits(kind: str, config: Config) -> bool:
+    """Return whether what is written of a model for an architecture is read as the same model."""
+    written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
+    try:
+        return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
+    except CheckpointError:
+        return False
+
+
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *ADDED_KEYS, *LIMITS, "kv_channels", "layer_types"}
+"""Keys that the last of them writes."""
+
+
+# config.json ----------------------------------------------------------------------------------------------------------
+
+
+def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict[str, dict[str, Any]]:
+    """Return the contents of config.json and generation_config.json, by these names.
+
+    `weights` are those that are written, by our names.
+    """
+    model, exporter = config.model, EXPORTERS[kind]
+    settings = {
+        "model_type": kind,
+        "architectures": [exporter.architecture],
+        "dtype": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
+        "initializer_range": model.init_method_std,
+        **{f"{name}_token_id": value for name, value in ids._asdict().items()},
+        **exporter.keys(config, _shared_keys(config, kind)),
+    }
+    settings |= {POSITION: describe_position(config, weights)} if kind == OURS else {}
+    # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
+    end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
+    generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
+    generation |= {"bos_token_id": ids.bos} if ids.bos is not None else {}
+    padding = list(range(model.vocab_size or model.padded_vocab_size, model.padded_vocab_size))
+    generation |= {"suppress_tokens": padding} if padding else {}
+    return {CONFIG: settings, GENERATION: generation}
+
+
+def _shared_keys(config: Config, kind: str) -> dict[str, Any]:
+    """Return the keys of config.json that all architectures have under one name or another."""
+    model, length = config.model, _max_position_embeddings(config, kind)
+    return {
+        "vocab_size": model.padded_vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": not model.no_weight_tying,
+        "attention_dropout": model.attention_dropout,
+    } | ({TRAINING_LENGTH: model.seq_length} if length != model.seq_length else {})
+
+
+def _max_position_embeddings(config: Config, kind: str) -> int:
+    """Return the training length, except where stock transformers measures the extension by this key."""
+    trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
+    if config.position.embedding.weights == "table" and kind in FAMILIES:
+        return config.model.max_position_embeddings
+    measured = config.position.extension.stock.length if kind != OURS else None
+    if measured == ORIGINAL and config.position.extension.name == "longrope" and config.position.rope_scaling:
+        extended = config.position.rope_scaling.factor * original
+        if extended == int(extended):  # transformers 4 takes the factor from the two lengths
+            return int(extended)
+    return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
+
+
+@torch.no_grad()
+def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
+    """Return config.json's section on positions; the inverse of `position_keys`. `weights` have our names.
+
+    Defaults that follow from the training length are written out, because the modelling file does not know how.
+    CLEX's solved frequencies are for the modelling file alone.
+    """
+    section = _position_section(config, config.position)
+    position, length = config.position, config.model.seq_length
+    if [*config.layer_types] != [GLOBAL]:
+        section[LAYERS] = list(config.model.layer_names)
+        # A type without the limit that the model has says so: what it does not say is the model's.
+        kinds = {
+            name: dict.fromkeys(LIMITS) | _position_section(config, own) for name, own in config.layer_types.items()
+        }
+        section["layer_types"] = {
+            name: {key: value for key, value in own.items() if key in LayerType.model_fields}
+            for name, own in kinds.items()
+            if name != GLOBAL
+        }
+    if position.pos_emb == "learned":
+        section[LEARNED_ROWS] = config.model.max_position_embeddings
+    if (scaling := position.rope_scaling) is not None and position.extension.learned:
+        dim = int(config.model.head_dim * position.rotary_pct)
+        original = position.original_length(length)
+        clex = Clex(dim, position.rotary_emb_base, original, scaling.max_factor, scaling.ode_step)
+        clex.up.copy_(weights.read("positions.clex.up"))
+        clex.down.copy_(weights.read("positions.clex.down"))
+        factors = range(1, scaling.max_factor + 1)
+        section["clex_frequencies"] = [clex.inverse_frequencies(t).tolist() for t in factors]
+    return section
+
+
+def _position_section(config: Config, position: PositionConfig) -> dict[str, Any]:
+    """The position keys of a type of layers."""
+    length = config.model.seq_length
+    section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
+    section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
+    if (scaling := position.rope_scaling) is not None:
+        section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
+    if (distances := position.relative_positions) is not None:
+        section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
+    if isinstance(factor := position.logit_scaling, Selected):
+        section["logit_scaling"] = {"type": factor.type} | factor.settings(length)
+    return section
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# Export ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export.
+
+    Attributes:
+        folder: for transformers.
+        model_type: of config.json.
+        tokenizer_note: a note on lost tokenizer behaviour, or None.
+        compared: by what its logits were compared with those of the source.
+    """
+
+    folder: Path
+    model_type: str
+    tokenizer_note: str | None
+    compared: str
+
+    @property
+    def remote(self) -> bool:
+        """True if it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
+        return self.model_type == OURS
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload an exported folder to the Hugging Face hub; a repository that is missing is made, a private one.
+
+    Returns its URL. Raises CheckpointError if that fails; the folder stays.
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise CheckpointError("--push needs huggingface_hub (pip install huggingface_hub)") from error
+    try:
+        api = HfApi()
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from megatron_coca")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        kept = f"{folder} is complete: log in with `hf auth login`, and upload it with `hf upload {name} {folder}`"
+        raise CheckpointError(f"--push {name}: {error}\n{kept}") from error
+    return str(made)
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    overrides: Overrides = (),
+    dtype: str | None = None,
+    tokenizer: str | Path | None = None,
+    notes: CardNotes | None = None,
+) -> Exported:
+    """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
+
+    Args:
+        checkpoint: a run's save folder, one step of it, or a Hugging Face folder.
+        folder: to write; must not exist. It is complete or absent.
+        overrides: config overrides, as for `load_model`; an extension becomes part of the export.
+        dtype: of the weights; by default as saved, then they are equal bit by bit.
+        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
+            ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
+        notes: for the model card.
+
+    Raises:
+        CheckpointError: the checkpoint is not valid, the format cannot express the model, `tokenizer` is another one,
+            or `folder` exists or cannot be written. Nothing is written then.
+        ConfigError: an override that is not valid.
+        DataError: the checkpoint's tokenizer is damaged.
+    """
+    opened, folder = open_checkpoint(checkpoint, overrides=overrides), Path(folder)
+    config = opened.configure(overrides)
+    kind = _kind(opened, config)
+    modelling = _modelling_file(config) if kind == OURS else None
+    refuse_existing(folder, CheckpointError)
+    files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
+    ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
+    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads, config.model.head_dim)
+    rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
+    weights = weight_map.to_foreign_weights(ours, rows, heads)
+    contents = describe(config, kind, ids, ours)
+    written = dict(files)
+    unused = contents[GENERATION].get("suppress_tokens", [])
+    if GENERATION in written and unused:
+        written[GENERATION] = suppress_tokens(written[GENERATION], unused)
+    generation = json.loads(written[GENERATION]) if GENERATION in written else contents[GENERATION]
+    ends = token_ids(generation.get("eos_token_id"))
+    named = (notes or CardNotes(), ends)
+    written[CARD] = model_card(opened, config, contents[CONFIG], weights, folder.name, *named).encode()
+    if modelling is not None:
+        written[MODELLING_FILE] = modelling
+    with atomic_dir(folder, CheckpointError) as partial:
+        for name, content in contents.items():
+            native.write_json(partial / name, content)
+        for name, data in written.items():
+            (partial / name).write_bytes(data)
+        with weights.shown(f"exporting {folder}") as shown:
+            write_safetensors(partial / SINGLE, shown, {"format": "pt"})
+        compared = _read_back(partial, kind, config, ours)
+    return Exported(folder, kind, note, compared)
+
+
+def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
+    """Compare what was written with the source; returns by what. Raises CheckpointError."""
+    read_back.check_folder(folder, config, ours)
+    exporter, family = EXPORTERS[kind], FAMILIES.get(kind)
+    common = ("num_hidden_layers", "vocab_size")
+    layers, rows = (str(family.names.get(name, name)) if family is not None else name for name in common)
+    written = read_back.Written(
+        folder,
+        exporter.architecture,
+        MODELLING_FILE if kind == OURS else None,
+        open_safetensors_file(folder / SINGLE, folder),
+        {row.ours: row.theirs for row in weight_map.expand(exporter.rows(config), config.model.num_layers)},
+        (layers, rows),
+        ATTENTION.get(kind, "eager"),
+    )
+    # Classes without rotation have tables of their training length.
+    rotates = family is None or family.rope is not None
+    part = read_back.excerpt(config, ours, read_back.LONG if rotates else config.model.seq_length)
+    return read_back.check_transformers(
+        written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"})
+    )
+
+
+def _kind(opened: OpenedCheckpoint, config: Config) -> str:
+    """Return the architecture to write: that of an imported folder where it fits, otherwise the first that does."""
+    kinds = config.layer_types.values()
+    choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())
+    unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
+    positions = list(filter(None, unknown))
+    stock = [name for name in EXPORTERS if name != OURS] if not positions else []
+    origin = native.read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
+    named = [name for name in stock if name == origin.get("model_type")]
+    found = next((name for name in (*named, *stock) if _fits(name, config)), None)
+    if found is not None:
+        return found
+    reasons = [*lost_keys(config, WRITTEN), *positions]
+    if reasons:
+        raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
+    return OURS
+
+
+def _modelling_file(config: Config) -> bytes:
+    try:
+        kinds = (config.position, *config.layer_types.values())
+        return modelling_file(dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())).encode()
+    except NotCarriedError as error:
+        raise CheckpointError(f"a Hugging Face folder cannot express it: {error}") from error
+
+
+def _select_tokenizer(
+    opened: OpenedCheckpoint, config: Config, overrides: Overrides, original: Path | None
+) -> TokenizerFiles:
+    """Return tokenizer and generation files.
+
+    They are the original's where one is given, those of a Hugging Face folder itself unless overrides name a tokenizer,
+    otherwise files made from the checkpoint's tokenizer.
+    """
+    tokenizer, note = opened.tokenizer(overrides)
+    if original is not None:
+        return original_files(original, tokenizer, config.model.vocab_size or config.model.padded_vocab_size)
+    if is_huggingface_folder(opened.folder) and not set(given_values(overrides)).intersection(TOKENIZER_KEYS):
+        own = own_files(opened.folder)
+        if own.ids.eos is None and tokenizer is not None:
+            return own._replace(ids=own.ids._replace(eos=end_ids(tokenizer)))
+        return own
+    if tokenizer is None:
+        missing = (
+            "the checkpoint carries no tokenizer, so the export has none, and nothing in it ends a text: generate() "
+            f"runs to its limit ({note})"
+        )
+        return TokenizerFiles({}, TokenIds(), missing)
+    files, differing = tokenizer_files(tokenizer, begun=bool(opened.imported) and not opened.step)
+    return TokenizerFiles(files, TokenIds(eos=end_ids(tokenizer)), "; ".join(filter(None, (note, differing))) or None)

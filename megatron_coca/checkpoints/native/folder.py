@@ -1,0 +1,406 @@
+"""The folder layout of our checkpoints; writing, finding and verifying them.
+
+    <save>/.lock                        held by the run that trains into the folder
+    <save>/latest                       name of the newest step's folder
+    <save>/quarantine/                  checkpoints that were damaged, of an abandoned branch, or replaced
+    <save>/global_step100/manifest.json size and sha256 of every file below, written last
+                          meta.json     step, code and library versions, parallel layout
+                          config.yml    the resolved configuration
+                          model.safetensors  all weights, in the training dtype
+                          tokenizer/    the tokenizer's files
+                          state/        float32 weights and optimizer states, a file per rank (state.py)
+                          rng/          one random state per rank
+
+An imported checkpoint holds weights only (no state/, no rng/), as its manifest says. A checkpoint is written under a
+hidden name, hashed, flushed to disk and only then renamed; `latest` changes last.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import chain, count
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_coca.checkpoints.files import (
+    CheckpointError,
+    Comparison,
+    UnreadableError,
+    describe,
+    files,
+    read_json,
+    write_json,
+)
+from megatron_coca.checkpoints.native.meta import META as META
+from megatron_coca.checkpoints.native.meta import read_meta as read_meta
+from megatron_coca.support import atomic_write
+from megatron_coca.support.atomic_write import flush, remove, write_file
+from megatron_coca.support.console import Progress
+from megatron_coca.support.regular_files import read_regular
+
+logger = logging.getLogger(__name__)
+
+CONFIG, MANIFEST, WEIGHTS = "config.yml", "manifest.json", "model.safetensors"
+TOKENIZER, STATE, RNG = "tokenizer", "state", "rng"
+LATEST, LOCK, QUARANTINE = "latest", ".lock", "quarantine"
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 had DeepSpeed's own files instead of `state/`: weights can be read, a run cannot be resumed."""
+EVERYTHING, WEIGHTS_ONLY = "run", "weights"  # all that resuming needs, or a model alone
+REQUIRED = {
+    EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
+    WEIGHTS_ONLY: (CONFIG, META, WEIGHTS),
+}
+"""Files that a manifest must list, by content; for a folder, at least one file in it."""
+_STEP = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
+_LONGEST_NAME = 255  # limit of file systems, in bytes
+QUICK_SECONDS = 1.0  # of a verification that shows no progress
+
+
+def code_versions() -> dict[str, str]:
+    """Versions of the libraries that affect results, and the commit of this code if it is a git checkout."""
+    versions = {name: version(name) for name in ("torch", "deepspeed")}
+    source = Path(__file__).resolve().parents[3]
+    git = shutil.which("git")
+    if git and (source / ".git").exists():
+        command = [git, "-C", str(source), "rev-parse", "HEAD"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            versions["commit"] = answer.stdout.strip()
+    return versions
+
+
+def step_folder(save: Path, step: int) -> Path:
+    """The checkpoint folder of `step` (completed optimizer steps) below `save`."""
+    return save / f"global_step{step}"
+
+
+def partial_folder(save: Path, step: int) -> Path:
+    """The hidden folder in which the checkpoint of `step` is written."""
+    return atomic_write.partial_folder(step_folder(save, step))
+
+
+def parse_step(name: str) -> int | None:
+    """The step in a folder name; None for other names, also those with leading zeros, which a run never writes."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(folder.name.removeprefix("global_step"))
+
+
+def steps(save: Path) -> list[int]:
+    """Ascending steps of all complete checkpoints in `save`; those whose manifest is inaccessible are left out."""
+    complete = []
+    for step in begun_steps(save):
+        with suppress(UnreadableError):
+            complete += [step] if _has_manifest(step_folder(save, step)) else []
+    return complete
+
+
+def begun_steps(save: Path) -> list[int]:
+    """Ascending steps of all checkpoint folders in `save`, also without a manifest. Raises UnreadableError."""
+    try:
+        with os.scandir(save) as entries:
+            named = [(parse_step(entry.name), entry) for entry in entries]
+            return sorted(step for step, entry in named if step is not None and _is_folder(entry))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableError.of(save, error) from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # reading it will report the reason
+        return True
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return stat.S_ISREG((folder / MANIFEST).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UnreadableError.of(folder / MANIFEST, error) from error
+
+
+def is_step_folder(folder: Path) -> bool:
+    """Return whether a folder is named like a checkpoint or has a manifest."""
+    return folder.is_dir() and (parse_step(folder.resolve().name) is not None or _has_manifest(folder))
+
+
+def read_latest(save: Path) -> str | None:
+    """The folder name in `latest`, None if the file is missing or holds no plain name."""
+    try:
+        text = read_regular(save / LATEST, limit=2 * _LONGEST_NAME).decode(errors="replace").strip()
+    except OSError:
+        return None
+    plain = text not in ("", ".", "..") and "/" not in text and "\0" not in text
+    return text if plain and len(text.encode()) <= _LONGEST_NAME else None
+
+
+def locate(path: str | Path, step: int | None = None) -> Path:
+    """The checkpoint folder for `path`: a step's folder, or a save folder (its latest checkpoint or that of `step`).
+
+    Raises CheckpointError if there is none.
+    """
+    path = Path(path)
+    if _has_manifest(path):
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint folder")
+    available = steps(path)
+    if step is not None:
+        if step not in available and not _has_manifest(step_folder(path, step)):
+            raise CheckpointError(f"{path}: no checkpoint of step {step}; there are {available or 'none'}")
+        return step_folder(path, step)
+    if not available:
+        raise CheckpointError(
+            f"{path}: holds no complete checkpoint: no global_step<N>/{MANIFEST}, and no config.json of Hugging Face"
+        )
+    latest = read_latest(path)
+    if latest is not None and parse_step(latest) is not None and _has_manifest(path / latest):
+        return path / latest
+    return step_folder(path, available[-1])
+
+
+def begin(save: Path, step: int) -> Path:
+    """Create the empty hidden folder for a checkpoint and remove what interrupted saves left."""
+    sweep(save)
+    partial = partial_folder(save, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def sweep(save: Path) -> None:
+    """Remove what interrupted saves and removals left."""
+    for leftover in (*save.glob(".global_step*.partial"), *save.glob(f".{LATEST}*.partial")):
+        remove(leftover)
+
+
+def commit(
+    save: Path,
+    step: int,
+    described: Mapping[str, Mapping[str, Any]] | None = None,
+    holds: str = EVERYTHING,
+    manifest_format: int = FORMAT,
+) -> Path:
+    """Hash, flush and rename the filled folder of `step`, then update `latest`. Returns the final folder.
+
+    An existing folder of this step is moved to `quarantine/`. Failures after the rename are warnings: the checkpoint is
+    complete.
+
+    Args:
+        described: manifest entries (see `describe`) of files that are already flushed and need not be read again.
+        holds: a key of `REQUIRED`.
+        manifest_format: one of `READABLE`; that of the source when a checkpoint is copied.
+    """
+    partial, final = partial_folder(save, step), step_folder(save, step)
+    listed = dict(described or {})
+    others = [name for name in files(partial) if name not in listed]
+    listed |= {name: describe(partial / name) for name in others}
+    write_json(partial / MANIFEST, {"format": manifest_format, "holds": holds, "files": listed})
+    folders = (path for path in partial.rglob("*") if path.is_dir())
+    for path in (*(partial / name for name in (*others, MANIFEST)), partial, *folders):
+        flush(path)
+    if os.path.lexists(final):
+        logger.warning("%s is written again; the existing folder was moved to %s", final, set_aside(final))
+    partial.rename(final)
+    flush(save)
+    try:
+        write_file(save / LATEST, final.name)
+    except OSError as error:
+        logger.warning("%s is complete, but %s may not name it: %s", final, LATEST, error)
+    return final
+
+
+def abandon(save: Path, step: int) -> None:
+    """Remove the hidden folder of a checkpoint that could not be written."""
+    shutil.rmtree(partial_folder(save, step), ignore_errors=True)
+
+
+def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep: Container[int] = ()) -> None:
+    """Remove superseded checkpoints, except those of the steps in `keep` and the one that `latest` names."""
+    for step in superseded(steps(save), keep_last, keep_every):
+        folder, to_delete = step_folder(save, step), partial_folder(save, step)
+        if step not in keep and folder.name != read_latest(save):
+            folder.rename(to_delete)
+            remove(to_delete)
+
+
+def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """The ones among ascending `steps` that are neither the last `keep_last` nor multiples of `keep_every`; none if
+    `keep_last` is None.
+    """
+    older = steps[:-keep_last] if keep_last else []
+    return [step for step in older if not (keep_every and step % keep_every == 0)]
+
+
+def set_aside(folder: Path) -> Path:
+    """Move a checkpoint to `quarantine/` under an unused name, which it returns.
+
+    A folder without write permission cannot be moved into another folder; it is renamed where it is, as is every folder
+    if `quarantine` is a link, which may lead out of `save`.
+    """
+    quarantine = folder.parent / QUARANTINE
+    try:
+        if quarantine.is_symlink():
+            raise PermissionError(errno.EPERM, "is a link", str(quarantine))
+        quarantine.mkdir(exist_ok=True)
+        target = folder.rename(_unused_name(quarantine / folder.name))
+    except PermissionError:
+        target = folder.rename(_unused_name(folder.with_name(f"{folder.name}.{QUARANTINE}")))
+    flush(folder.parent)
+    return target
+
+
+def _unused_name(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in chain([path], numbered) if not os.path.lexists(name))
+
+
+def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its manifest and return the manifest.
+
+    Without `contents` only existence and sizes are compared. `links` allows symbolic links, which download caches have.
+
+    Raises:
+        UnreadableError: the file system cannot read a file; the checkpoint may be valid.
+        CheckpointError: a file is missing, truncated, altered or a symbolic link, the folder is named after another
+            step, or the manifest is damaged or of an unknown format.
+    """
+    manifest = _read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        _check_file(folder, name, entry.get("size"), links)
+    if contents:
+        with Comparison(expected_digests(folder, manifest), len(os.sched_getaffinity(0))) as comparison:
+            if not comparison.wait(QUICK_SECONDS):
+                size = sum(entry["size"] for entry in manifest["files"].values())
+                with Progress(f"verifying {folder}", size, "B") as progress:
+                    while not comparison.wait(QUICK_SECONDS):
+                        progress.advance(comparison.bytes_read - progress.done)
+            if comparison.failure is not None:
+                raise comparison.failure
+    meta = read_meta(folder)
+    if manifest["format"] == FORMAT and manifest["holds"] == EVERYTHING:
+        ranks = range(prod((meta.get("topology") or {}).values()))
+        _require((f"{RNG}/rank_{rank}.pt" for rank in ranks), manifest["files"], folder / MANIFEST)
+    step, named = meta["step"], parse_step(folder.absolute().name)
+    if named not in (None, step):
+        raise CheckpointError(
+            f"{folder}: is named after another step ({META} says {step}); rename it to {step_folder(Path(), step)}"
+        )
+    return manifest
+
+
+def expected_digests(folder: Path, manifest: Mapping[str, Any]) -> dict[Path, str]:
+    """The sha256 of each file in a checkpoint's manifest, the largest file first."""
+    by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["size"], item[0]))
+    return {folder / name: str(entry.get("sha256")) for name, entry in by_size}
+
+
+def _check_file(folder: Path, name: str, size: Any, links: bool) -> None:
+    path = folder / name
+    try:
+        within = (path, *path.parents[: len(path.parts) - len(folder.parts) - 1])
+        linked = [parent for parent in within if parent.is_symlink()]
+        if linked and not links:
+            raise CheckpointError(
+                f"{linked[0]}: is a symbolic link, which a run never writes; replace it with a copy of its target"
+            )
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path}: is missing from the checkpoint") from None
+    except OSError as error:
+        raise UnreadableError.of(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableError(f"{path}: cannot be read, it is not a regular file; it is left unchanged")
+    if status.st_size != size:
+        raise CheckpointError(
+            f"{path}: has {status.st_size} bytes, the checkpoint was written with {size};"
+            " take another step of the run (`megatron-coca inspect checkpoint` verifies all), or copy the file again"
+        )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    return checked_manifest(read_json(folder / MANIFEST), folder / MANIFEST)
+
+
+def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, Any]:
+    """`manifest` with `holds` filled in, after checking its format and file list.
+
+    Raises CheckpointError, naming `source`, for an unknown format, missing entries, or names outside the checkpoint.
+    """
+    if manifest.get("format") not in READABLE:
+        raise CheckpointError(
+            f"{source}: checkpoint format {manifest.get('format')!r}, this version reads formats {READABLE}"
+        )
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
+        raise CheckpointError(f"{source}: lists no files; it is damaged")
+    outside = [name for name in listed if not _is_inside(name)]
+    if outside:
+        raise CheckpointError(
+            f"{source}: lists {outside[0][:_LONGEST_NAME]!r}, which is not a file inside the checkpoint; it is damaged"
+        )
+    holds = manifest.setdefault("holds", EVERYTHING)  # absent in earlier manifests
+    if holds not in tuple(REQUIRED):
+        raise CheckpointError(f"{source}: holds {holds!r} is not known; known: {', '.join(REQUIRED)}")
+    # Of format 1, which has no state/, only the weights are read.
+    _require(REQUIRED[holds if manifest["format"] == FORMAT else WEIGHTS_ONLY], listed, source)
+    return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a manifest's file name is a plain relative path without `..`."""
+    path = PurePosixPath(name)
+    plain = not path.is_absolute() and ".." not in path.parts and str(path) == name != "." and "\0" not in name
+    try:
+        return plain and all(len(part.encode()) <= _LONGEST_NAME for part in path.parts)
+    except UnicodeEncodeError:
+        return False
+
+
+def _require(names: Iterable[str], listed: Collection[str], source: str | Path) -> None:
+    """Raise CheckpointError if one of `names` is not in `listed`; a name with a final slash needs any file in it."""
+    for name in names:
+        if name not in listed and not (name.endswith("/") and any(file.startswith(name) for file in listed)):
+            raise CheckpointError(f"{source}: does not list {name}; the checkpoint is damaged")
+
+
+def refuse_weights_only(folder: Path) -> None:
+    """Raise CheckpointError if a run cannot resume from a checkpoint, by its manifest."""
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("holds") == WEIGHTS_ONLY:
+        raise CheckpointError(
+            f"{folder}: holds weights only, no optimizer state; set finetune=true to start a run from them"
+        )
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}: was written by an earlier version, whose optimizer state cannot be read; start a new run from "
+            "its weights with finetune=true"
+        )
+
+
+def state_files(folder: Path) -> list[str]:
+    """Names, relative to `state/`, of the files of optimizer state in the manifest."""
+    prefix = f"{STATE}/"
+    return [name.removeprefix(prefix) for name in _read_manifest(folder)["files"] if name.startswith(prefix)]
+
+
+def unlisted(folder: Path) -> list[str]:
+    """Files in a checkpoint's folder that its manifest does not list; nothing reads them."""
+    listed = read_json(folder / MANIFEST).get("files") or {}
+    return [name for name in files(folder) if name != MANIFEST and name not in listed]

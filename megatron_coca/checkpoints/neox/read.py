@@ -1,0 +1,270 @@
+"""Read GPT-NeoX checkpoints: find a step, open its files, and read its weights by our names."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.neox.layout import (
+    CONFIGS,
+    EMBEDDING,
+    FIRST_BLOCK,
+    WORDS,
+    NeoxLocation,
+    NeoxWeight,
+    computed_differently,
+    foreign_keys,
+    layers,
+    read_config,
+    table,
+)
+from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
+from megatron_coca.config import Config
+from megatron_coca.config.source import Overrides
+from megatron_coca.neox_plugin.checkpoints import plain_name
+from megatron_coca.support.regular_files import open_regular
+
+DOCUMENT_END = "<|endoftext|>"
+"""End of document of GPT-NeoX's tokenizers except the byte-level one; SentencePiece without it gives its unknown
+token.
+"""
+
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+ZERO_3_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+STEP = re.compile(r"global_step(\d+)")
+SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
+
+
+def find_step(path: Path) -> Path | None:
+    """Return the folder of one GPT-NeoX step: `path` itself, or of a save folder what `latest` names, else the last.
+
+    None where it is not GPT-NeoX's; folders of ours have a manifest.
+    """
+    if is_step(path):
+        return path
+    name = native.read_latest(path)
+    if name is not None:
+        if os.path.isfile(path / name / native.MANIFEST):
+            return None
+        if is_step(path / name):
+            return path / name
+    steps = [native.step_folder(path, step) for step in native.begun_steps(path)]
+    theirs = [folder for folder in steps if is_step(folder)]
+    return theirs[-1] if theirs and not native.steps(path) else None
+
+
+def is_step(folder: Path) -> bool:
+    """Return whether a folder is one step of GPT-NeoX; False where it cannot be listed."""
+    if not os.path.isdir(folder) or os.path.isfile(folder / native.MANIFEST):
+        return False
+    try:
+        return any(matching(folder, kind) for kind in (LAYER_FILE, RANK_FILE, ZERO_3_FILE))
+    except OSError:
+        return False
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the completed iterations that a step's folder is named after; None where it has another name."""
+    match = STEP.fullmatch(folder.resolve().name)
+    return int(match.group(1)) if match else None
+
+
+def matching(folder: Path, pattern: re.Pattern[str]) -> dict[Path, tuple[int, ...]]:
+    """Return the matching files of a folder, sorted, with the numbers in their names."""
+    matches = {path: pattern.fullmatch(path.name) for path in sorted(folder.iterdir())}
+    return {path: tuple(map(int, match.groups())) for path, match in matches.items() if match is not None}
+
+
+class NeoxFiles:
+    """The weights' files of one step: one for each layer and tensor rank, or one for each tensor rank.
+
+    Attributes:
+        paths: all of them, by name.
+        by_layer: whether each layer has files of its own.
+        from_plugin: whether a block opened so far was saved by the GPT-NeoX plugin, under its names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if the step was saved under ZeRO 3, or one of the files is no regular file."""
+        self._folder = folder
+        by_layer, by_rank = matching(folder, LAYER_FILE), matching(folder, RANK_FILE)
+        if not by_layer and not by_rank:
+            raise CheckpointError(
+                f"{folder}: was saved under ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
+            )
+        self.by_layer = bool(by_layer)
+        self._numbers = (by_layer or by_rank).values()
+        self.paths, self.from_plugin = list(by_layer or by_rank), False
+        for path in self.paths:
+            try:
+                open_regular(path).close()
+            except OSError as error:
+                raise UnreadableError.of(path, error) from error
+        self._opened: dict[int, dict[int, dict[str, Tensor]]] = {}
+
+    def ranks(self) -> set[int]:
+        """Return the tensor ranks of the files."""
+        return {numbers[-1] for numbers in self._numbers}
+
+    def layers(self) -> set[int]:
+        """Return the numbers of the layers that are present."""
+        return {layer for layer, _ in self._numbers} if self.by_layer else set(self._rank(min(self.ranks())))
+
+    def path(self, layer: int, rank: int) -> Path:
+        """Return the file of a layer, present or not."""
+        stem = f"layer_{layer:02}-model_{rank:02}-" if self.by_layer else f"mp_rank_{rank:02}_"
+        return self._folder / f"{stem}model_states.pt"
+
+    def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of a layer by GPT-NeoX's names, also where the plugin saved them under others.
+
+        Raises CheckpointError if the file is missing or damaged.
+        """
+        if not self.by_layer:
+            return self._rank(rank).get(layer, {})
+        path = self._present(layer, rank)
+        saved = _tensors(load_pickle(path), path)
+        self.from_plugin = self.from_plugin or any(name != plain_name(name) for name in saved)
+        return {plain_name(name): tensor for name, tensor in saved.items()}
+
+    def _present(self, layer: int, rank: int) -> Path:
+        path = self.path(layer, rank)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; copy all files of the checkpoint")
+        return path
+
+    def _rank(self, rank: int) -> dict[int, dict[str, Tensor]]:
+        """Return all layers of a rank; its file is opened once."""
+        if rank in self._opened:
+            return self._opened[rank]
+        path = self._present(EMBEDDING, rank)
+        module = load_pickle(path, RANDOM_STATE).get("module")
+        if not isinstance(module, dict):
+            raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files in its folder")
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in _tensors(module, path).items():
+            match = SEQUENTIAL.fullmatch(name)
+            if match is None:
+                raise CheckpointError(f"{path}: {name} belongs to no layer (names begin with sequential.<N>)")
+            self.from_plugin = self.from_plugin or name != plain_name(name)
+            states.setdefault(int(match.group(1)), {})[plain_name(match.group(2))] = tensor
+        self._opened[rank] = states
+        return states
+
+
+def _tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Return the weights in a mapping. Raises a CheckpointError that names a value that is no weight."""
+    wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
+    return dict(content)
+
+
+def configure(
+    folder: Path, files: NeoxFiles, overrides: Overrides = (), given: Sequence[str | Path] = ()
+) -> tuple[Config, int]:
+    """Return the model's configuration and its number of tensor ranks.
+
+    `overrides` and the YAML files `given` are the user's; only `imports` is read.
+
+    Raises CheckpointError if the configuration is absent, or describes a network that this package does not have, or
+    other files than are present.
+    """
+    ranks = max(files.ranks()) + 1
+    states = [files.state(EMBEDDING, rank) for rank in range(ranks)]
+    if any(WORDS not in state for state in states):
+        raise CheckpointError(f"{files.path(EMBEDDING, 0)}: has no {WORDS}")
+    config, expected = read_config(folder, sum(state[WORDS].shape[0] for state in states), overrides, given)
+    if expected != ranks:
+        raise CheckpointError(
+            f"{folder}: has files of {ranks} tensor ranks, its configuration says model_parallel_size: {expected}"
+        )
+    if reasons := computed_differently(config, ranks):
+        raise CheckpointError(f"{folder}: GPT-NeoX computes a different function: {'; '.join(reasons)}")
+    present, needed = files.layers(), {location.layer for location in table(config)}
+    if differing := sorted((needed - present) | (present - set(layers(config.model)))):
+        raise CheckpointError(
+            f"{folder}: layer {differing[0]:02} ({files.path(differing[0], 0).name}) is in its files or in its "
+            f"configuration, not in both; that says {config.model.num_layers} blocks, no_weight_tying "
+            f"{config.model.no_weight_tying}"
+        )
+    files.state(FIRST_BLOCK, 0)  # sets from_plugin
+    if files.from_plugin and not foreign_keys(config):
+        raise CheckpointError(
+            f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} say "
+            f"pos_emb: {config.position.pos_emb}, and no other position keys; put the YAML files that it was trained "
+            "with there"
+        )
+    ignored = not files.by_layer and not files.from_plugin and "flash" not in str(config.model.attention_config)
+    if config.position.sliding_window_width is not None and ignored:
+        raise CheckpointError(
+            f"{folder}: sliding_window_width: GPT-NeoX's global attention ignored it in training, because all layers "
+            f"are in one file (pipe_parallel_size 0); remove the key from {CONFIGS} to read the model as it was trained"
+        )
+    return config, ranks
+
+
+def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> Weights:
+    """Open the weights by our names, in the dtype on disk.
+
+    Raises CheckpointError if a file is missing or damaged, a name is unknown, or ranks do not fit together.
+    """
+    known = table(config)
+    locations: dict[str, list[NeoxLocation]] = {}
+    entries: dict[str, WeightEntry] = {}
+    for layer in sorted(files.layers()):
+        states = [files.state(layer, rank) for rank in range(ranks)]
+        for rank, state in enumerate(states):
+            differing = sorted(state.keys() ^ states[0].keys())
+            if differing:
+                raise CheckpointError(f"{files.path(layer, rank)}: {differing[0]} is not on all tensor ranks")
+        for name in states[0]:
+            location = NeoxLocation(layer, name)
+            if location not in known:
+                raise CheckpointError(f"{files.path(layer, 0)}: {name} is a weight that the model does not have")
+            weight = known[location]
+            if weight.used and weight.ours is not None:
+                locations.setdefault(weight.ours, []).append(location)
+                entry = _entry([state[name] for state in states], weight, location, files)
+                entries.setdefault(weight.ours, entry)
+
+    @lru_cache(maxsize=1)  # the weights of a layer are read one after the other
+    def opened(layer: int) -> list[Mapping[str, Tensor]]:
+        return [files.state(layer, rank) for rank in range(ranks)]
+
+    def merged(location: NeoxLocation) -> Tensor:
+        parts = [state[location.name] for state in opened(location.layer)]
+        return known[location].sharding.merge(parts, str(location))
+
+    def read(name: str) -> Tensor:
+        first, *others = locations[name]
+        whole = merged(first)
+        for other in others:
+            if not torch.equal(merged(other), whole):
+                raise CheckpointError(f"{folder}: {first} and {other} differ; they are one weight of the model")
+        return whole
+
+    return Weights(entries, read, folder)
+
+
+def _entry(parts: Sequence[Tensor], weight: NeoxWeight, location: NeoxLocation, files: NeoxFiles) -> WeightEntry:
+    path, ranks = files.path(location.layer, 0), len(parts)
+    kinds = {(part.dtype, tuple(part.shape)) for part in parts}
+    if len(kinds) > 1:
+        raise CheckpointError(f"{path}: {location.name} has another shape or dtype on other ranks")
+    ((dtype, shape),) = kinds
+    whole = weight.sharding.whole_shape(shape, ranks)
+    if whole is None:
+        raise CheckpointError(
+            f"{path}: {location.name} is {list(shape)} on each of {ranks} tensor ranks, which does not fit the "
+            "configuration"
+        )
+    return WeightEntry(dtype, whole)

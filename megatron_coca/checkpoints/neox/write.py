@@ -1,0 +1,190 @@
+"""Write checkpoints as GPT-NeoX save folders.
+
+They have the weights and no state of the optimizer or the generators: load them with `finetune: true`, or with
+`no_load_optim: true` and `no_load_rng: true`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface.read_back import (
+    OURS,
+    check_folder,
+    check_logits,
+    excerpt,
+    first,
+    own_logits,
+    reduced,
+    report,
+)
+from megatron_coca.checkpoints.importing import check_fit
+from megatron_coca.checkpoints.load import Overrides, open_checkpoint
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.neox.layout import (
+    CONFIGS,
+    MODEL_FILE,
+    NEOX_KEYS,
+    cannot_hold,
+    computed_differently,
+    foreign_keys,
+    layers,
+    model_yaml,
+    table,
+)
+from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
+from megatron_coca.checkpoints.weights import DTYPES, Weights
+from megatron_coca.config import Config
+from megatron_coca.neox_plugin.checkpoints import RECORD, record_of, saved_name
+from megatron_coca.neox_plugin.keys import EXTENDING
+from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+
+
+@dataclass(frozen=True)
+class ExportedNeox:
+    """Result of an export to GPT-NeoX.
+
+    Attributes:
+        folder: for GPT-NeoX's `load`.
+        step: the folder of the one step in it.
+        foreign: keys of its configuration that stock GPT-NeoX refuses.
+        note: a remark on its tokenizer, or None.
+    """
+
+    folder: Path
+    step: Path
+    foreign: tuple[str, ...]
+    note: str | None
+
+
+def export_neox(
+    checkpoint: str | Path,
+    folder: str | Path,
+    overrides: Overrides = (),
+    dtype: str | None = None,
+    model_parallel_size: int = 1,
+    pipe_parallel_size: int = 1,
+) -> ExportedNeox:
+    """Write a checkpoint as a save folder of GPT-NeoX.
+
+    Args:
+        checkpoint: any checkpoint that `open_checkpoint` reads.
+        folder: to write; must not exist. It is complete or absent.
+        overrides: config overrides, as for `load_model`.
+        dtype: of the weights; by default as saved, then they are equal bit by bit.
+        model_parallel_size: tensor-parallel ranks, one file each. GPT-NeoX must run with the same number.
+        pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on loads; 0 all
+            layers into one, for `pipe_parallel_size: 0`.
+
+    Raises:
+        CheckpointError: the checkpoint is not valid, GPT-NeoX has no such model, it cannot be divided so, or `folder`
+            exists or cannot be written. Nothing is written then.
+        ConfigError: an override that is not valid.
+        DataError: the tokenizer that overrides name, or that the checkpoint carries, cannot be opened.
+    """
+    opened, folder, ranks = open_checkpoint(checkpoint, overrides=overrides), Path(folder), model_parallel_size
+    config = opened.configure(overrides)
+    refuse_existing(folder, CheckpointError)
+    if reasons := _reasons(config, ranks, pipe_parallel_size):
+        raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
+    weights = opened.weights()
+    check_fit(config, weights)
+    tokenizer, tokenizer_note = opened.tokenizer(overrides)
+    weights = weights if dtype is None else weights.to(DTYPES[dtype])
+    foreign, number = foreign_keys(config), opened.step or 0
+    name = native.step_folder(folder, number).name
+    with atomic_dir(folder, CheckpointError) as partial, weights.shown(f"exporting {folder}") as weights:
+        step = partial / name
+        (step / CONFIGS).mkdir(parents=True)
+        (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, ranks, pipe_parallel_size))
+        if tokenizer is not None:
+            tokenizer.save(step / native.TOKENIZER)
+        _write_weights(step, config, weights, _rank_state(config, ranks, number), pipe_parallel_size > 0)
+        (partial / native.LATEST).write_text(name)
+        _read_back(step, config, weights)
+    return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note)
+
+
+def _read_back(step: Path, config: Config, weights: Weights) -> None:
+    """Compare what was written, as our import reads it, with the source. Raises CheckpointError."""
+    check_folder(step, config, weights)
+    part, back = excerpt(config, weights), open_checkpoint(step)
+    layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
+    found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
+    report(part, check_logits(part.logits(), found, OURS), OURS)
+
+
+def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
+    """Return why GPT-NeoX has no such model, or would compute another one."""
+    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
+    if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
+        lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set that to 1")
+    return lost + computed_differently(config, ranks) + cannot_hold(config, ranks)
+
+
+def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
+    """Yield the state dict of each layer on every rank, under the plugin's names where GPT-NeoX needs it."""
+    foreign, entries = bool(foreign_keys(config)), table(config)
+    dtype = next(iter(weights.entries.values())).dtype
+    for layer in layers(config.model):
+        states: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
+        for location, weight in entries.items():
+            if location.layer != layer:
+                continue
+            if weight.ours is not None and weight.ours in weights.entries:
+                whole, name = weights.read(weight.ours), saved_name(location.name) if foreign else location.name
+            elif weight.values is not None:
+                whole, name = weight.values.to(dtype), location.name
+            else:
+                continue
+            for state, part in zip(states, weight.sharding.split(whole, ranks), strict=True):
+                state[name] = part.clone(memory_format=torch.contiguous_format)  # a view would save its whole storage
+        yield layer, states
+
+
+def _write_weights(step: Path, config: Config, weights: Weights, state: dict[str, Any], in_files: bool) -> None:
+    """Write the files of the ranks, each with `state`: with all layers in it, or beside a file for each layer."""
+    ranks = state["mp_world_size"]
+    modules: list[dict[str, Tensor]] = [OrderedDict() for _ in range(ranks)]
+    for layer, states in _layer_states(config, weights, ranks):
+        for rank, tensors in enumerate(states):
+            if in_files:
+                _save(OrderedDict(tensors), step / f"layer_{layer:02}-model_{rank:02}-model_states.pt")
+            else:
+                modules[rank] |= {f"sequential.{layer}.{key}": tensor for key, tensor in tensors.items()}
+    for rank, module in enumerate(modules):
+        _save({"module": None if in_files else module} | state, step / f"mp_rank_{rank:02}_model_states.pt")
+
+
+def _rank_state(config: Config, ranks: int, step: int) -> dict[str, Any]:
+    """Return what DeepSpeed and GPT-NeoX read from a rank's file beside the weights.
+
+    `args` are compared with the running configuration: they hold only what the weights depend on.
+    """
+    names = ["num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"]
+    names += ["max_position_embeddings"] * (config.position.pos_emb == "learned")
+    args = {name: getattr(config.model, name) for name in names} | {"model_parallel_size": ranks}
+    return {
+        "optimizer": None,
+        "lr_scheduler": None,
+        "global_steps": step,
+        "global_samples": 0,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": ranks,
+        "iteration": step,
+        "args": args | ({RECORD: record_of(config)} if foreign_keys(config) else {}),
+    }
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # PyTorch's writer raises it for a full disk
+        raise OSError(f"{path.name}: {error}") from error

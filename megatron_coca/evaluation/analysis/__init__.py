@@ -1,1 +1,0 @@
-"""`evaluate.py analyse`: initial angles, rotary borders, decay and entropy of a checkpoint's attention."""

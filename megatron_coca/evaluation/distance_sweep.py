@@ -1,0 +1,106 @@
+"""Initial angles of pairs of tokens, and the scores of a pair at every distance.
+
+The paper's a(s) is a function of the distance alone, for a fixed query and key. Text shows each pair at one distance
+only, so `DistanceSweep` moves the pair: the query to the last position, the key before it, both rotated by the model's
+own position method.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_coca import methods
+from megatron_coca.attention.context import mapped
+from megatron_coca.attention.inputs import Band, DistanceBias, bias_of_pairs
+from megatron_coca.attention.method import PositionEncoding, PositionMethod
+from megatron_coca.evaluation.attention_maps import in_band
+from megatron_coca.model.layers import soft_capped
+
+COCA_FORMS = ("coca", "coca_strict")
+ROTATED_FORMS = methods.names("pos_emb", rotary=True)
+
+
+def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The papers' q_j and k_j as complex numbers [..., d/2] complex128, of unrotated q and k [..., head_dim].
+
+    Feature i is the real and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and k_j = q_j * u_j
+    with u_j from t (the paper's equations 6 and 7).
+    """
+
+    def complex_pairs(x: Tensor) -> Tensor:
+        real, imaginary = x[..., : method.rotary_dim].double().chunk(2, dim=-1)
+        return torch.complex(real.contiguous(), imaginary.contiguous())
+
+    queries = complex_pairs(q)
+    if method.name not in COCA_FORMS:
+        return queries, complex_pairs(k)
+    u = method.form.kept(k[..., : method.rotary_dim].double())
+    return queries, torch.complex(queries.real * u, queries.imag * u)
+
+
+def initial_angles(method: PositionMethod, q: Tensor, k: Tensor) -> Tensor:
+    """Theta_j of pairs of tokens, [..., d/2] float64 in (-pi, pi], NaN where q_j or k_j is zero; arguments as for
+    `planar`.
+    """
+    queries, keys = planar(method, q, k)
+    product = queries * keys.conj()
+    angle = torch.where(product.real.eq(0) & product.imag.eq(0), math.nan, product.angle())
+    return torch.where(angle.le(-math.pi), math.pi, angle)
+
+
+def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
+    """theta_j for an input of `length` tokens, [d/2] float64 on the CPU, radians per token; of a rotary method."""
+    rotary, clex = encoding.method.rotary, encoding.clex
+    assert rotary is not None
+    inverse = rotary.inverse_frequencies(length) if clex is None else clex.inverse_frequencies(clex.factor_for(length))
+    return inverse.detach().cpu()
+
+
+def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Tensor:
+    """The distances [keys] float64 by which a query at position `last` [1] and `keys` are rotated, after the map."""
+    relative = torch.zeros_like(keys)
+    for band in bands:
+        distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
+        relative = torch.where(in_band(replace(band, first_keys=None), last - keys, keys), distance, relative)
+    return relative
+
+
+@dataclass(frozen=True)
+class SweptScores:
+    """Scores of pairs of tokens at all distances of a sweep, on the CPU."""
+
+    scores: Tensor  # [pairs, heads, distances] float64, of the rotated features where there are any, else of all
+    visible: Tensor  # [distances] bool, whether the method shows a key at that distance at all
+
+
+class DistanceSweep:
+    """Scores pairs of tokens at each of `distances` (ascending), as in an input of `length` tokens."""
+
+    def __init__(self, encoding: PositionEncoding, distances: list[int], length: int, device: torch.device) -> None:
+        self.method: PositionMethod = encoding.method
+        ascending = torch.tensor(distances, device=device)
+        self.keys = distances[-1] - ascending.flip(0)  # positions of the keys, ascending as in a sequence
+        self.last = torch.tensor([distances[-1]], device=device)  # the position of the query
+        self.frame = encoding(self.last, length, torch.float64, key_positions=self.keys)
+
+    def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None, factor: Tensor | None = None) -> SweptScores:
+        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias and learned `factor` [heads] or
+        [heads, 2]; without forgetting gates, which belong to the tokens between the two.
+        """
+        q, k = q.double(), k.double()
+        everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
+        inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias, factor=factor)
+        width = self.method.rotary_dim or self.method.head_dim
+        scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
+        visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
+        for segment in inputs.segments:
+            served = in_band(segment.band, self.last - self.keys, self.keys)
+            product = (segment.query[..., :width] * segment.key[..., :width]).sum(-1).double() * inputs.scale
+            product = soft_capped(product, inputs.softcap)
+            scores, visible = torch.where(served, product, scores), visible | served
+        if inputs.bias is not None:
+            distances = (self.last - self.keys).double()
+            scores = scores + bias_of_pairs(inputs.bias, distances, self.last.double())
+        return SweptScores(scores.flip(-1).cpu(), visible.flip(0).cpu())

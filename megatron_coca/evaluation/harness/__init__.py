@@ -1,1 +1,0 @@
-"""Tasks of lm-evaluation-harness on our checkpoints (Gao et al. 2024, github.com/EleutherAI/lm-evaluation-harness)."""

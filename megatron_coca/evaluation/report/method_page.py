@@ -1,0 +1,327 @@
+"""One page that shows what position methods do, side by side: scores, wavelengths, phases, biases, logits, layers."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from megatron_coca.attention.build import build_method
+from megatron_coca.attention.inputs import DistanceBias, bias_of_pairs
+from megatron_coca.attention.method import PositionEncoding, PositionMethod
+from megatron_coca.config import Config, ConfigError, PositionConfig
+from megatron_coca.config.model import GAU
+from megatron_coca.config.training import window_tokens
+from megatron_coca.evaluation.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
+from megatron_coca.evaluation.options import plot_text
+from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend, svg
+from megatron_coca.evaluation.report.document import (
+    ReportBlock,
+    ReportDocument,
+    Section,
+    Table,
+    TableCell,
+    TableRow,
+    html_page,
+)
+
+POINTS = 400
+"""Distances at which scores and biases are drawn."""
+PAIRS = 64
+"""Random queries over whose scores the mean is taken, so that no single one shapes the curve."""
+MOST_HEADS = 8
+"""Heads whose bias is drawn; of more, as many at equal steps."""
+FULL_CIRCLE = 2 * math.pi
+CAPTIONS = {
+    "scores": f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} "
+    "normal vectors and all heads, without bias and gates. No line where the method hides the key. For CoCA the key's "
+    "vector is that of the T projection.",
+    "wavelengths": "Tokens in one rotation of every frequency; the dotted line is the training length, above which "
+    "training shows only a part of the circle. Frequencies of 0 are left out.",
+    "phases": "The share of the circle that the rotations of a frequency reach in this input and never reached in "
+    "training; 0 where every phase was seen.",
+    "biases": f"What is added to the scores of a query at the end of the input, of at most {MOST_HEADS} heads.",
+    "logits": "What the scores of a query are multiplied by: logit scaling, and the temperature of the extension.",
+    "layers": "The type of every layer.",
+}
+
+
+@dataclass(frozen=True)
+class ShownMethod:
+    """The method of one type of layers in evaluation.
+
+    Attributes:
+        model: its label, with the type of layers if there are several.
+        variant: the label of what evaluation changes.
+        layers: how many have this method.
+        config, position: as evaluated; `position` has the keys of the type of layers.
+        trained, trained_position: the same in training, without the variant.
+        encoding: computes the tables, with initial weights where it has any.
+        length: of the input that is shown, in tokens.
+    """
+
+    model: str
+    variant: str
+    layers: int
+    config: Config
+    position: PositionConfig
+    trained: Config
+    trained_position: PositionConfig
+    encoding: PositionEncoding
+    length: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} + {self.variant}" if self.config is not self.trained else self.model
+
+    @property
+    def method(self) -> PositionMethod:
+        return self.encoding.method
+
+    @property
+    def training_length(self) -> int:
+        return self.trained.model.seq_length
+
+
+def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, length: int) -> list[ShownMethod]:
+    """The methods of all types of layers of one model, whose variant may change what it was trained with.
+
+    A variant that changes nothing has the same configuration twice.
+
+    Raises:
+        BackendError, ConfigError: a method cannot be built or drawn.
+    """
+    types = evaluated.layer_types
+    if GAU in types:
+        raise ConfigError("attention_config: gated attention units (gau) are not drawn; leave them out")
+    if added := types.keys() - trained.layer_types.keys():
+        raise ConfigError(f"attention_config: layers of type {', '.join(added)} are trained; name them for the model")
+    return [
+        ShownMethod(
+            model if len(types) == 1 else f"{model}: {name}",
+            variant,
+            evaluated.model.layer_names.count(name),
+            evaluated,
+            position,
+            trained,
+            trained.layer_types[name],
+            PositionEncoding(build_method(position, evaluated.model)).eval(),
+            length,
+        )
+        for name, position in types.items()
+    ]
+
+
+def _settings(shown: Sequence[ShownMethod]) -> Table:
+    def chosen(choice: object) -> str:
+        given = choice.model_dump() if hasattr(choice, "model_dump") else {}
+        options = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        return options.removeprefix("rope_type ").removeprefix("type ") or str(choice or "-")
+
+    rows = []
+    for each in shown:
+        position = each.position
+        limits = position.sliding_window_width, position.attention_chunk_size
+        seen = [limit for limit in limits if limit is not None]
+        texts = (
+            f"{each.layers} of {each.config.model.num_layers}",
+            position.pos_emb,
+            f"{position.rotary_emb_base:g}" if each.method.rotary is not None else "-",
+            chosen(position.rope_scaling),
+            chosen(position.relative_positions),
+            "-" if not seen else str(seen[0]),
+            chosen(position.logit_scaling),
+            position.forgetting_gate or ("sinks" if position.sink_logits else "-"),
+        )
+        rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
+    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
+    return Table("methods", "What was compared", (*header, "gate or sinks"), tuple(rows))
+
+
+def _distances(length: int) -> list[int]:
+    return np.unique(np.linspace(0, length - 1, POINTS).round().astype(int)).tolist()
+
+
+def _bias(shown: ShownMethod) -> DistanceBias | None:
+    bias, encoding = shown.method.bias, shown.encoding
+    layer = shown.method.layer_bias() if encoding.bias is None else encoding.bias
+    return layer.distance_bias() if layer is not None else bias.fixed
+
+
+def _bias_at(bias: DistanceBias, distances: Sequence[int]) -> Tensor:
+    """[heads, distances] float64, for the query at the end of the input."""
+    ascending = torch.tensor(distances, dtype=torch.float64)
+    return bias_of_pairs(bias, ascending, ascending[-1])
+
+
+def _trained(shown: ShownMethod) -> PositionMethod:
+    return build_method(shown.trained_position, shown.trained.model)
+
+
+def _reach(method: PositionMethod, trained: bool, length: int) -> float:
+    """The largest distance by which a query and a key are rotated in an input of `length` tokens."""
+    keys = torch.arange(length, dtype=torch.float64)
+    bands = method.trained_bands if trained else method.bands
+    return float(rotated_distances(bands, keys[-1:], keys).abs().max())
+
+
+Curves = dict[str, tuple[Sequence[float], Tensor]]
+"""x, and y of the same length, by label."""
+
+
+def _scores(shown: ShownMethod) -> Curves:
+    model, distances = shown.config.model, _distances(shown.length)
+    sweep = DistanceSweep(shown.encoding, distances, shown.length, torch.device("cpu"))
+    drawn = torch.randn(PAIRS, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    token, bias = drawn.expand(-1, model.num_attention_heads, -1), _bias(shown)
+    learned = shown.method.layer_factor()
+    swept = sweep.scores(token, token, bias, None if learned is None else learned().double())
+    scores = swept.scores - (_bias_at(bias, distances) if bias is not None else 0.0)
+    return {shown.variant: (distances, scores.mean(dim=(0, 1)).where(swept.visible, torch.tensor(math.nan)))}
+
+
+def _wavelengths(shown: ShownMethod) -> Curves:
+    trained = rotary_frequencies(PositionEncoding(_trained(shown)).eval(), shown.training_length)
+    used = rotary_frequencies(shown.encoding, shown.length)
+    by_label = {"in training": FULL_CIRCLE / trained, shown.variant: FULL_CIRCLE / used}
+    return {label: (range(len(lengths)), lengths) for label, lengths in by_label.items()}
+
+
+def _phases(shown: ShownMethod) -> Curves:
+    given = shown.trained.general.training_positions  # an offset alone changes no distance
+    wide = given is not None and given.type != "shifted"
+    length = window_tokens(given.max, shown.training_length) if given and wide else shown.training_length
+    assert length is not None  # checked with the configuration
+    method = _trained(shown)
+    trained = rotary_frequencies(PositionEncoding(method).eval(), shown.training_length)
+    seen = trained * _reach(method, True, length)
+    used = rotary_frequencies(shown.encoding, shown.length) * _reach(shown.method, False, shown.length)
+    unseen = ((used.clamp(max=FULL_CIRCLE) - seen.clamp(max=FULL_CIRCLE)) / FULL_CIRCLE).clamp(min=0)
+    return {shown.variant: (range(len(unseen)), unseen)}
+
+
+def _biases(shown: ShownMethod) -> Curves:
+    distances, bias = _distances(shown.length), _bias(shown)
+    assert bias is not None
+    values = _bias_at(bias, distances).detach()
+    heads = sorted({round(head) for head in np.linspace(0, len(values) - 1, min(MOST_HEADS, len(values)))})
+    return {f"head {head + 1}": (distances, values[head]) for head in heads}
+
+
+def _logit_factors(shown: ShownMethod) -> Curves:
+    method, positions = shown.method, torch.tensor(_distances(shown.length), dtype=torch.float64)
+    factor = torch.ones_like(positions)
+    if method.logit_scaling is not None:
+        factor = factor * method.logit_scaling(positions, method.training_length)
+    if method.initial_factor is not None:
+        factor = factor * method.initial_factor
+    if method.rotary is not None and shown.encoding.clex is None:
+        factor = factor * method.rotary.multiplier(shown.length) ** 2
+    return {shown.variant: (positions.tolist(), factor)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A figure of the page: a panel for each model, with the curves of its variants; `panel` has fields of a Panel."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: Callable[[ShownMethod], Curves]
+    applies: Callable[[ShownMethod], bool] = lambda shown: True
+    panel: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _panel(kind: Kind, group: Sequence[ShownMethod]) -> Panel:
+    length = group[0].training_length
+    curves: Curves = {}
+    for each in group:
+        for label, curve in kind.curves(each).items():
+            curves.setdefault(label, curve)
+    lines = [Line(label, tuple(map(float, x)), tuple(y.tolist())) for label, (x, y) in curves.items()]
+    marks: dict[float, str] = {} if kind.x_label == "frequency" else {length: "training length"}
+    level = length if kind.y_label == "wavelength (tokens)" else None
+    labels = kind.x_label, kind.y_label, group[0].model
+    return Panel(tuple(lines), *labels, marks=marks, level=level, linear_x=True, **kind.panel)
+
+
+def _rotary(shown: ShownMethod) -> bool:
+    return shown.method.rotary is not None
+
+
+KINDS = (
+    Kind("scores", "Score against distance", "distance (tokens)", "score", _scores),
+    Kind("wavelengths", "Wavelengths", "frequency", "wavelength (tokens)", _wavelengths, _rotary, {"log_y": True}),
+    Kind("phases", "Phases that training never showed", "frequency", "share", _phases, _rotary, {"y_range": SHARES}),
+    Kind("biases", "Bias by head", "distance (tokens)", "bias", _biases, lambda shown: _bias(shown) is not None),
+    Kind("logits", "Logit factor", "position", "factor", _logit_factors),
+)
+"""The figures of the page, in order."""
+
+
+def _layers(shown: Sequence[ShownMethod]) -> Figure:
+    """A row of bars for each model, a bar for each layer, coloured by its type."""
+    models = {each.model.partition(":")[0]: each.config.model.layer_names for each in shown}
+    types = list(dict.fromkeys(name for names in models.values() for name in names))
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        for kind, name in enumerate(types):
+            bars = [
+                (row, layer) for row, of in enumerate(models.values()) for layer, own in enumerate(of) if own == name
+            ]
+            rows, layers = zip(*bars, strict=True)
+            axes.barh(rows, 0.9, left=[layer + 0.55 for layer in layers], height=0.7, color=f"C{kind}", label=name)
+        axes.set_yticks(range(len(models)), [plot_text(model) for model in models])
+        axes.set_ylim(len(models) - 0.5, -0.5)
+        axes.set_xlabel("layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        canvas.legend(loc="outside lower center", ncols=4)
+
+    return Figure("layers", CAPTIONS["layers"], "Type of every layer", draw, (9.0, 1.6 + 0.4 * len(models)))
+
+
+@torch.no_grad()
+def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str, list[Panel]]]:
+    """The page of at least one method, and the panels of its figures by name."""
+    sections, drawn = [Section("methods", "Methods", (ReportBlock(tables=(_settings(shown),)),))], {}
+    models = dict.fromkeys(each.model for each in shown)
+    for kind in KINDS:
+        groups = [[each for each in shown if each.model == model and kind.applies(each)] for model in models]
+        if not any(groups):
+            continue
+        drawn[kind.name] = [_panel(kind, group) for group in groups if group]
+        first, *others = drawn[kind.name]
+        size = size_with_legend([*(line.label for line in first.lines), *first.marks.values()])
+        if others:
+            size = (9.2, 1.0 + 3.0 * math.ceil(len(drawn[kind.name]) / 2))
+        draw = panels(drawn[kind.name], min(2, len(drawn[kind.name])))
+        figure = Figure(kind.name, CAPTIONS[kind.name], kind.title, draw, size)
+        sections.append(Section(kind.name, kind.title, (ReportBlock(figures=(figure,)),)))
+    if any(len(set(each.config.model.layer_names)) > 1 for each in shown):
+        drawn["layers"] = []
+        sections.append(Section("layers", "Layers", (ReportBlock(figures=(_layers(shown),)),)))
+    lengths = sorted({each.training_length for each in shown})
+    summary = (
+        f"Position methods with L = {', '.join(map(str, lengths))}, in an input of {shown[0].length} tokens. All"
+        " numbers come from the functions that the model runs; learned weights have their initial values."
+    )
+    return ReportDocument("Position methods", summary, tuple(sections), measured=False), drawn
+
+
+def write_page(document: ReportDocument, page: Path) -> list[Path]:
+    """Write the page, and every figure beside it as SVG; return the files."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    drawings = {figure.name: svg(figure, "print") for figure in document.figures()}
+    page.write_text(html_page(document, drawings))
+    files = {page.with_name(f"{page.stem}_{name}.svg"): image for name, image in drawings.items()}
+    for file, image in files.items():
+        file.write_bytes(image)
+    return [page, *files]

@@ -1,1 +1,0 @@
-"""Retrieval: finding information far back in the context."""

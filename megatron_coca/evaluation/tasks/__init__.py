@@ -1,0 +1,1 @@
+"""Evaluation tasks: what each measures, its command and its table."""

@@ -1,0 +1,274 @@
+"""`evaluate.py analyse`: initial angles, decay of scores and entropy of a checkpoint's attention, by length."""
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.reference import with_sinks
+from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.config.model import GLOBAL
+from megatron_coca.evaluation import distance_sweep
+from megatron_coca.evaluation.attention_maps import observed, row_scores
+from megatron_coca.evaluation.distance_sweep import DistanceSweep, SweptScores
+from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.subject import Evaluation, noting_missing
+from megatron_coca.model import GPT
+from megatron_coca.support.console import track
+
+COLLINEAR = 1e-9
+"""Radians below which two directions count as one. In float64 rounding moves a product u q away from q by 1e-16; what
+a float32 projection can express is a thousand times this and more."""
+NEAR = 16
+"""Every distance up to this one is sampled."""
+PER_OCTAVE = 4
+"""Sampled distances in each doubling beyond."""
+SWEPT_AT_ONCE = 1 << 22
+"""Operands of a distance sweep that exist at a time."""
+SCORES_AT_ONCE = 1 << 24
+"""Scores that exist at a time for entropies, so that memory does not grow with the square of the length."""
+
+Share = float | None
+"""Between 0 and 1; None where there is nothing to take a share of."""
+
+
+class Part(Record):
+    model_config = OPEN
+
+
+class Angles(Part):
+    """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]; shares are over pairs of tokens and j.
+
+    Where q_j or k_j is zero there is no angle, and `undefined` is the share of these; all other shares are of the rest.
+    """
+
+    undefined: Share
+    collinear: Share  # |Theta_j| within rounding of 0
+    anomalous: Share
+    anomalous_by_head: list[list[Share]]  # [layer][head]
+    largest: float | None  # radians, the largest |Theta_j|
+
+
+class Border(Part):
+    beyond_training: Share  # of all pairs of tokens and all j: those whose border lies beyond the training length
+
+
+class Borders(Part):
+    """`k` is the end of the anomalous range of an anomalous pair, tau tokens away."""
+
+    k: Border
+
+
+class Decay(Part):
+    """Scores of the same query and key put apart, by distance in tokens."""
+
+    distances: list[int]
+    falling: list[Share]  # of the pairs: whose score falls from a distance to the next one
+    falling_mean: Share
+
+
+class Entropy(Part):
+    """Entropy in nats of the attention weights of a query; means over documents and all dimensions not named."""
+
+    positions: list[int]  # of the sampled queries
+    by_position: list[float]
+    by_head: list[list[float]]  # [layer][head]
+    mean: float
+
+
+class LengthAnalysis(Cell):
+    length: int
+    documents: int
+    angles: Angles | None  # None where nothing is rotated
+    borders: Borders | None
+    decay: Decay
+    entropy: Entropy
+
+    @property
+    def key(self) -> tuple[int]:
+        return (self.length,)
+
+
+class AnalysisProtocol(Part):
+    text: str
+    pairs: int  # pairs of tokens for angles, over all documents
+    queries: int  # of one document: positions for entropy, and pairs of the sweep
+    seed: int  # of the drawn pairs
+    layers: str | None = None  # the type of layers, where they differ
+
+
+class AnalysisResult(Result):
+    task: Literal["analyse"] = "analyse"
+    protocol: AnalysisProtocol
+    documents: DocumentsRecord
+    results: list[LengthAnalysis]
+
+
+def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Positions m of queries and n <= m of keys, [count] int64 each: `count` different pairs out of all that a causal
+    model of `length` tokens scores, uniformly drawn; all of them in random order if there are no more.
+    """
+    total = length * (length + 1) // 2
+    chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
+    # Pair number p is in row m where m (m + 1) / 2 <= p; the square root is off by one at most.
+    rows = ((np.sqrt(8.0 * chosen + 1) - 1) / 2).astype(np.int64)
+    rows += (rows + 1) * (rows + 2) // 2 <= chosen
+    rows -= rows * (rows + 1) // 2 > chosen
+    return torch.from_numpy(rows), torch.from_numpy(chosen - rows * (rows + 1) // 2)
+
+
+def spread(first: int, last: int, count: int) -> Tensor:
+    """At most `count` different integers from `first` to `last`, evenly spread with both ends, int64."""
+    return torch.linspace(first, last, min(count, last - first + 1), dtype=torch.float64).round().long().unique()
+
+
+def log_distances(length: int) -> list[int]:
+    """0, 1, ... up to 16, then four in each doubling, up to length - 1."""
+    octaves = max(0.0, np.log2(max(length - 1, 1) / NEAR))
+    steps = np.arange(1, int(octaves * PER_OCTAVE) + 1)
+    far = np.round(NEAR * 2.0 ** (steps / PER_OCTAVE)).astype(int).tolist()
+    return sorted({distance for distance in [*range(NEAR + 1), *far, length - 1] if 0 <= distance < length})
+
+
+def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
+    """Entropy in nats of the attention weights of each query, that of a sink among them, [heads, n], computed for some
+    queries at a time.
+    """
+    scores_per_query = inputs.query.shape[1] * inputs.value.shape[2]
+    entropies = []
+    for chunk in queries.split(max(1, SCORES_AT_ONCE // scores_per_query)):
+        weights = with_sinks(row_scores(inputs, chunk)[:1], inputs.sinks)[0].softmax(dim=-1)
+        entropies.append(torch.special.entr(weights).sum(dim=-1))
+    return torch.cat(entropies, dim=1)
+
+
+def analyse(
+    model: GPT, documents: Sequence[np.ndarray], length: int, protocol: AnalysisProtocol, layer_type: str = GLOBAL
+) -> LengthAnalysis:
+    """Analyses the layers of one type of `model`, in evaluation mode, on the first `length` tokens of `documents`
+    (int64, at least that long).
+
+    Memory grows with `length`, not with its square, and with `protocol.pairs` times layers, heads and rotated pairs.
+    """
+    device = next(model.parameters()).device
+    distances = log_distances(length)
+    method, encoding = model.methods[layer_type], model.encodings()[layer_type]
+    layers = [layer for layer in model.modules() if isinstance(layer, SelfAttention) and layer.method is method]
+    sweep = DistanceSweep(encoding, distances, length, device)
+    positions = spread(0, length - 1, protocol.queries)
+    # Samples of all layers of one document after another.
+    angles: list[np.ndarray] = []  # each [heads, pairs, d/2] float32
+    entropies: list[np.ndarray] = []  # each [heads, positions] float64
+    swept: list[SweptScores] = []
+
+    def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+        learned = layers[len(entropies) % len(layers)].position_factor  # of one layer after another, in every document
+        entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
+        q, k = q[0][:, m], k[0][:, n]
+        k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
+        if method.name in distance_sweep.ROTATED_FORMS:
+            angles.append(distance_sweep.initial_angles(method, q, k).float().cpu().numpy())
+        q, k = (x[:, : protocol.queries].transpose(0, 1) for x in (q, k))
+        chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
+        for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
+            swept.append(sweep.scores(queries, keys, inputs.bias, None if learned is None else learned().double()))
+
+    with torch.no_grad(), observed(model, visit, method):
+        for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
+            pairs = max(1, len(range(number, protocol.pairs, len(documents))))
+            m, n = (x.to(device) for x in draw_pairs(length, pairs, protocol.seed + number))
+            model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
+    summary, borders, count = None, None, len(layers)
+    if angles:
+        theta = np.stack([np.concatenate(angles[layer::count], axis=1) for layer in range(count)])
+        frequencies = distance_sweep.rotary_frequencies(encoding, length).numpy()
+        summary, borders = summarise_angles(theta, frequencies, method.training_length)
+    by_layer = np.stack(entropies).reshape(-1, count, *entropies[0].shape)  # [documents, layers, heads, positions]
+    entropy = Entropy(
+        positions=positions.tolist(),
+        by_position=by_layer.mean((0, 1, 2)).tolist(),
+        by_head=by_layer.mean((0, 3)).tolist(),
+        mean=float(by_layer.mean()),
+    )
+    return LengthAnalysis(
+        length=length,
+        documents=len(documents),
+        angles=summary,
+        borders=borders,
+        decay=summarise_decay(distances, swept),
+        entropy=entropy,
+    )
+
+
+def _share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
+    taken = holds if among is None else holds[among]
+    return float(taken.mean()) if taken.size else None
+
+
+def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length: int) -> tuple[Angles, Borders]:
+    """Shares of angles [layers, heads, samples, d/2], NaN where there is none, that grow by `frequencies` [d/2] radians
+    per token.
+    """
+    defined, anomalous = ~np.isnan(theta), theta < -COLLINEAR
+    layers, heads, *_ = theta.shape
+    angles = Angles(
+        undefined=_share(~defined),
+        collinear=_share(np.abs(theta) <= COLLINEAR, defined),
+        anomalous=_share(anomalous, defined),
+        anomalous_by_head=[
+            [_share(anomalous[layer, head], defined[layer, head]) for head in range(heads)] for layer in range(layers)
+        ],
+        largest=float(np.nanmax(np.abs(theta))) if defined.any() else None,
+    )
+    beyond = anomalous & (-theta.astype(np.float64) / frequencies > training_length)
+    return angles, Borders(k=Border(beyond_training=_share(beyond, defined)))
+
+
+def summarise_decay(distances: list[int], swept: list[SweptScores]) -> Decay:
+    """The share of falling scores by distance; None where a distance is hidden."""
+    scores, visible = torch.cat([part.scores.flatten(0, 1) for part in swept]).numpy(), swept[0].visible.numpy()
+    falls = scores[:, 1:] < scores[:, :-1]
+    falling = [_share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in range(len(distances) - 1)]
+    known = [value for value in falling if value is not None]
+    falling_mean = math.fsum(known) / len(known) if known else None
+    return Decay(distances=distances, falling=falling, falling_mean=falling_mean)
+
+
+PROTOCOL = (
+    "the model reads the first l tokens of each document, positions counted from 0, no token added; Theta_j is the "
+    "angle from k_j to q_j, counterclockwise, before rotation, in (-pi, pi]; a pair of tokens is a query and a key "
+    "that it sees, drawn uniformly; anomalous: Theta_j below 0; k: the distance at which Theta_j + r theta_j is 0, "
+    "of anomalous pairs; falling: scores, scaled and with their bias, of the same q and k with the query at the last "
+    "position; entropy in nats"
+)
+REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
+
+
+def run(args: Namespace) -> int:
+    if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
+        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
+    evaluation = Evaluation(subject_options(args), "analyse")
+    documents = read_subject_documents(args, evaluation, max(args.lengths))
+    samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}
+    names = evaluation.opened.trained.layer_types
+    chosen = GLOBAL if GLOBAL in names else next(iter(names))
+    layers = chosen if len(names) > 1 else None
+    protocol = AnalysisProtocol(text=PROTOCOL, layers=layers, **samples)
+    fields = {"protocol": protocol, "documents": documents.record()}
+    for subject, store in evaluation.variants(AnalysisResult, **fields):
+        for length in sorted(args.lengths):
+            at = f"length {length}"
+            if store.get((length,)) is not None:
+                continue
+            with noting_missing(store, at, REMEDY):
+                with measured(subject.device) as meter:
+                    cell = analyse(subject.model, documents.arrays, length, protocol, chosen)
+                store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
+    return evaluation.status

@@ -1,0 +1,314 @@
+"""`evaluate.py lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
+
+import logging
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from pydantic import ValidationInfo, field_validator
+
+from megatron_coca.attention.positions import PositionRangeError
+from megatron_coca.evaluation.chats import ChatRecord, chat_record
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import (
+    OPEN,
+    Cell,
+    Cost,
+    EvaluationError,
+    Missing,
+    Record,
+    Result,
+    Store,
+    measured,
+    out_of_memory,
+)
+from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
+from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash
+from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding
+from megatron_coca.evaluation.tasks.lm_eval_samples import LoggedFile, log_samples
+from megatron_coca.model import DynamicLength
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = (
+    "tasks of lm-evaluation-harness; log-likelihoods in nats from the float32 log-softmax over the padded vocabulary, "
+    "summed in float64; a text without context follows the token that ends documents; what is longer than max_length "
+    "loses its beginning; generation is greedy; perplexities over disjoint windows of max_length"
+)
+"""Part of the identity of a result file: another text would be another measurement."""
+
+
+NOT_MEASURED = -1.0
+"""The harness's value of a score that it did not measure, such as that of a length without samples in ruler."""
+
+
+class Score(Record):
+    metric: str
+    filter: str
+    value: float | None  # None if it was not measured
+    stderr: float | None  # None if the harness gives none
+    higher_is_better: bool | None
+
+    @field_validator("value")
+    @classmethod
+    def _measured(cls, value: float | None, info: ValidationInfo) -> float | None:
+        """A metric that is named after a length is a share; files of earlier versions have the harness's value."""
+        return None if value == NOT_MEASURED and str(info.data.get("metric")).isdecimal() else value
+
+
+class TaskScores(Cell):
+    """One task of the harness, or the mean of one of its groups."""
+
+    task: str
+    version: str | None
+    num_fewshot: int | None  # None for a group whose tasks differ
+    samples: int  # documents that were scored
+    config_sha256: str  # of the configuration in its file, paths left out; empty for a task that a group defines
+    inputs_sha256: str | None = None  # of its code, its local data and its tasks; None in files of earlier versions
+    documents_sha256: str | None  # of the documents in their order; None for a group
+    prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
+    cut: int = 0  # samples of which a prompt was longer than the limit and lost its beginning
+    scores: list[Score]
+    logged: list[LoggedFile] = []  # of the task, or of all tasks of the group; empty without --log-samples
+
+    @property
+    def key(self) -> tuple[str]:
+        return (self.task,)
+
+
+class HarnessProtocol(Record):
+    model_config = OPEN
+
+    text: str
+    lm_eval: str  # its version
+    max_length: int | None  # None: inputs are read whole
+    num_fewshot: int | None  # None: each task's own number
+    limit: int | None
+    seed: int
+    tokens_per_batch: int
+    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token put before every text
+    # The defaults of what follows are the behaviour before these fields existed.
+    rolling_window: int | None = None  # of rolling log-likelihoods; None: max_length
+    adds: bool = False  # the model's own library's tokens are put around every text
+    closes: int | None = None  # one of them, which settings beside the tokenizer put behind every text
+    names_tokens: bool = False  # names of special tokens in prompts are these tokens
+    prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
+    ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
+    chat: ChatRecord | None = None  # prompts are chats
+
+
+class HarnessResult(Result):
+    task: Literal["lm-eval"] = "lm-eval"
+    protocol: HarnessProtocol
+    results: list[TaskScores]
+
+
+def run(args: Namespace) -> int:
+    """Measure every variant; returns the exit status. Raises EvaluationError if the harness is not installed."""
+    try:
+        installed = version("lm_eval")
+        from megatron_coca.evaluation.tasks.lm_eval_model import index_tasks
+    except (PackageNotFoundError, ImportError) as error:
+        raise EvaluationError(
+            f"evaluate.py lm-eval needs lm-evaluation-harness ({error}): pip install 'lm-eval==0.4.13'"
+        ) from error
+    if args.log_samples and args.output is None:
+        raise EvaluationError("--log-samples: needs --output, beside which the samples are written")
+    evaluation = Evaluation(subject_options(args), "lm-eval")
+    encoding, protocol = prepare(evaluation, args, installed)
+    manager = index_tasks(args.tasks, args.include_path)
+    entries = [(name, manager.task_index[name]) for name in args.tasks]
+    names = [one for name, entry in entries for one in (sorted(entry.tags) if entry.kind.name == "TAG" else [name])]
+    remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
+    for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
+        for name in dict.fromkeys(names):
+            earlier = store.get((name,))
+            if earlier is not None and (changed := _changed(earlier, manager)) is None:
+                if not args.log_samples or _is_logged(earlier, store):
+                    continue
+            elif earlier is not None and not args.overwrite:
+                raise EvaluationError(
+                    f"{store.path}: holds another measurement ({changed} of task {name} is another); name another "
+                    "--output, or replace it with --overwrite"
+                )
+            with noting_missing(store, f"task {name}", remedy):
+                _measure(name, manager, subject, store, encoding, args.log_samples)
+    return evaluation.status
+
+
+def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[PromptEncoding, HarnessProtocol]:
+    """The encoding of prompts, and the protocol that records it, for version `installed` of the harness."""
+    tokenizer, trained = evaluation.needed_tokenizer(), evaluation.opened.trained
+    chat = chat_record(args, tokenizer)
+    adds = args.start_token is None and evaluation.untrained and tokenizer.encode_prompt("", add=True) != []
+    start = None if adds or args.start_token == "" else evaluation.start_token(args.start_token)
+    begun = evaluation.untrained or tokenizer.chat is not None
+    encoding = PromptEncoding(tokenizer, start, adds, chat is not None, begun)
+    longest = args.max_length
+    if longest is None and trained.position.embedding.weights == "table":
+        longest = trained.model.max_position_embeddings  # no model has positions beyond its table
+    protocol = HarnessProtocol(
+        text=PROTOCOL,
+        lm_eval=installed,
+        max_length=longest,
+        rolling_window=trained.model.seq_length if args.max_length is None else None,
+        tokens_per_batch=args.tokens_per_batch,
+        dynamic_length=args.dynamic_length,
+        start=start,
+        adds=adds,
+        closes=tokenizer.eos if adds and tokenizer.rules.add_eos else None,
+        names_tokens=tokenizer.names_tokens,
+        prefix=None if encoding.prefix in (start, tokenizer.eod) else encoding.prefix,
+        ends=[] if encoding.ends == (tokenizer.eod,) else [*encoding.ends],
+        chat=chat,
+        **{name: getattr(args, name) for name in ("num_fewshot", "limit", "seed")},
+    )
+    return encoding, protocol
+
+
+def _is_logged(cell: TaskScores, store: Store[HarnessResult]) -> bool:
+    return store.path is not None and bool(cell.logged) and all(file.intact(store.path) for file in cell.logged)
+
+
+def _changed(earlier: TaskScores, manager: Any) -> str | None:
+    """Return what of a task or group is not as it was when its scores were measured, None if nothing is."""
+    if earlier.config_sha256 != config_hash(manager, earlier.task):
+        return "the configuration"
+    if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
+        return "a file of code, data or tasks"
+    return None
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _measure(
+    name: str, manager: Any, subject: Subject, store: Store[HarnessResult], encoding: PromptEncoding, log: bool
+) -> None:
+    from megatron_coca.evaluation.tasks.lm_eval_model import HarnessModel, evaluate_task
+
+    given = store.result.protocol
+    window = given.rolling_window or given.max_length
+    assert window is not None, "one of them is set"
+    model = HarnessModel(
+        subject.model,
+        encoding,
+        InputLimits(given.max_length, window),
+        given.tokens_per_batch,
+        subject.vocab_size,
+        given.dynamic_length,
+    )
+    chat = None
+    if given.chat is not None:
+        chat = {"system_instruction": given.chat.system, "fewshot_as_multiturn": given.chat.multiturn}
+    try:
+        with measured(subject.device) as meter:
+            results = evaluate_task(model, manager, name, given.num_fewshot, given.limit, given.seed, chat)
+        logged = log_samples(store.path, results["samples"], model.cut) if log and store.path is not None else {}
+        # The cell of the given name comes last: it says that those of all of its tasks are there.
+        names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
+        hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
+        cells = [task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)]
+    except PositionRangeError:
+        raise
+    # A task file can run any code; the fault of one task must not stop the others.
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        logger.debug("task %s", name, exc_info=error)
+        store.miss(Missing(at=f"task {name}", kind="failed", reason=reason(error)))
+        return
+    for cell in cells:
+        if cell.cut and cell.documents_sha256 is not None:
+            logger.warning(
+                "%s: task %s: the prompts of %d of %d samples exceed the limit of %s tokens (--max-length) and lost "
+                "their beginning; raise it, or do not compare the score",
+                *(subject.label, cell.task, cell.cut, cell.samples, given.max_length),
+            )
+    for cell in cells[:-1]:
+        store.put(cell)
+    store.put(cells[-1], Cost.of(f"task {name}", meter, model.tokens))
+
+
+def reason(error: BaseException) -> str:
+    """Return the type and text of an error and of its causes in one line; of an EvaluationError its text alone."""
+    if isinstance(error, EvaluationError):
+        return str(error)
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        texts.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
+        cause = cause.__cause__
+    return "; caused by ".join(texts)
+
+
+def task_scores(
+    name: str,
+    results: dict[str, Any],
+    config_sha256: str,
+    inputs_sha256: str,
+    cut: Mapping[str, Collection[int]],
+    logged: Mapping[str, LoggedFile],
+) -> TaskScores:
+    """The cell of a task or group; `cut` has the documents by task of which a prompt was truncated."""
+    samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
+    version = results["versions"].get(name)
+    shots = results["n-shot"].get(name)
+    tasks = _tasks_of(name, results)
+    return TaskScores(
+        task=name,
+        version=None if version in (None, "Yaml") else str(version),  # "Yaml" if a task's file has none
+        num_fewshot=shots if isinstance(shots, int) else None,
+        samples=sum(results["n-samples"][task]["effective"] for task in tasks),
+        config_sha256=config_sha256,
+        inputs_sha256=inputs_sha256,
+        documents_sha256=_hash_of(samples, "doc_hash"),
+        prompts_sha256=_hash_of(samples, "prompt_hash"),
+        cut=sum(len(cut.get(task, ())) for task in tasks),
+        scores=_scores(name, results),
+        logged=[logged[task] for task in tasks if task in logged],
+    )
+
+
+def _scores(name: str, results: dict[str, Any]) -> list[Score]:
+    metrics = results["results"].get(name, {})
+    higher_is_better = results["higher_is_better"].get(name, {})
+    scores = []
+    for key in sorted(metrics):
+        metric, _, filtered = key.partition(",")
+        if key in ("alias", "name", "sample_len", "sample_count") or metric.endswith("_stderr"):
+            continue
+        absent = any(_is_absent(task, metric, key, results) for task in _tasks_of(name, results))
+        stderr = metrics.get(f"{metric}_stderr,{filtered}")
+        scores.append(
+            Score(
+                metric=metric,
+                filter=filtered,
+                value=None if absent else float(metrics[key]),
+                stderr=float(stderr) if isinstance(stderr, int | float) and not absent else None,
+                higher_is_better=higher_is_better.get(metric),
+            )
+        )
+    return scores
+
+
+def _is_absent(task: str, metric: str, key: str, results: dict[str, Any]) -> bool:
+    """True if a task has `NOT_MEASURED` as a score, because every sample has."""
+    found = [sample[metric] for sample in results["samples"].get(task, ()) if metric in sample]
+    at_all = results["results"].get(task, {}).get(key) == NOT_MEASURED
+    return at_all and bool(found) and all(isinstance(one, int | float) and one == NOT_MEASURED for one in found)
+
+
+def _tasks_of(name: str, results: dict[str, Any]) -> list[str]:
+    """The tasks of a group and of its groups; a task itself."""
+    if name in results["n-samples"]:
+        return [name]
+    return [task for child in results["group_subtasks"].get(name, ()) for task in _tasks_of(child, results)]
+
+
+def _hash_of(samples: Sequence[dict[str, Any]], field: str) -> str | None:
+    return _hash("".join(sample[field] for sample in samples)) if samples else None

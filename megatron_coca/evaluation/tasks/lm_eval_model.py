@@ -1,0 +1,297 @@
+"""One of our models as a model of lm-evaluation-harness 0.4.13, and its tasks by name. Importing this needs lm_eval."""
+
+import difflib
+import importlib
+import math
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM, TemplateLM
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding, render_chat
+from megatron_coca.evaluation.tasks.perplexity import score_hidden
+from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, equal_length_batches, generate
+from megatron_coca.support.console import Progress
+
+BOOTSTRAP = 1000
+"""Samples for standard errors without a formula."""
+GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
+"""Generation settings that are greedy decoding with this value."""
+IGNORED_SETTINGS = frozenset({"until", "max_gen_toks", "temperature", "top_p", "top_k", "min_p", "use_cache"})
+"""Generation settings that are read elsewhere or do not affect greedy decoding."""
+
+Tokens = tuple[int, ...]
+TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+"""A request of the harness: its texts, the tokens of the context and of the continuation."""
+
+
+class HarnessModel(TemplateLM):
+    """Answers the harness's requests like its own HFLM for the same weights, so that scores are comparable.
+
+    HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
+    the left, which not every position method allows. Here a batch has inputs of one length.
+
+    Texts are encoded by `encoding`. Inputs longer than `limits.max_length` lose their beginning; `cut` has the
+    documents of such inputs by task.
+
+    `model` is in evaluation mode; a forward pass has at most `tokens_per_batch` tokens, at least one input. Ids from
+    `vocab_size` on are padding and never generated. `tokens` counts those scored or generated so far.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        encoding: PromptEncoding,
+        limits: InputLimits,
+        tokens_per_batch: int,
+        vocab_size: int,
+        dynamic_length: DynamicLength = DYNAMIC_LENGTH,
+    ) -> None:
+        super().__init__()
+        self.model, self.encoding, self.limits = model, encoding, limits
+        self.tokens_per_batch, self.vocab_size = tokens_per_batch, vocab_size
+        self.dynamic_length = dynamic_length
+        self.model_device = next(model.parameters()).device
+        self.tokens = 0
+        self.cut: dict[str, set[int]] = {}
+        self._cut_texts: set[tuple[str, str]] = set()
+        self._told: set[str] = set()
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.encoding.tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.encoding.prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the key of the harness's cache of requests, which is not used."""
+        return self.encoding.tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.encoding.encode(string, add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return render_chat(self.encoding.tokenizer, chat_history, add_generation_prompt, self._told)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self._cut_texts = set()
+        scores = super().loglikelihood(requests, disable_tqdm)
+        for request in requests:
+            if request.args in self._cut_texts:
+                self._note_cut(request)
+        return scores
+
+    def _note_cut(self, request: Instance) -> None:
+        self.cut.setdefault(str(request.task_name), set()).add(int(request.doc_id or 0))
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenizedRequest], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation in nats, and whether greedy decoding would give it.
+
+        No number depends on the order of the requests; those with the same input are run once.
+        """
+        scorings: list[tuple[Tokens, Tokens]] = []
+        by_input: dict[Tokens, set[Tokens]] = {}
+        longest = self.limits.max_length
+        for texts, context, continuation in requests:
+            if not continuation or (longest is not None and len(continuation) > longest):
+                raise EvaluationError(
+                    f"the continuation {'of a window' if texts is None else repr(texts[1][:60])} has "
+                    f"{len(continuation)} tokens without its context; 1 to {longest or 'any number'} can be scored; "
+                    "correct the task, or raise --max-length"
+                )
+            tokens = (context or [self.prefix_token_id]) + continuation
+            if longest is not None and len(tokens) > longest + 1:
+                tokens = tokens[-(longest + 1) :]
+                if texts is not None:
+                    self._cut_texts.add(texts)
+            scorings.append((tuple(tokens[:-1]), tuple(continuation)))
+            by_input.setdefault(scorings[-1][0], set()).add(scorings[-1][1])
+            self.tokens += len(continuation)
+        inputs, scores = sorted(by_input), {}
+        with torch.inference_mode(), Progress("scoring", len(inputs), "inputs") as progress:
+            for batch in equal_length_batches(list(map(len, inputs)), 0, self.tokens_per_batch):
+                rows = torch.tensor([inputs[index] for index in batch], device=self.model_device)
+                for index, hidden in zip(batch, self.model.hidden_states(rows), strict=True):
+                    for scored in by_input[inputs[index]]:
+                        targets = torch.tensor(scored, device=self.model_device)
+                        nll, correct = score_hidden(self.model, hidden[-len(scored) :], targets).tolist()
+                        if not math.isfinite(nll):  # a task would still find a largest one among its choices
+                            raise EvaluationError(
+                                f"a log-likelihood is {-nll}: the computation overflowed its dtype, or the weights are "
+                                "not finite; use --dtype float32 or bfloat16"
+                            )
+                        scores[inputs[index], scored] = -nll, round(correct) == len(scored)
+                progress.advance(len(batch))
+        return [scores[scoring] for scoring in scorings]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return log-likelihoods of whole texts in nats, over disjoint windows as in the harness."""
+        windows: list[TokenizedRequest] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            # A start token of the options is the prefix only; one that the library adds is scored too, as in HFLM.
+            ids = self.tok_encode(text, None if self.encoding.start is None else False)
+            pairs = list(get_rolling_token_windows(ids, self.prefix_token_id, self.limits.window, 1))
+            windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            counts.append(len(pairs))
+        scores = iter(self._loglikelihood_tokens(windows))
+        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return greedy continuations; no text depends on the order of the requests.
+
+        A batch has prompts of one length and the same settings. Raises EvaluationError for tasks that sample, and if no
+        room is left for a prompt.
+        """
+        asked = []
+        texts: dict[tuple[int, tuple[str, ...]], dict[Tokens, str]] = {}
+        for request in requests:
+            (context, settings), task = request.args, str(request.task_name)
+            new_tokens, stops = greedy_limits(task, settings)
+            prompt = self.tok_encode(context) or [self.prefix_token_id]
+            if (room := self._room(task, new_tokens)) is not None and len(prompt) > room:
+                prompt = prompt[-room:]
+                self._note_cut(request)
+            asked.append((texts.setdefault((new_tokens, stops), {}), tuple(prompt)))
+            texts[new_tokens, stops][tuple(prompt)] = ""
+        with Progress("generating", sum(map(len, texts.values())), "texts") as progress:
+            for (new_tokens, stops), answers in texts.items():
+                prompts = sorted(answers)
+                for batch in equal_length_batches(list(map(len, prompts)), new_tokens, self.tokens_per_batch):
+                    rows = [prompts[index] for index in batch]
+                    answers |= zip(rows, self._continue(rows, new_tokens, stops), strict=True)
+                    progress.advance(len(batch))
+        found = [answers[prompt] for answers, prompt in asked]
+        self.tokens += sum(len(self.tok_encode(text, False)) for text in found)
+        return found
+
+    def _room(self, task: str, new_tokens: int) -> int | None:
+        """The most tokens of a prompt, None without a limit. Raises EvaluationError if there is no room for one."""
+        if self.limits.max_length is None:
+            return None
+        room = self.limits.max_length - new_tokens
+        if room < 1:
+            raise EvaluationError(
+                f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.limits.max_length}; raise "
+                "--max-length"
+            )
+        return room
+
+    def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[str]:
+        tokenizer, stops = self.encoding.tokenizer, (*stops, *self.encoding.stops)
+        window = max((len(stop.encode()) for stop in stops), default=0) + 4
+        ends = set(self.encoding.ends)
+
+        def finished(generated: list[int]) -> bool:
+            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended. It may
+            # be the name of a special token, which the answer's text does not have.
+            tail = tokenizer.spell(generated[-window:])
+            return generated[-1] in ends or any(stop in tail for stop in stops)
+
+        answers = generate(
+            self.model,
+            torch.tensor(prompts, dtype=torch.int64, device=self.model_device),
+            new_tokens,
+            finished=finished,
+            vocab_size=self.vocab_size,
+            dynamic_length=self.dynamic_length,
+        )
+        # The token that ends a text is decoded too, as in HFLM: a special one has no text.
+        kept = ([token for token in answer if token != NOT_GENERATED] for answer in answers.tolist())
+        return [postprocess_generated_text(tokenizer.decode(ids), list(stops), None) for ids in kept]
+
+
+def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """Return the maximum number of new tokens and the stop strings of a task's `generation_kwargs`.
+
+    Raises EvaluationError for anything but greedy decoding.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    normalized: dict[str, Any] = {**normalize_gen_kwargs(given)}
+    others = normalized.keys() - IGNORED_SETTINGS
+    if refused := sorted(name for name in others if normalized[name] != GREEDY_SETTINGS.get(name)):
+        raise EvaluationError(
+            f"task {task}: generation_kwargs ask for {', '.join(refused)}, and only greedy decoding is supported; "
+            "remove it from the task's file, and a temperature above 0"
+        )
+    return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))
+
+
+def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
+    """Index task files: those of the folders `include`, which take precedence, and the harness's own thousands, which
+    take long, if a name is no task of the others. Raises EvaluationError for an unknown name.
+    """
+    import_evaluate_library()
+    for folder in include:
+        if not folder.is_dir():
+            raise EvaluationError(f"--include-path {folder}: no such folder; name one with task files (*.yaml)")
+    paths: list[str | Path] = [*include]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if set(names) <= set(manager.all_subtasks):
+        return manager
+    manager = TaskManager(include_path=paths)
+    if unknown := [name for name in names if name not in manager.task_index]:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise EvaluationError(
+            f"--tasks {unknown[0]}: no such task, group or tag{hint}; name a folder of your own tasks with "
+            "--include-path"
+        )
+    return manager
+
+
+def import_evaluate_library() -> None:
+    """Import Hugging Face's `evaluate` library, if installed, before the script evaluate.py can shadow it."""
+    path = sys.path
+    sys.path = [entry for entry in path if not (Path(entry or ".") / "evaluate.py").is_file()]
+    try:
+        importlib.import_module("evaluate")
+    except ImportError:
+        pass  # a task that needs it says so
+    finally:
+        sys.path = path
+
+
+def evaluate_task(
+    model: LM,
+    manager: TaskManager,
+    name: str,
+    num_fewshot: int | None,
+    limit: int | None,
+    seed: int,
+    chat: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the harness's results of a task or group with samples, independent of earlier runs.
+
+    `chat` has the harness's settings `system_instruction` and `fewshot_as_multiturn`; with it prompts are chats.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    loaded = manager.load([name])
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif own is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=seed)
+    settings = {} if chat is None else {**chat, "apply_chat_template": True}
+    results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings)
+    assert results is not None, "only processes other than the first get None"
+    return dict(results)

@@ -1,0 +1,311 @@
+"""Sliding-window perplexity: `evaluate.py perplexity`, and the measurement as a function."""
+
+import logging
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.subject import Evaluation, noting_missing
+from megatron_coca.support.console import track
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = (
+    "sliding window: the model reads exactly W tokens at a time, positions counted from the window's start, no "
+    "token added; the first window of a document scores all of its tokens but the first, every later one the next "
+    "S tokens, each from the at least W-S+1 and at most W tokens before it that it reads, and the last one of a "
+    "document what is left; every token of a document but its first is scored exactly once for every W; "
+    "perplexity = exp(sum of nll / number of scored tokens) over all documents; nll in nats from the float32 "
+    "log-softmax over the padded vocabulary, summed in float64"
+)
+"""Part of the identity of a result file: another text would be another measurement."""
+
+LOGITS_AT_ONCE = {"cpu": 1 << 22}
+"""Logits per chunk by device type, 1 << 26 on others. 16 MB stay in the CPU's caches: half the time of 200 MB."""
+
+
+class DocumentScore(NamedTuple):
+    """Sum of the nll of a document's scored tokens in nats, and the number of correct predictions."""
+
+    nll: float
+    correct: int
+
+
+class WindowResult(Cell):
+    """One window size over all documents, or over the first of them if the measurement was interrupted."""
+
+    window: int  # tokens of one input
+    perplexity: float  # exp(nll); infinite if it overflows
+    nll: float  # nats, mean over the scored tokens
+    nll_stderr: float | None  # of the mean, over documents; None for one document
+    accuracy: float  # fraction of the scored tokens that were the likeliest
+    tokens_scored: int
+    documents: int
+    nll_by_document: list[float]  # nats, sum over the scored tokens of each
+    correct_by_document: list[int]  # tokens that were the likeliest
+
+    @property
+    def key(self) -> tuple[int]:
+        return (self.window,)
+
+    def scores(self) -> list[DocumentScore]:
+        return [DocumentScore(*score) for score in zip(self.nll_by_document, self.correct_by_document, strict=True)]
+
+    @model_validator(mode="after")
+    def _check_documents(self) -> Self:
+        if not self.documents == len(self.nll_by_document) == len(self.correct_by_document):
+            raise ValueError(f"window {self.window} must have one sum for each of its {self.documents} documents")
+        return self
+
+
+class PerplexityProtocol(Record):
+    text: str
+    stride: int
+    tokens_per_batch: int
+    vocabulary: int | None = None  # the softmax is over ids below it; None: over the padded vocabulary
+
+
+class PerplexityResult(Result):
+    task: Literal["perplexity"] = "perplexity"
+    protocol: PerplexityProtocol
+    documents: DocumentsRecord
+    results: list[WindowResult]
+
+
+def run(args: Namespace) -> int:
+    check_windows(args.windows, args.stride)
+    evaluation = Evaluation(subject_options(args), "perplexity")
+    documents = read_subject_documents(args, evaluation, max(args.windows))
+    check_vocabulary(documents.arrays, args.vocabulary)
+    task = evaluation.opened.trained.data.synthetic
+    if task is not None and task.text and args.vocabulary is None:
+        logger.warning(
+            "the model was trained on facts mixed into text: its probability of facts, keys and values counts as lost "
+            "in text without them; measure that of text alone with --vocabulary %d",
+            task.filler_tokens,
+        )
+    protocol = PerplexityProtocol(
+        text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch, vocabulary=args.vocabulary
+    )
+    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
+    fields = {"protocol": protocol, "documents": documents.record()}
+    for subject, store in evaluation.variants(PerplexityResult, **fields):
+        for window in sorted(args.windows):
+            earlier = store.get((window,))
+            scores = [] if earlier is None else earlier.scores()
+            remaining = documents.arrays[len(scores) :]
+            with noting_missing(store, f"window {window}", remedy):
+                for tokens in track(remaining, f"{subject.label}, window {window}", len(remaining), "documents"):
+                    with measured(subject.device) as meter:
+                        score = score_document(
+                            subject.model, tokens, window, args.stride, args.tokens_per_batch, args.vocabulary
+                        )
+                    scores.append(score)
+                    lengths = [len(scored) for scored in documents.arrays[: len(scores)]]
+                    store.put(pooled(window, scores, lengths), Cost.of(f"window {window}", meter, len(tokens) - 1))
+    return evaluation.status
+
+
+class LanguageModel(Protocol):
+    """The part of a causal language model that perplexity uses: `GPT`, or a caller's torch module."""
+
+    training: bool
+
+    def parameters(self) -> Iterator[Tensor]: ...
+
+    def hidden_states(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
+        """[batch, length] int64 -> [batch, last, hidden_size]: the last positions, after the final norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., padded vocabulary]."""
+
+
+def sliding_window_perplexity(
+    model: LanguageModel,
+    documents: Sequence[np.ndarray],
+    windows: Sequence[int],
+    stride: int,
+    *,
+    tokens_per_batch: int = 8192,
+    vocabulary: int | None = None,
+    progress: bool = True,
+) -> list[WindowResult]:
+    """Return the perplexity of `documents` (one-dimensional integer arrays) for each window size, by PROTOCOL.
+
+    `tokens_per_batch` limits the tokens of a forward pass (at least one window) and with it the memory; the head is
+    applied to the scored positions only, in chunks. With `vocabulary` the softmax is over the ids below it alone, for
+    models that also learned tokens that text does not have. Results are in the order of `windows`; no number depends on
+    that order or on the order of the documents. `progress` shows a bar for each window.
+
+    Raises EvaluationError for windows, stride, vocabulary or documents that do not fit, ValueError for a model in
+    training mode.
+    """
+    check_windows(windows, stride)
+    if not documents:
+        raise EvaluationError("no document: at least one is needed")
+    shortest = min(range(len(documents)), key=lambda index: len(documents[index]))
+    if max(windows) > len(documents[shortest]):
+        raise EvaluationError(
+            f"window {max(windows)} is longer than document {shortest}, which has {len(documents[shortest])} tokens; "
+            "use longer documents or a smaller window"
+        )
+    if tokens_per_batch < 1:
+        raise EvaluationError(f"tokens per batch {tokens_per_batch}: must be at least 1")
+    if model.training:
+        raise ValueError("the model is in training mode, dropout would change the result: call model.eval()")
+    arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
+    check_vocabulary(arrays, vocabulary)
+    results = []
+    for window in windows:
+        tracked = track(arrays, f"window {window}", len(arrays), "documents", progress)
+        scores = [score_document(model, tokens, window, stride, tokens_per_batch, vocabulary) for tokens in tracked]
+        results.append(pooled(window, scores, [len(tokens) for tokens in arrays]))
+    return results
+
+
+def check_windows(windows: Sequence[int], stride: int) -> None:
+    if stride < 1:
+        raise EvaluationError(f"stride {stride}: must be at least 1 token")
+    if not windows:
+        raise EvaluationError("no window: name at least one window size")
+    if len(set(windows)) != len(windows):
+        raise EvaluationError(f"windows {', '.join(map(str, windows))}: duplicate size; give each once")
+    too_short = [window for window in windows if window < max(stride, 2)]
+    if too_short:
+        raise EvaluationError(
+            f"window {too_short[0]} is shorter than the stride {stride} (or than 2): the tokens between two windows "
+            "would not be scored; choose a smaller stride or a larger window"
+        )
+
+
+def check_vocabulary(documents: Sequence[np.ndarray], vocabulary: int | None) -> None:
+    """Raise EvaluationError if the documents have a token that `vocabulary` leaves out."""
+    if vocabulary is None:
+        return
+    largest = max((int(tokens.max()) for tokens in documents if len(tokens)), default=0)
+    if largest >= vocabulary:
+        raise EvaluationError(
+            f"vocabulary {vocabulary}: the documents have the token {largest}; leave it out, or name more"
+        )
+
+
+class Window(NamedTuple):
+    """The model reads tokens [start, start + W) of a document and scores tokens [first_scored, end)."""
+
+    start: int
+    first_scored: int
+    end: int
+
+    @property
+    def tokens_scored(self) -> int:
+        return self.end - self.first_scored
+
+
+def plan_windows(length: int, window: int, stride: int) -> list[Window]:
+    """Return the windows of a document of `length` tokens; together they score tokens 1 .. length-1 once each.
+
+    A token is predicted at the position before it, so a later window starts one token further left than the tokens it
+    scores. Hence stride == window (windows that do not overlap) scores every token too.
+    """
+    windows = [Window(0, 1, window)]
+    while windows[-1].end < length:
+        end = min(windows[-1].end + stride, length)
+        windows.append(Window(end - 1 - window, windows[-1].end, end))
+    return windows
+
+
+@torch.inference_mode()
+def score_document(
+    model: LanguageModel,
+    tokens: np.ndarray,
+    window: int,
+    stride: int,
+    tokens_per_batch: int = 8192,
+    vocabulary: int | None = None,
+) -> DocumentScore:
+    """Score all tokens of one document (int64, one dimension) but its first.
+
+    A batch holds windows of this document only: the last bits of a matrix product depend on the other rows of its
+    batch, and the result must not depend on other documents. The first window is a batch of its own because all of its
+    positions are scored.
+
+    Raises RuntimeError if the windows do not score every token once.
+    """
+    device = next(model.parameters()).device
+    plan = plan_windows(len(tokens), window, stride)
+    count, expected = sum(planned.tokens_scored for planned in plan), len(tokens) - 1
+    if count != expected:
+        raise RuntimeError(f"window {window}, stride {stride}: {count} tokens were scored instead of {expected}")
+    size = max(1, tokens_per_batch // window)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in (plan[:1], *(plan[first : first + size] for first in range(1, len(plan), size))):
+        rows = np.stack([tokens[planned.start : planned.start + window] for planned in batch])
+        first = min(planned.first_scored - 1 - planned.start for planned in batch)  # predicts the first scored token
+        hidden = model.hidden_states(torch.from_numpy(rows).to(device), last=window - first)
+        scored = [
+            hidden[row, planned.first_scored - 1 - planned.start - first : planned.end - 1 - planned.start - first]
+            for row, planned in enumerate(batch)
+        ]
+        targets = np.concatenate([tokens[planned.first_scored : planned.end] for planned in batch])
+        total += score_hidden(model, torch.cat(scored), torch.from_numpy(targets).to(device), vocabulary)
+    nll, correct = total.tolist()
+    return DocumentScore(nll, round(correct))
+
+
+def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:
+    """Return (sum of nll in nats, correct predictions) as float64 [2]; hidden [n, hidden_size], targets [n] int64."""
+    total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+    size = max(1, LOGITS_AT_ONCE.get(hidden.device.type, 1 << 26) // model.logits(hidden[:1]).shape[-1])
+    for states, tokens in zip(hidden.split(size), targets.split(size), strict=True):
+        logits = model.logits(states)[:, :vocabulary]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest, own = logits.amax(dim=-1), logits.gather(1, tokens[:, None])[:, 0]
+        # In place, because a copy would be as large as the logits.
+        sums = logits.sub_(largest[:, None]).exp_().sum(dim=-1)
+        total[0] += (sums.log() + (largest - own)).double().sum()
+        total[1] += (own >= largest).sum()
+    return total
+
+
+def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int]) -> WindowResult:
+    """Pool the scores of documents with these numbers of tokens into one cell.
+
+    Sums are exact (math.fsum), so the order of the documents changes nothing. The standard error is the ratio
+    estimator's, over documents as independent draws.
+    """
+    number, count = len(scores), sum(length - 1 for length in lengths)
+    nlls = [score.nll for score in scores]
+    nll = math.fsum(nlls) / count
+    stderr = None
+    if number > 1:
+        residuals = [total - nll * (length - 1) for total, length in zip(nlls, lengths, strict=True)]
+        squares = math.fsum(residual * residual for residual in residuals)
+        stderr = math.sqrt(squares / (number * (number - 1))) / (count / number)
+    return WindowResult(
+        window=window,
+        perplexity=exponential(nll),
+        nll=nll,
+        nll_stderr=stderr,
+        accuracy=sum(score.correct for score in scores) / count,
+        tokens_scored=count,
+        documents=number,
+        nll_by_document=nlls,
+        correct_by_document=[score.correct for score in scores],
+    )
+
+
+def exponential(value: float) -> float:
+    """exp(value), infinite where it overflows: beyond the training length a token can cost more than 709 nats."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

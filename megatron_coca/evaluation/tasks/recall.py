@@ -1,0 +1,292 @@
+"""`evaluate.py recall`: accuracy of key-value recall by length and shift of positions, and the scores of its heads."""
+
+import hashlib
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_coca.attention.backends.reference import with_sinks
+from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.config.training import DataConfig
+from megatron_coca.data import Blend, Shard, TaskSettings
+from megatron_coca.data.remote_shards import local_prefix
+from megatron_coca.data.shards import sampled_digest
+from megatron_coca.data.synthetic import Draws, recall_question
+from megatron_coca.evaluation.attention_maps import observed, row_scores
+from megatron_coca.evaluation.options import TRAINED, subject_options
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
+from megatron_coca.evaluation.tasks import retrieval_cases as tasks
+from megatron_coca.evaluation.tasks.retrieval import Tally, noting_refusals, tally, tally_fields
+from megatron_coca.model import GPT
+from megatron_coca.support.console import Progress
+
+PROTOCOL = (
+    "recall: facts in random places between filler, and a question on one of them, drawn uniformly, as the last token "
+    "of an input of exactly l tokens; right if the likeliest of all tokens is the value; inside, beyond: the fact is "
+    "at most, or more than, the training length before the question; a shift adds to all positions and leaves the "
+    "length that an extension sees; score of the fact: of the last token with the fact's token in one head, rest: the "
+    "log-sum-exp of its scores with all other keys, both as softmax takes them; for models without the task the "
+    "passkey prompt with its answer stub, right if the likeliest token is the first of the key, and the score of the "
+    "fact is the log-sum-exp over the tokens of the key's first mention"
+)
+MULTIPLES = (1, 2, 4, 8, 16)
+"""Default lengths, as multiples of the training length."""
+
+
+class HeadScores(Record):
+    """Means over cases of one attention head at the question."""
+
+    layer: int
+    head: int
+    fact: float | None  # score of the fact; None where a distance map hides it in some case
+    rest: float  # log-sum-exp of the scores of all other keys
+    weight: float  # of the fact in softmax
+
+
+class RecallCell(Tally, Cell):
+    """Cases at one length and shift of all positions; `heads` only where diagnosed."""
+
+    length: int
+    shift: int
+    nll: float  # of the answer, nats
+    inside: Tally | None
+    beyond: Tally | None
+    heads: list[HeadScores]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.length, self.shift)
+
+
+class RecallProtocol(Record):
+    text: str
+    cases: int
+    diagnosed: int  # cases whose heads are scored
+    seed: int | Literal["trained"]  # "trained": that of the model's training
+    prompts: str  # "synthetic recall" with its sizes, or "passkey"
+    chance: float | None  # accuracy of a random value; None for passkeys
+    prompts_sha256: str | None = None  # of a sample of the passkey prompts
+    text_sha256: str | None = None  # of samples of the shards that fill questions; both None in earlier files
+
+
+class RecallResult(Result):
+    task: Literal["recall"] = "recall"
+    protocol: RecallProtocol
+    results: list[RecallCell]
+
+
+class Questions(NamedTuple):
+    """Inputs int64 [n, length]; answers int64 [n]; the fact is at tokens [first, last) of each, int64 [n]."""
+
+    ids: np.ndarray
+    answers: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    @property
+    def distances(self) -> np.ndarray:
+        """Tokens from the fact's first token to the question."""
+        return self.ids.shape[1] - 1 - self.first
+
+
+Maker = Callable[[int], list[Questions]]
+"""Makes the cases of a length in tokens, in groups of inputs that have one length."""
+
+
+def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskSettings) -> Maker:
+    """Return the maker of questions of the task that a model was trained on."""
+    data, seed = evaluation.opened.trained.data, seed_of(args, evaluation)
+
+    def make(length: int) -> list[Questions]:
+        draws = Draws(np.arange(args.cases), seed, f"evaluation {length}")
+        if settings.text:
+            text = Blend(
+                [Shard(local_prefix(path, data.data_root)) for path in paths],
+                data.test_data_weights or [1.0] * len(paths),
+                length,
+                seed,
+            )
+            filler = text.batch(np.arange(args.cases))[:, :length]
+        else:
+            filler = draws.integers(length, settings.filler_tokens)
+        ids, answers, places = recall_question(settings, filler, draws)
+        return [Questions(ids, answers, places, places + 1)]
+
+    paths = data.test_data_paths or []
+    if settings.text and not paths:
+        raise EvaluationError("recall: the run has no test_data_paths to fill questions with; name them in its YAML")
+    return make
+
+
+def _text_digest(data: DataConfig) -> str:
+    """Return a sha256 of samples of the test shards, with their weights."""
+    shards = [sampled_digest(Shard(local_prefix(path, data.data_root))) for path in data.test_data_paths or ()]
+    return hashlib.sha256(json.dumps([shards, data.test_data_weights]).encode()).hexdigest()
+
+
+def seed_of(args: Namespace, evaluation: Evaluation) -> int:
+    """Return the seed of the questions: that of `--seed`, or of the model's training."""
+    if args.seed != TRAINED:
+        return int(args.seed)
+    if evaluation.opened.step is None:
+        raise EvaluationError(f"--seed {TRAINED}: {args.checkpoint} does not record the seed of its training; name one")
+    return evaluation.opened.trained.seed
+
+
+def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
+    """Return the maker of passkey prompts, for models that were not trained on the task."""
+    tokenizer, task, seed = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True), seed_of(args, evaluation)
+
+    @cache
+    def added_tokens(key: str) -> int:
+        """Tokens that a key adds to a text in which it stands between spaces."""
+        return len(tokenizer.encode(f"{key} {key}")) - len(tokenizer.encode(key))
+
+    def make(length: int) -> list[Questions]:
+        groups: dict[int, list[tuple[np.ndarray, int, int]]] = {}
+        for case in task.make_cases(tokenizer, length, args.cases, seed):
+            start = len(case.prompt) - case.facts[0].distance
+            group = groups.setdefault(len(case.prompt), [])
+            group.append((case.prompt.astype(np.int64), start, start + added_tokens(case.expected[0])))
+        made = []
+        for group in groups.values():
+            ids, first, last = (np.stack(part) for part in zip(*group, strict=True))
+            made.append(Questions(ids, ids[np.arange(len(ids)), first], first, last))
+        return made
+
+    return make
+
+
+def run(args: Namespace) -> int:
+    evaluation = Evaluation(subject_options(args), "recall")
+    trained = evaluation.opened.trained
+    task, length = trained.data.synthetic, trained.model.seq_length
+    if task is not None and task.task != "recall":
+        raise EvaluationError(f"{args.checkpoint}: was trained on the task {task.task}; name a run of the task recall")
+    lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
+    if task is not None and min(lengths) <= task.facts:
+        raise EvaluationError(
+            f"--lengths {min(lengths)}: a question on {task.facts} facts needs {task.facts + 1} tokens"
+        )
+    settings = TaskSettings(**task.model_dump()) if task is not None else None
+    make = passkey_questions(args, evaluation) if settings is None else synthetic_questions(args, evaluation, settings)
+    chance = None if settings is None else 1 / settings.values
+    name = "passkey" if settings is None else f"synthetic recall, {settings.facts} facts, {settings.keys} keys"
+    protocol = RecallProtocol(
+        text=PROTOCOL,
+        cases=args.cases,
+        diagnosed=args.diagnosed,
+        seed=args.seed,
+        prompts=name,
+        chance=chance,
+        prompts_sha256=tasks.sample_digest([tasks.passkey(answer_stub=True)]) if settings is None else None,
+        text_sha256=_text_digest(trained.data) if settings is not None and settings.text else None,
+    )
+    cells = [(tokens, 0) for tokens in sorted(set(lengths))]
+    cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]
+    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
+    made: dict[int, list[Questions]] = {}  # by length, the same for every variant
+    for subject, store in evaluation.variants(RecallResult, protocol=protocol):
+        with Progress(subject.label, len(cells), "cells") as progress:
+            for tokens, shift in cells:
+                progress.advance(1)
+                at = f"length {tokens}" + (f", shift {shift}" if shift else "")
+                if store.get((tokens, shift)) is not None:
+                    continue
+                with noting_missing(store, at, remedy), noting_refusals(store, at):
+                    if tokens not in made:
+                        made[tokens] = make(tokens)
+                    with measured(subject.device) as meter:
+                        diagnosed = 0 if shift else args.diagnosed
+                        cell = measure(subject, made[tokens], tokens, shift, diagnosed, args.tokens_per_batch)
+                    store.put(cell, Cost.of(at, meter, args.cases * tokens))
+    return evaluation.status
+
+
+def batches(questions: Sequence[Questions], tokens_per_batch: int) -> Iterator[Questions]:
+    for group in questions:
+        size = max(1, tokens_per_batch // group.ids.shape[1])
+        for begin in range(0, len(group.ids), size):
+            yield Questions(*(part[begin : begin + size] for part in group))
+
+
+@torch.inference_mode()
+def measure(
+    subject: Subject, questions: Sequence[Questions], length: int, shift: int, diagnosed: int, tokens_per_batch: int
+) -> RecallCell:
+    """Ask all `questions` with positions shifted by `shift`, and score the heads in the first `diagnosed`."""
+    model, scores, distances, nll = subject.model, [], [], 0.0
+    for batch in batches(questions, tokens_per_batch):
+        ids = torch.from_numpy(batch.ids).to(subject.device)
+        positions = None if shift == 0 else torch.arange(shift, shift + ids.shape[1])
+        hidden = model.hidden_states(ids, positions=positions, length=ids.shape[1], last=1)
+        logs = model.logits(hidden[:, -1])[:, : subject.vocab_size].double().log_softmax(dim=-1)
+        answers = torch.from_numpy(batch.answers).to(subject.device)[:, None]
+        nll -= float(logs.gather(1, answers).sum())
+        scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
+        distances += batch.distances.tolist()
+    if not math.isfinite(nll):  # the largest of such logits would count as an answer
+        raise FloatingPointError(
+            f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
+        )
+    cases, trained = list(zip(distances, scores, strict=True)), subject.training_length
+    return RecallCell(
+        **tally_fields(scores),
+        length=length,
+        shift=shift,
+        nll=nll / len(scores),
+        inside=tally([score for distance, score in cases if distance <= trained]),
+        beyond=tally([score for distance, score in cases if distance > trained]),
+        heads=head_scores(model, questions, diagnosed, tokens_per_batch) if diagnosed else [],
+    )
+
+
+def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
+    """Score the last token of `count` questions with their facts and with all other keys, in every head."""
+    device, layers = next(model.parameters()).device, len(model.blocks)
+    left, visited = count, list[Tensor]()
+
+    def visit(fact: Tensor, q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+        row = row_scores(inputs, torch.tensor([inputs.value.shape[2] - 1])).double()
+        fact = fact if inputs.sinks is None else F.pad(fact, (0, 1))  # the sink is one of the other keys
+        row = with_sinks(row, inputs.sinks)[:, :, 0]
+        sides = [row.masked_fill(~side[:, None], -math.inf).logsumexp(dim=-1) for side in (fact, ~fact)]
+        visited.append(torch.stack([*sides, sides[0].sub(sides[1]).sigmoid()]).cpu())  # [3, batch, heads]
+
+    for batch in batches(questions, tokens_per_batch):
+        taken = Questions(*(part[:left] for part in batch))
+        left -= len(taken.ids)
+        if not len(taken.ids):
+            break
+        key = torch.arange(taken.ids.shape[1])
+        fact = (key >= torch.from_numpy(taken.first)[:, None]) & (key < torch.from_numpy(taken.last)[:, None])
+        with observed(model, partial(visit, fact.to(device))):
+            model.hidden_states(torch.from_numpy(taken.ids).to(device), length=taken.ids.shape[1])
+    found = []
+    for layer in range(layers):
+        means = torch.cat(visited[layer::layers], dim=1).mean(dim=1).T.tolist()
+        for head, (own, rest, weight) in enumerate(means):
+            score = own if math.isfinite(own) else None
+            found.append(HeadScores(layer=layer, head=head, fact=score, rest=rest, weight=weight))
+    return found
+
+
+def retrieving_head(cells: Sequence[RecallCell]) -> tuple[int, int] | None:
+    """Return layer and head with the largest attention weight on the fact at the shortest length, if diagnosed."""
+    heads = next((cell.heads for cell in cells if cell.heads), [])
+    best = max(heads, key=lambda head: head.weight, default=None)
+    return None if best is None else (best.layer, best.head)
+
+
+def scores_of(cell: RecallCell, place: tuple[int, int]) -> HeadScores | None:
+    """Return the scores of one head."""
+    return next((head for head in cell.heads if (head.layer, head.head) == place), None)

@@ -1,0 +1,342 @@
+"""`evaluate.py passkey`, `needle` and `ruler`: their result files, and the measurement that they share."""
+
+import math
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.chats import ChatRecord, chat_record
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
+from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
+from megatron_coca.evaluation.tasks import retrieval_cases as tasks
+from megatron_coca.evaluation.tasks.prompts import (
+    FILLER_BLOCKS,
+    Case,
+    FactRecord,
+    Haystack,
+    HaystackRecord,
+    LengthError,
+    PromptForm,
+    load_haystack,
+)
+from megatron_coca.evaluation.tasks.retrieval_cases import RetrievalTask
+from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batches, generate
+from megatron_coca.support.console import Progress
+
+ANSWER_CHARACTERS = 160
+"""Characters of an answer in the result file; it is scored in full."""
+
+
+class Tally(Record):
+    """A number of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
+
+    accuracy: float
+    correct: int  # cases whose score is 1
+    count: int
+    low: float
+    high: float
+
+
+class CaseRecord(Record):
+    number: int
+    tokens: int  # of the prompt
+    facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
+    expected: list[str]
+    answer: str  # its first 160 characters
+    score: float  # 0 .. 1
+
+
+class ScoredCell(Tally, Cell):
+    """Cases of one cell and their tally."""
+
+    length: int  # requested tokens; prompts are at most that long
+    cases: list[CaseRecord]
+
+
+class PasskeyCell(ScoredCell):
+    """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
+
+    model_config = OPEN
+    inside: Tally | None
+    beyond: Tally | None
+
+    @property
+    def key(self) -> tuple[int]:
+        return (self.length,)
+
+
+class NeedleCell(ScoredCell):
+    depth: int  # percent of the filler units before the needle
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.length, self.depth)
+
+
+class RulerCell(ScoredCell):
+    task: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.task, self.length)
+
+
+class RetrievalProtocol(Record):
+    """Options of all cells of a result file; a cell has its own length and task."""
+
+    text: str
+    cases: int  # of each cell
+    max_new_tokens: int
+    seed: int
+    tokens_per_batch: int
+    answer_stub: bool
+    haystack: HaystackRecord
+    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token put before every prompt
+    ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
+    chat: ChatRecord | None = None  # prompts are chats
+    prompts_sha256: str | None = None  # of samples of the prompts; None in files of earlier versions
+
+
+class NeedleProtocol(RetrievalProtocol):
+    depths: list[int]  # percent
+
+
+class PasskeyResult(Result):
+    task: Literal["passkey"] = "passkey"
+    protocol: RetrievalProtocol
+    results: list[PasskeyCell]
+
+
+class NeedleResult(Result):
+    task: Literal["needle"] = "needle"
+    protocol: NeedleProtocol
+    results: list[NeedleCell]
+
+
+class RulerResult(Result):
+    task: Literal["ruler"] = "ruler"
+    protocol: RetrievalProtocol
+    results: list[RulerCell]
+
+
+RetrievalResult = PasskeyResult | NeedleResult | RulerResult
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, nowhere empty.
+
+    For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
+    """
+    z = 1.959963984540054  # standard normal quantile at 0.975
+    centre = fraction + z**2 / (2 * count)
+    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
+    # At 0 and 1 the formula gives the bound itself only up to rounding.
+    low = (centre - reach) / scale if fraction > 0 else 0.0
+    high = (centre + reach) / scale if fraction < 1 else 1.0
+    return low, high
+
+
+def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
+    accuracy = math.fsum(scores) / len(scores)
+    low, high = wilson_interval(accuracy, len(scores))
+    correct = sum(score == 1 for score in scores)
+    return {"accuracy": accuracy, "correct": correct, "count": len(scores), "low": low, "high": high}
+
+
+def tally(scores: Sequence[float]) -> Tally | None:
+    return Tally(**tally_fields(scores)) if scores else None
+
+
+CELLS: dict[str, tuple[type[ScoredCell], tuple[str, ...]]] = {
+    "passkey": (PasskeyCell, ("length",)),
+    "needle": (NeedleCell, ("length", "depth")),
+    "ruler": (RulerCell, ("task", "length")),
+}
+"""The cells of `evaluate.py TASK`, and the names of the values in their keys."""
+
+
+def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
+    """Build the result cell of `evaluate.py TASK` with this key."""
+    kind, names = CELLS[task]
+    fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
+    if kind is PasskeyCell:
+        scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
+        fields["inside"] = tally([score for distance, score in scored if distance <= training_length])
+        fields["beyond"] = tally([score for distance, score in scored if distance > training_length])
+    return kind(**fields, cases=list(cases))
+
+
+class Unit(NamedTuple):
+    """Cells that are measured together because their prompts have one length; `at` names them if they are missing."""
+
+    at: str
+    length: int
+    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the cell's key
+
+
+def passkey(args: Namespace) -> int:
+    units = [
+        Unit(f"length {length}", length, {(length,): tasks.passkey(args.answer_stub)})
+        for length in sorted(set(args.lengths))
+    ]
+    evaluation = Evaluation(subject_options(args), "passkey")
+    made = [task for unit in units[:1] for task in unit.tasks.values()]
+    fields = protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS, made)
+    protocol = RetrievalProtocol(**fields)
+    return measure(evaluation, units, protocol, PasskeyResult)
+
+
+def needle(args: Namespace) -> int:
+    evaluation = Evaluation(subject_options(args), "needle")
+    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
+    fields = protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
+    protocol = NeedleProtocol(**fields, depths=args.depths)
+    units = [
+        Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
+        for length in sorted(set(args.lengths))
+    ]
+    return measure(evaluation, units, protocol, NeedleResult)
+
+
+def ruler(args: Namespace) -> int:
+    evaluation = Evaluation(subject_options(args), "ruler")
+    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
+    fields = protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack, by_name.values())
+    protocol = RetrievalProtocol(**fields)
+    units = [
+        Unit(f"{name}, length {length}", length, {(name, length): task})
+        for length in sorted(set(args.lengths))
+        for name, task in by_name.items()
+    ]
+    return measure(evaluation, units, protocol, RulerResult)
+
+
+def protocol_fields(
+    args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
+) -> dict[str, Any]:
+    """The fields of a protocol. Raises EvaluationError for options of chats and tokens that the tokenizer lacks."""
+    options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
+    tokenizer = evaluation.needed_tokenizer()
+    chat = chat_record(args, tokenizer)
+    if chat is not None and args.start_token is not None:
+        raise EvaluationError("--start-token: a chat has that of its template; leave it out")
+    ends = [*dict.fromkeys([*tokenizer.ends, *(tokenizer.turn_ends()[0] if chat is not None else ())])]
+    return {name: getattr(args, name) for name in options} | {
+        "text": text,
+        "haystack": haystack.record(),
+        "prompts_sha256": tasks.sample_digest(made),
+        "start": evaluation.start_token(args.start_token) if chat is None else None,
+        "ends": [] if ends == [tokenizer.eod] else ends,
+        "chat": chat,
+    }
+
+
+def prompt_form(tokenizer: Tokenizer, protocol: RetrievalProtocol) -> PromptForm:
+    if protocol.chat is None:
+        return PromptForm(tokenizer, protocol.start)
+    return PromptForm(tokenizer, None, tokenizer.chat, protocol.chat.system)
+
+
+def measure(
+    evaluation: Evaluation, units: Sequence[Unit], protocol: RetrievalProtocol, kind: type[RetrievalResult]
+) -> int:
+    """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
+    tokenizer = evaluation.needed_tokenizer()
+    form = prompt_form(tokenizer, protocol)
+    cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
+    remedy = (
+        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
+    )
+    for subject, store in evaluation.variants(kind, protocol=protocol):
+        for unit in units:
+            if all(store.get(key) is not None for key in unit.tasks):
+                continue
+            with noting_missing(store, unit.at, remedy), noting_refusals(store, unit.at):
+                if unit.at not in cases:
+                    cases[unit.at] = [
+                        (task, case)
+                        for task in unit.tasks.values()
+                        for case in task.make_cases(form, unit.length, protocol.cases, protocol.seed)
+                    ]
+                prompts = [case.prompt for _, case in cases[unit.at]]
+                with measured(subject.device) as meter:
+                    answers = generate_answers(subject, tokenizer, prompts, protocol, f"{subject.label}, {unit.at}")
+                answered = []
+                for (task, case), ids in zip(cases[unit.at], answers, strict=True):
+                    answer = tokenizer.decode(ids)
+                    for stop in tokenizer.turn_ends()[1] if protocol.chat is not None else ():
+                        answer = answer.partition(stop)[0]
+                    record = CaseRecord(
+                        number=case.number,
+                        tokens=len(case.prompt),
+                        facts=list(case.facts),
+                        expected=list(case.expected),
+                        answer=answer[:ANSWER_CHARACTERS],
+                        score=task.score_answer(answer, case.expected),
+                    )
+                    answered.append(record)
+                cost = Cost.of(unit.at, meter, sum(map(len, answers)))
+                for number, key in enumerate(unit.tasks):
+                    own = answered[number * protocol.cases :][: protocol.cases]
+                    cell = make_cell(store.result.task, key, own, subject.training_length)
+                    store.put(cell, cost if number == len(unit.tasks) - 1 else None)
+    return evaluation.status
+
+
+@contextmanager
+def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
+    """Note prompts that do not fit, positions that the model lacks, and numbers that overflow."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, EvaluationError) and not isinstance(error, LengthError):
+            raise
+        store.miss(Missing(at=at, kind="refused", reason=str(error)))
+    except FloatingPointError as error:
+        store.miss(Missing(at=at, kind="failed", reason=str(error)))
+
+
+def generate_answers(
+    subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
+) -> list[list[int]]:
+    """Return the token ids of each answer without the token that ends it, in the order of `prompts` (int32 [n]).
+
+    Prompts are not padded, because with CoCA a shift of all positions changes what a model computes. The batches follow
+    from the prompts alone, so the same prompts give the same bits.
+    """
+    answers: dict[int, list[int]] = {}
+    ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}
+    stops = tokenizer.turn_ends()[1] if protocol.chat is not None else []
+    window = max((len(stop.encode()) for stop in stops), default=0) + 4  # tokens with a text that has just ended
+
+    def finished(answer: list[int]) -> bool:
+        tail = tokenizer.decode(answer[-window:]) if stops else ""
+        return answer[-1] in ends or any(stop in tail for stop in stops)
+
+    lengths = [len(prompt) for prompt in prompts]
+    with Progress(title, len(prompts), "cases") as progress:
+        for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):
+            ids = torch.from_numpy(np.stack([prompts[index] for index in batch])).long()
+            generated = generate(
+                subject.model,
+                ids.to(subject.device),
+                protocol.max_new_tokens,
+                finished=finished,
+                vocab_size=min(subject.vocab_size, tokenizer.vocab_size),
+                dynamic_length=protocol.dynamic_length,
+            )
+            for index, row in zip(batch, generated.tolist(), strict=True):
+                answers[index] = [token for token in row if token not in ends]
+            progress.advance(len(batch))
+    return [answers[index] for index in range(len(prompts))]

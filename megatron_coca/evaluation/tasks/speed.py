@@ -1,0 +1,466 @@
+"""`evaluate.py speed`: time and memory of position methods, measured side by side in one run.
+
+One model for each method, all with the same weights. Times vary between runs, so no two result files are equal.
+"""
+
+import platform
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_coca.attention.inputs import BackendError
+from megatron_coca.attention.layer import SelfAttention, cache_bytes
+from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.identity import network_digest
+from megatron_coca.checkpoints.native.folder import code_versions
+from megatron_coca.checkpoints.weights import DTYPES
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config.model import GAU
+from megatron_coca.evaluation import results
+from megatron_coca.evaluation.options import WHATS, Variant, What, read_variants, resolve_device
+from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
+from megatron_coca.evaluation.subject import backend_name, environment_record
+from megatron_coca.model import GPT, build_model, keep_freed_memory
+from megatron_coca.support.console import track
+from megatron_coca.support.plain_text import masked, plain
+
+PROTOCOL = (
+    "random weights, the same for all methods; in every round each method makes one call, after a round that does not "
+    "count; seconds and ratios are medians over rounds, ratios round by round; layer: projections and attention of one "
+    "layer, without the tables that layers share; model forward: all tokens and the logits of the last; "
+    "forward+backward: all gradients, no optimizer; decode: a token after `length` cached ones, its keys' rotation "
+    "included; memory: the most that one call holds beside weights and inputs"
+)
+PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
+DECODED = 8
+"""Tokens decoded in one call; a single one takes too little time to be measured well."""
+
+# Result file
+
+
+class Ratio(Record):
+    """Time relative to another method in the same rounds: median and quartiles over rounds."""
+
+    against: str  # the other method's label
+    median: float
+    low: float
+    high: float
+
+
+class SpeedCell(Cell):
+    what: What
+    length: int  # tokens of a row; in `decode` the tokens in the cache
+    method: str
+    backend: str
+    seconds: float  # median over rounds, of one pass; in `decode` of one token
+    quartiles: tuple[float, float]
+    rounds: int
+    tokens_per_second: float
+    to_rope: Ratio | None  # None: RoPE was not measured
+    peak_memory_bytes: int | None  # besides weights and inputs; includes gradients
+    cache_bytes_per_token: int | None  # of a row, all layers; in `decode`
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        return (WHATS.index(self.what), self.length, self.method)
+
+    @property
+    def milliseconds(self) -> str:
+        return f"{1000 * self.seconds:,.1f}" if self.seconds >= 0.01 else f"{1000 * self.seconds:.3g}"
+
+    @property
+    def details(self) -> str:
+        """Time as a multiple of RoPE's, peak memory, tokens a second; what was measured."""
+        shown = [f"×{self.to_rope.median:.2f}"] if self.to_rope is not None else []
+        shown += [bytes_text(self.peak_memory_bytes)] if self.peak_memory_bytes is not None else []
+        return " · ".join([*shown, f"{self.tokens_per_second:,.0f}/s"])
+
+
+class MachineRecord(Record):
+    processor: str
+    threads: int
+    versions: dict[str, str]
+
+
+class ShapeRecord(Record):
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    parameters: int  # of the first method's model
+
+
+class SpeedProtocol(Record):
+    text: str
+    rounds: int
+    batch: int  # rows
+    shape: ShapeRecord
+
+
+class SpeedResult(Result):
+    task: Literal["speed"] = "speed"
+    protocol: SpeedProtocol
+    machine: MachineRecord
+    results: list[SpeedCell]
+
+    @property
+    def setting(self) -> str:
+        return f"batch {self.protocol.batch}, {self.environment.device}, {self.environment.dtype}"
+
+
+def bytes_text(count: float) -> str:
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**exponent:
+            return f"{count / 1024**exponent:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+# Models
+
+
+@dataclass(frozen=True)
+class TimedMethod:
+    """A method with its model, and the name of its attention backend."""
+
+    label: str
+    config: Config
+    model: GPT
+    backend: str
+
+    @property
+    def is_plain_rope(self) -> bool:
+        position = self.config.position
+        return position.pos_emb == "rotary" and all(getattr(position, key) == value for key, value in PLAIN.items())
+
+
+def build_methods(
+    base: Config, methods: Sequence[str], variants: Sequence[Variant], device: str, dtype: torch.dtype
+) -> tuple[list[TimedMethod], list[Missing]]:
+    """Build the methods asked for (values of `pos_emb`, variants of the base config) and RoPE; also the refused.
+
+    Weights are drawn from the configuration's seed; parameters of the same name and shape are the first model's, in
+    memory once.
+
+    Raises EvaluationError where two have one label.
+    """
+    labels = [*methods, *(variant.label for variant in variants)]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise EvaluationError(f"{twice[0]}: duplicate method; name each once")
+    built: list[TimedMethod] = []
+    refused: list[Missing] = []
+
+    def add(label: str, *overrides: Any) -> None:
+        try:
+            config = base.override(*overrides)
+            if GAU in config.layer_types:
+                raise BackendError(
+                    "attention_config: the speed of gated attention units (gau) is not measured; leave them out"
+                )
+            model = build_model(config, device).to(dtype)
+        except (BackendError, ConfigError) as error:
+            refused.append(Missing(at=label, kind="refused", reason=str(error)))
+            return
+        if built:
+            share_weights(model, built[0].model)
+        built.append(TimedMethod(label, config, model, backend_name(model)))
+
+    for name in methods:
+        add(name, {"pos_emb": name})
+    for variant in variants:
+        add(variant.label, variant.overrides, variant.files)
+    if built and not any(method.is_plain_rope for method in built):
+        add("plain rotary" if "rotary" in labels else "rotary", {"pos_emb": "rotary", **PLAIN})
+    return built, refused
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, other: nn.Module) -> None:
+    theirs = dict(other.named_modules())
+    for name, module in model.named_modules():
+        for key, own in list(module._parameters.items()):
+            shared = theirs[name]._parameters.get(key) if name in theirs else None
+            if own is not None and shared is not None and shared.shape == own.shape:
+                module._parameters[key] = shared
+
+
+# Calls
+
+
+class Workload(NamedTuple):
+    """A call that can be repeated; `tokens` of one pass, and `passes` in one call."""
+
+    call: Callable[[], object]
+    tokens: int
+    passes: int = 1
+
+
+def first_layer(model: GPT) -> SelfAttention:
+    return next(module for module in model.modules() if isinstance(module, SelfAttention))
+
+
+def token_ids(model: GPT, length: int, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(model.vocab_size, (batch, length), generator=generator)
+    return ids.to(first_layer(model).dense.weight.device)
+
+
+def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
+    """Projections and attention of one layer, without the tables that all layers share; backward to the hidden states
+    and the layer's weights.
+    """
+    model.train(backward)
+    layer = first_layer(model)
+    weight = layer.dense.weight
+    generator = torch.Generator().manual_seed(length)
+    hidden = torch.randn(batch, length, weight.shape[0], generator=generator).to(weight).requires_grad_(backward)
+    with torch.no_grad():
+        tokens = torch.arange(length, device=weight.device)
+        contexts = model.contexts(tokens, length, weight.dtype, reached=length, batch=batch)
+        frame = contexts[model.layer_types[0]]
+    gradient = torch.ones_like(hidden) if backward else None
+
+    def call() -> object:
+        with torch.set_grad_enabled(backward):
+            output = layer(hidden, frame)
+            if not backward:
+                return output
+            return torch.autograd.grad(output, [hidden, *layer.parameters()], gradient, allow_unused=True)
+
+    return Workload(call, length * batch)
+
+
+def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
+    """A prompt through the model and the logits of its last token; backward: the loss of all tokens and the gradients
+    of all weights, a training step without the optimizer.
+    """
+    model.train(backward)
+    ids = token_ids(model, length + backward, batch)
+
+    def call() -> None:
+        if not backward:
+            with torch.no_grad():
+                model.logits(model.hidden_states(ids, last=1))
+            return
+        model.loss(model.hidden_states(ids[:, :-1]), ids[:, 1:]).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return Workload(call, length * batch)
+
+
+def decode(model: GPT, length: int, batch: int) -> Workload:
+    """Tokens one by one after `length` cached ones; afterwards the cache is cut back."""
+    model.eval()
+    cache, ids = model.new_cache(length=length + DECODED), token_ids(model, length + DECODED, batch)
+    with torch.no_grad():
+        model.hidden_states(ids[:, :length], cache=cache, last=1)
+    positions = cache.positions
+
+    def call() -> None:
+        cache.positions = positions
+        with torch.no_grad():
+            for step in range(length, length + DECODED):
+                model(ids[:, step : step + 1], cache=cache)
+        for layer, name in zip(cache.layers, model.layer_types, strict=True):
+            if length < (model.methods[name].window or length + 1):  # a full window holds as much after any token
+                layer.cut(length)
+
+    return Workload(call, batch, DECODED)
+
+
+WORKLOADS: dict[What, Callable[[GPT, int, int], Workload]] = {
+    "layer forward": partial(layer_work, backward=False),
+    "layer forward+backward": partial(layer_work, backward=True),
+    "model forward": partial(model_work, backward=False),
+    "model forward+backward": partial(model_work, backward=True),
+    "decode": decode,
+}
+"""The call of each kind of work, of a model, length and batch size."""
+
+
+def measured_peak(call: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes of tensors that a call holds at once beyond those before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        call()
+    assert run.profiler is not None and run.profiler.kineto_results is not None
+    events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def try_once(method: TimedMethod, what: What, length: int, batch: int) -> tuple[Workload, int] | Missing:
+    """Call one kind of work once: the call and its peak memory in bytes, or why it is not measured."""
+    device = first_layer(method.model).dense.weight.device
+    kind: Literal["refused", "out of memory"] = "refused"
+    try:
+        work = WORKLOADS[what](method.model, length, batch)
+        return work, measured_peak(work.call, device)
+    except ValueError as error:
+        reason = str(error)
+    except (RuntimeError, MemoryError) as error:
+        if not results.out_of_memory(error):
+            raise
+        kind, reason = "out of memory", f"the memory of {device} does not suffice"
+    return Missing(at=f"{what}, length {length}, {method.label}", kind=kind, reason=reason)
+
+
+# Measurement
+
+Key = TypeVar("Key")
+
+
+def interleaved(
+    calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, uncounted: int = 1
+) -> dict[Key, list[float]]:
+    """Seconds of one call of each in each of `rounds` rounds, after rounds that do not count."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times: dict[Key, list[float]] = {key: [] for key in calls}
+    for index in range(uncounted + rounds):
+        for key, call in calls.items():
+            synchronize()
+            start = time.perf_counter()
+            call()
+            synchronize()
+            if index >= uncounted:
+                times[key].append(time.perf_counter() - start)
+    return times
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def ratio(own: list[float], other: list[float], against: str) -> Ratio:
+    low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, other, strict=True)])
+    return Ratio(against=against, median=middle, low=low, high=high)
+
+
+def measure(
+    methods: Sequence[TimedMethod], what: What, length: int, batch: int, rounds: int, store: Store[SpeedResult]
+) -> None:
+    """Try one kind of work with every method, time those that fit, and put cells and reasons into `store`."""
+    works: dict[str, Workload] = {}
+    peaks: dict[str, int] = {}
+    for method in methods:
+        tried = try_once(method, what, length, batch)
+        if isinstance(tried, Missing):
+            store.miss(tried)
+        else:
+            works[method.label], peaks[method.label] = tried
+    device = first_layer(methods[0].model).dense.weight.device
+    times = interleaved({label: work.call for label, work in works.items()}, rounds, device)
+    fitting = [method for method in methods if method.label in works]
+    rope = next((method.label for method in fitting if method.is_plain_rope), None)
+    for method in fitting:
+        work, own = works[method.label], times[method.label]
+        low, middle, high = (value / work.passes for value in quartiles(own))
+        kept = [method.model.methods[name] for name in method.model.layer_types]
+        dtype = first_layer(method.model).dense.weight.dtype
+        cache = cache_bytes(kept, method.config.model.num_kv_heads, length, dtype) // length
+        cell = SpeedCell(
+            what=what,
+            length=length,
+            method=method.label,
+            backend=method.backend,
+            seconds=middle,
+            quartiles=(low, high),
+            rounds=rounds,
+            tokens_per_second=work.tokens / middle,
+            to_rope=ratio(own, times[rope], rope) if rope is not None else None,
+            peak_memory_bytes=peaks[method.label],
+            cache_bytes_per_token=cache if what == "decode" else None,
+        )
+        store.put(cell)
+
+
+def run(args: Namespace) -> int:
+    if args.output is not None:
+        results.check_writable(args.output)
+        if args.output.exists() and not args.overwrite:
+            raise EvaluationError(
+                f"{args.output}: exists; times of two runs cannot be combined; name another --output or --overwrite it"
+            )
+    device = resolve_device(args.device)
+    if device == "cpu":
+        keep_freed_memory()
+    if args.config is not None:
+        config = load_config(args.config, args.overrides)
+    else:
+        config = open_checkpoint(args.checkpoint, overrides=args.overrides).trained.override(args.overrides)
+    variants = read_variants(args) if args.variant else ()
+    methods, refused = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
+    if not methods:
+        raise EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
+    store = Store(args.output, empty_result(args, config, methods[0], device), args.overwrite)
+    for missing in refused:
+        store.miss(missing)
+    for what in WHATS if args.what is None else args.what:
+        for length in track(sorted(args.lengths), what, len(args.lengths), "lengths"):
+            measure(methods, what, length, args.batch_size, args.rounds, store)
+    args.show(store.result)
+    for missing in store.result.missing:
+        said = f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}"
+        print(plain(said), file=sys.stderr)
+    return 2 if store.result.missing else 0
+
+
+def empty_result(args: Namespace, config: Config, first: TimedMethod, device: str) -> SpeedResult:
+    model = config.model
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        cpuinfo = []
+    processors = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    shape = ShapeRecord(
+        layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_kv_heads,
+        parameters=sum(parameter.numel() for parameter in first.model.parameters()),
+    )
+    return SpeedResult(
+        label=args.label or (Path(args.checkpoint).resolve().name if args.checkpoint else args.config[-1].stem),
+        checkpoint=results.CheckpointRecord(
+            path=masked(args.checkpoint or "") or " ".join(map(str, args.config)),
+            identity=f"random weights, seed {config.seed}",
+            step=None,
+            seq_length=model.seq_length,
+            pos_emb=config.position.pos_emb,
+            network=network_digest(config),
+        ),
+        overrides={"set": list(args.overrides)} if args.overrides else {},
+        tokenizer=None,
+        environment=environment_record(args.dtype, config.position.attention_backend, device),
+        protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
+        machine=MachineRecord(
+            processor=next(processors, platform.machine()), threads=torch.get_num_threads(), versions=code_versions()
+        ),
+        results=[],
+        missing=[],
+    )

@@ -1,0 +1,1 @@
+"""Files, locks, YAML, console, remote files, host memory: nothing of the field."""

@@ -1,0 +1,51 @@
+"""Markdown tables and text in them, for the console and for documents."""
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from megatron_coca.support.plain_text import plain
+
+_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters with a meaning in Markdown or in GitHub's formulas; ``_`` within a word has none."""
+_LINE_ENDS = re.compile(r"\s*[\r\n]+\s*")
+
+
+def number(value: Any) -> str:
+    """Text of a cell: thousands separated, fractions with four significant digits, ``-`` for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return plain(str(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def percent(share: float | None) -> str:
+    """A fraction of 1 as a percentage; a small one is not rounded to 0."""
+    if share is None:
+        return "-"
+    return f"{share:.2%}" if share == 0 or share >= 0.0001 else f"{share * 100:.1e}%"
+
+
+def escaped(text: str) -> str:
+    """Escape plain text for one line of Markdown. HTML becomes entities."""
+    return _MARKUP.sub(lambda found: f"\\{found[0]}", escape(_LINE_ENDS.sub(" ", text), quote=False))
+
+
+def in_cell(text: str) -> str:
+    """Escape plain text for a table cell on the console, where Markdown is not rendered."""
+    return _LINE_ENDS.sub(" ", text).replace("|", r"\|")
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table with aligned columns, the first one left, the others right; cells go through ``number``."""
+    lines = [list(header), *([number(value) for value in row] for row in rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
+
+    def cells(line: Sequence[str]) -> list[str]:
+        numbers = [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
+        return [line[0].ljust(widths[0]), *numbers]
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [cells(lines[0]), rule, *map(cells, lines[1:])])

@@ -1,0 +1,301 @@
+"""An ablation's file, the cells that it stands for, their names, and what is refused before anything runs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
+from megatron_coca.config import load_config
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.training.resume import FREE_KEYS
+
+ROOT = Path(__file__).parents[3]
+LLAMA = ROOT / "tests/golden/authors/coca_llama"
+DATA = {"tokens": [100], "sha256": ["ab"]}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(small: dict[str, Any], corpus: Path, tmp_path: Path) -> Write:
+    """write(keys={}, **changes): an ablation of two models and two seeds."""
+
+    def file(keys: dict[str, Any] | None = None, /, **changes: Any) -> Path:
+        (tmp_path / "base.json").write_text(json.dumps(small | (keys or {})))
+        (tmp_path / "ntk.yml").write_text("rope_scaling: {rope_type: dynamic, factor: 2.0}\n")
+        content = {
+            "title": "Two",
+            "base": [str(tmp_path / "base.json"), "train_iters=6"],
+            "seeds": [1, 2],
+            "baseline": "RoFormer",
+            "results": str(tmp_path / "results"),
+            "runs": str(tmp_path / "runs"),
+            "models": {
+                "RoFormer": {"set": ["pos_emb=rotary"], "variants": {"": [], "+ NTK": [str(tmp_path / "ntk.yml")]}},
+                "NoPE": ["pos_emb=none", "rotary_pct=1.0", "max_position_embeddings=2L"],
+            },
+            "tasks": {"perplexity": {"data": [f"{corpus}/words_test"], "windows": ["1L", "2L"], "stride": "1L"}},
+        }
+        (tmp_path / "ablation.yml").write_text(yaml.dump(content | changes, sort_keys=False))
+        return tmp_path / "ablation.yml"
+
+    return file
+
+
+def cells_of(file: Path) -> list[Cell]:
+    return expand(read_ablation(file), "cpu")
+
+
+def test_a_cell_for_each_model_and_seed(write: Write, tmp_path: Path) -> None:
+    cells = cells_of(write())
+    assert [(cell.model, cell.seed) for cell in cells] == [
+        ("RoFormer", 1),
+        ("RoFormer", 2),
+        ("NoPE", 1),
+        ("NoPE", 2),
+    ]
+    first = cells[0]
+    assert first.name.startswith("roformer-s1-") and len(first.name.rpartition("-")[2]) == 8
+    assert first.config.position.pos_emb == "rotary" and first.config.seed == 1 and first.steps == 6
+    assert first.config.checkpoint.save == str(tmp_path / "runs" / first.name)
+    assert first.tokens == 6 * 4 * 32 and cells[2].config.model.max_position_embeddings == 64
+    (command,) = first.commands
+    folder = tmp_path / "results" / first.name
+    assert command.files == (folder / "perplexity_roformer.json", folder / "perplexity_roformer_ntk.json")
+    assert "32,64" in command.arguments and str(first.run) in command.arguments
+
+
+def test_the_model_follows_the_base_and_its_keys_win(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "short.yml").write_text("train_iters: 3\n")
+    models = {"One": [str(tmp_path / "short.yml")], "Two": ["train_iters=4"]}
+    assert [cell.steps for cell in cells_of(write(models=models, seeds=[1], baseline=None))] == [3, 4]
+
+
+def test_scales_change_the_file(write: Write, tmp_path: Path) -> None:
+    scales = {"tiny": {"seeds": [7]}, "large": {"tasks": {"perplexity": {"stride": 8}}}}
+    file = write(scales=scales)
+    assert read_ablation(file).seeds == [7]
+    large = read_ablation(file, "large", tmp_path / "elsewhere")
+    assert large.seeds == [1, 2] and large.results == tmp_path / "elsewhere"
+    assert large.tasks["perplexity"] is not None and large.tasks["perplexity"].keys() == {"data", "windows", "stride"}
+    with pytest.raises(EvaluationError, match="--scale huge: unknown; the file has tiny, large"):
+        read_ablation(file, "huge")
+
+
+def test_names_follow_what_the_weights_depend_on(write: Write, tmp_path: Path) -> None:
+    def name(keys: dict[str, Any] | None = None, **changes: Any) -> str:
+        return cells_of(write(keys, **changes))[0].name
+
+    plain = name()
+    same = [
+        name({"log_interval": 5, "eval_iters": 3}),
+        name({"train_micro_batch_size_per_gpu": 4}),  # the same batch
+        name({"weight_decay": 0.1}),  # the default
+        name({"attention_backend": "sdpa"}),
+        name(runs=str(tmp_path / "other"), title="Other", seeds=[1]),
+        name(tasks={"passkey": {"lengths": ["1L"]}}),
+    ]
+    assert set(same) == {plain}
+    others = [name({"train_batch_size": 8}), name({"weight_decay": 0.2}), name({"seq_length": 16}), name(seeds=[3])]
+    assert len({*others, plain}) == 5
+
+
+def test_a_variant_or_an_option_changes_its_own_results_only(write: Write, tmp_path: Path) -> None:
+    plain = cells_of(write())[0].measurements
+    (tmp_path / "more.yml").write_text("rope_scaling: {rope_type: dynamic, factor: 4.0}\n")
+    variants = {"": [], "+ NTK": [str(tmp_path / "more.yml")], "+ PI": ["rope_scaling={rope_type: linear, factor: 2}"]}
+    models = {"RoFormer": {"set": ["pos_emb=rotary"], "variants": variants}}
+    other = cells_of(write(models=models))[0].measurements
+    same = {path for path in plain if plain[path] == other[path]}
+    assert same == {Path("perplexity_roformer.json")} and len(other) == 3
+    tasks = {"perplexity": {"windows": ["1L"], "stride": "1L"}}
+    assert not set(cells_of(write(tasks=tasks))[0].measurements.values()) & set(plain.values())
+
+
+def test_a_task_may_measure_some_variants(write: Write) -> None:
+    plain = cells_of(write())
+    arguments = plain[0].commands[0].arguments
+    options = {"data": [arguments[arguments.index("--data") + 1]], "windows": ["1L"], "stride": "1L"}
+    tasks = {"perplexity": options, "perplexity more": {**options, "variants": ["+ NTK"]}}
+    roformer, *_, nope = cells_of(write(tasks=tasks))
+    assert [len(command.files) for command in roformer.commands] == [2, 1]
+    assert [str(path) for path in roformer.measurements] == [
+        *("perplexity_roformer.json", "perplexity_roformer_ntk.json", "more/perplexity_roformer_ntk.json"),
+    ]
+    assert [command.task for command in nope.commands] == ["perplexity"], "it has no such variant"
+    with pytest.raises(EvaluationError, match='tasks.perplexity.variants: .*known: "", "\\+ NTK"'):
+        cells_of(write(tasks={"perplexity": {**options, "variants": ["NTK"]}}))
+
+
+def test_a_name_covers_data_dtype_and_initial_weights_but_no_run_key(small: dict[str, Any]) -> None:
+    config = load_config([], small)
+    plain = cell_hash(config, 4, DATA)
+    everything = {key: value for key, value in config.flat().items() if value is not None}
+    assert cell_hash(load_config([], everything), 4, DATA) == plain, "written out, it is the same configuration"
+    others = [
+        cell_hash(config, 8, DATA),
+        cell_hash(config, 4, DATA | {"tokens": [101]}),
+        cell_hash(config, 4, DATA, weights="of another run"),
+        cell_hash(config.override({"precision": "bfloat16"}), 4, DATA),
+        cell_hash(config.override({"loss_spike_policy": "skip"}), 4, DATA),
+    ]
+    assert len({*others, plain}) == 6
+    assert FREE_KEYS - {"optimizer.params.lr"} <= RUN_KEYS, "what resuming may change, except the learning rate"
+
+
+def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
+    models = {
+        "RoFormer": ["pos_emb=rotary"],
+        "Typo": ["pos_embb=rotary"],
+        "Overlay": [str(tmp_path / "absent.yml")],
+        "ALiBi": {
+            "set": ["pos_emb=alibi", "rotary_pct=1.0"],
+            "variants": {"+ NTK": [str(tmp_path / "ntk.yml")], "larger": ["hidden_size=64"]},
+        },
+        "Shared": ["log_dir=logs"],
+    }
+    tasks = {
+        "perplexity": {"windws": [32]},
+        "perplexity value": {"windows": [32], "stride": "long"},
+        "perplexity data": {"windows": [32], "stride": 32, "data": ["absent"]},
+        "knitting": {},
+        "speed": {"config": ["a.yml"], "lengths": [1]},  # of no checkpoint
+    }
+    with pytest.raises(EvaluationError) as refused:
+        cells_of(write(models=models, tasks=tasks, baseline="CoCA"))
+    lines = str(refused.value).splitlines()
+    for part in (
+        "baseline: CoCA: unknown; models are RoFormer | Typo",
+        "models.Typo: command line: pos_embb: unknown key; did you mean `pos_emb`?",
+        "models.Overlay: ",
+        "models.ALiBi: variants.+ NTK: ",
+        "models.ALiBi: variants.larger: the model: its weights cannot be evaluated with another hidden_size",
+        "models.Shared: log_dir: all cells would share this folder",
+        "tasks.perplexity.windws: unknown option",
+        "tasks.perplexity value: argument --stride",
+        "tasks.perplexity data: absent: no such text file",
+        "tasks.knitting: unknown task",
+        "tasks.speed: unknown task",
+    ):
+        assert sum(line.startswith(part) for line in lines) == 1, f"{part}\n{refused.value}"
+
+
+def test_faults_of_the_base_come_first(write: Write) -> None:
+    base = yaml.safe_load(write().read_text())["base"]
+    with pytest.raises(EvaluationError) as refused:
+        cells_of(write(base=[*base, "seedd=3"], baseline="CoCA", models={"Typo": ["pos_embb=rotary"]}))
+    unknown, fault = [line for line in str(refused.value).splitlines() if not line.endswith("ablation.yml:")]
+    assert unknown.startswith("baseline: CoCA: unknown") and fault.startswith("base: command line: seedd: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": [1, 1]}, "roformer-s1-.*: the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
+        ({"base": ["optimizer.params.lr=1"]}, "base: command line: describes no model \\(num_layers"),
+        ({"models": {}}, "models: Dictionary should have at least 1 item"),
+        ({"testing": "sequence"}, "testing: a sequence needs contrasts and at least two seeds; declare them"),
+        ({"modles": {}}, "modles: unknown key; the keys of an ablation are title, base"),
+    ],
+)
+def test_mistakes_are_named(write: Write, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        cells_of(write(**changes))
+
+
+def test_missing_shards_name_the_command_that_makes_them(write: Write) -> None:
+    with pytest.raises(EvaluationError, match=r"absent.bin: no such file.*megatron-coca prepare"):
+        cells_of(write({"train_data_paths": ["absent"]}))
+
+
+def test_only_names_models_cells_and_seeds(write: Write) -> None:
+    cells = cells_of(write())
+    assert select(cells, []) == cells
+    assert select(cells, ["NoPE"]) == cells[2:] and select(cells, ["s2"]) == cells[1::2]
+    assert select(cells, ["NoPE", "s1"]) == [cells[2]]
+    assert select(cells, [cells[0].name, "NoPE"]) == [cells[0], *cells[2:]]
+    with pytest.raises(
+        EvaluationError, match=r"--only s3: unknown; known: RoFormer \| NoPE \| s1 \| s2 \| roformer-s1-"
+    ):
+        select(cells, ["s3"])
+
+
+def test_a_named_cell_is_chosen_whatever_the_seeds(write: Write) -> None:
+    first, second, third, fourth = cells_of(write())
+    assert select([first, second, third, fourth], ["RoFormer", "s1", fourth.name]) == [first, fourth]
+    assert select([first, second, third, fourth], ["s1", second.name]) == [first, second, third]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["seed=7"], "seed: is set for every cell; remove it"),
+        (["save=elsewhere"], "save: is set for every cell; remove it"),
+        (["load=elsewhere"], "load: only initial weights may be loaded; set finetune=true as well"),
+    ],
+)
+def test_keys_of_the_runner_are_refused(write: Write, keys: list[str], message: str) -> None:
+    with pytest.raises(EvaluationError, match=f"models.One: {message}"):
+        cells_of(write(models={"One": keys}, baseline=None))
+
+
+def test_the_baseline_needs_its_plain_variant(write: Write, tmp_path: Path) -> None:
+    models = {"RoFormer": {"set": ["pos_emb=rotary"], "variants": {"+ NTK": [str(tmp_path / "ntk.yml")]}}}
+    with pytest.raises(EvaluationError, match='baseline: RoFormer: has no variant ""'):
+        cells_of(write(models=models))
+
+
+def test_a_scale_is_a_mapping(write: Write) -> None:
+    with pytest.raises(EvaluationError, match="scales.tiny: is not a mapping"):
+        read_ablation(write(scales={"tiny": None}))
+
+
+def test_initial_weights_are_named_by_their_content(write: Write, tmp_path: Path) -> None:
+    """Folders of one name, such as checkpoint-500 of two runs, and a folder that is written again in place."""
+    folders = [tmp_path / run / "checkpoint-500" for run in ("one", "two", "copy")]
+    for folder, factor in zip(folders, (1.0, 1.5, 1.0), strict=True):
+        shutil.copytree(LLAMA, folder)
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: tensor * factor for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+    def name(folder: Path) -> str:
+        return cells_of(write(models={"m": [f"load={folder}", "finetune=true"]}, baseline=None))[0].name
+
+    one, two, copy = map(name, folders)
+    assert one == copy != two
+    shutil.copy(folders[0] / "model.safetensors", folders[1])
+    assert name(folders[1]) == one
+
+
+def test_the_data_of_evaluations_are_part_of_what_is_done(write: Write, corpus: Path, tmp_path: Path) -> None:
+    """Named by the task, or by the run; tasks without files have no digest."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}/words_test{suffix}", tmp_path / f"test{suffix}")
+    text, prefix = tmp_path / "haystack.txt", str(tmp_path / "test")
+    text.write_text("A sentence. Another one.")
+    perplexity = {"windows": ["1L"], "stride": "1L"}
+    tasks = {
+        "perplexity": perplexity | {"data": [prefix]},
+        "perplexity default": perplexity,
+        "needle": {"lengths": ["32L"], "haystack": [str(text)]},
+        "passkey": {"lengths": ["32L"]},
+    }
+
+    def inputs() -> dict[str, str]:
+        file = write({"test_data_paths": [prefix]}, tasks=tasks, models={"m": ["pos_emb=rotary"]}, baseline=None)
+        (first, _) = cells_of(file)
+        return {str(path): digest for path, digest in first.inputs.items()}
+
+    before = inputs()
+    assert before.keys() == {"perplexity_m.json", "default/perplexity_m.json", "needle_m.json"}
+    assert inputs() == before
+    data = bytearray((tmp_path / "test.bin").read_bytes())
+    data[10] ^= 1
+    (tmp_path / "test.bin").write_bytes(data)
+    text.write_text("A sentence. Another two.")
+    assert all(digest != before[name] for name, digest in inputs().items())

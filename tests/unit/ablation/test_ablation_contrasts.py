@@ -1,0 +1,173 @@
+"""Figures over seeds and differences paired by seed, against scipy."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from megatron_coca.ablation import reporting
+from megatron_coca.ablation.cells import CellRecord, read_cell
+from megatron_coca.ablation.contrasts import Figures
+from megatron_coca.ablation.grid import DeclaredContrast
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.results import write_record
+from megatron_coca.evaluation.statistics import bootstrap_interval
+from megatron_coca.evaluation.suite import Command
+from tests.unit.evaluation.report_cases import perplexity
+
+SEEDS = (1, 2, 3)
+NLLS = {
+    ("RoFormer", ""): ((4.0, 5.0), (4.1, 5.4), (3.9, 5.1)),
+    ("RoFormer", "+ NTK"): ((4.0, 4.2), (4.1, 4.4), (3.9, 4.0)),
+    ("CoCA", ""): ((4.2, 4.9), (4.3, 5.0), (4.0, 4.8)),
+}
+"""At L and at 2L, by seed."""
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> Figures:
+    models = {"RoFormer": SimpleNamespace(variants={"": [], "+ NTK": []}), "CoCA": SimpleNamespace(variants={"": []})}
+    cells: list[Any] = []
+    for model, entry in models.items():
+        for number, seed in enumerate(SEEDS if model == "RoFormer" else SEEDS[:2]):
+            folder = tmp_path / f"{model}-s{seed}"
+            names = {variant: f"perplexity_{model.lower()}{'_ntk' * bool(variant)}.json" for variant in entry.variants}
+            for variant, name in names.items():
+                nlls = NLLS[model, variant][number]
+                write_record(folder / name, perplexity(model, dict(zip((512, 1024), nlls, strict=True))))
+            if model == "RoFormer":  # a second task, whose files have the same names in another folder
+                names["again"] = f"truncated/{names['']}"
+                (folder / "truncated").mkdir()
+                write_record(folder / names["again"], perplexity(model, {512: NLLS[model, ""][number][0] + 1.0}))
+            losses = [
+                CurvePoint(step=step, tokens=8 * step, train_loss=None, validation_loss=loss)
+                for step, loss in ((2, 9.0), (4, nlls[0]))
+            ]
+            last = CurvePoint(step=5, tokens=40, train_loss=1.0, validation_loss=None)
+            write_record(folder / "curve.json", Curve(seed=seed, points=[*losses, last]))
+            command = Command("perplexity", model, (), tuple(folder / name for name in names.values()))
+            config = SimpleNamespace(model=SimpleNamespace(seq_length=512))
+            digests = {Path(name): "digest" for name in names.values()}
+            cell = SimpleNamespace(
+                model=model,
+                seed=seed,
+                name=f"{model}-s{seed}-0",
+                config=config,
+                results=folder,
+                commands=[command],
+                measurements=digests,
+                inputs={},
+                steps=5,
+                tokens=1,
+                data=None,
+                parameters=SimpleNamespace(total=1, non_embedding=1),
+            )
+            record = read_cell(cell)  # type: ignore[arg-type]
+            evaluated = {str(name): "digest" for name in digests}
+            write_record(
+                folder / "cell.json", CellRecord.model_validate(record.model_dump() | {"evaluated": evaluated})
+            )
+            cells.append(cell)
+    declared = [
+        DeclaredContrast(label=label, other="RoFormer", at=2, quantity="perplexity")
+        for label in ("RoFormer + NTK", "CoCA", "not measured")
+    ]
+    return Figures(SimpleNamespace(models=models, contrasts=declared, testing="together"), cells)  # type: ignore[arg-type]
+
+
+def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:
+    once, again = (figures.logarithms(f"perplexity{word}", "RoFormer") for word in ("", " truncated"))
+    assert again == pytest.approx({seed: value + 1.0 for seed, value in once.items()})
+    with pytest.raises(EvaluationError, match="perplexity truncated of CoCA: the quantities are perplexity, ratio"):
+        figures.logarithms("perplexity truncated", "CoCA")
+
+
+def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures: Figures) -> None:
+    found = figures.declared()
+    assert [each.contrast.label for each in found] == ["RoFormer + NTK", "CoCA"]
+    for each, differences in zip(found, ([-0.8, -1.0, -1.1], [-0.1, -0.4]), strict=True):
+        assert each.difference.mean == pytest.approx(np.mean(differences))
+        assert each.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+    assert [each.holm for each in found] == pytest.approx([3 * found[0].p, min(1, 2 * found[1].p)])
+
+
+def test_a_report_says_what_came_out_of_a_sequence(
+    figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing as long as cells are missing."""
+    monkeypatch.setattr(reporting, "build_report", lambda *given, **options: "tables")
+    contrasts = [DeclaredContrast(label="RoFormer + NTK", other="RoFormer", at=2, quantity="perplexity")]
+    content = {
+        "testing": "sequence",
+        "contrasts": contrasts,
+        "results": tmp_path / "all",
+        "title": "",
+        "baseline": None,
+    }
+    file: Any = SimpleNamespace(models=figures._file.models, seeds=list(SEEDS), **content)
+    cells: Any = figures._cells
+    cells[0].run = tmp_path / "removed"
+    said = reporting.write_report(file, cells)
+    assert "The primary contrast holds.\n1. RoFormer + NTK against RoFormer, perplexity at 2L: 0.380 times (" in said
+    assert "); p = 0.0082, holds" in said
+    (cells[0].results / "curve.json").unlink()
+    said = reporting.write_report(file, cells)
+    assert "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished." in said
+
+
+def test_a_mean_over_seeds_with_its_t_interval(figures: Figures) -> None:
+    assert figures.labels == ["RoFormer", "RoFormer + NTK", "CoCA"]
+    ratio = figures.estimate("ratio", "RoFormer", 2)
+    logarithms = [1.0, 1.3, 1.2]
+    low, high = stats.t.interval(0.95, 2, np.mean(logarithms), stats.sem(logarithms))
+    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx(tuple(map(math.exp, (np.mean(logarithms), low, high))))
+    assert figures.estimate("perplexity", "CoCA").mean == pytest.approx(math.exp(4.25))
+    assert figures.estimate("validation perplexity", "CoCA").mean == pytest.approx(math.exp(4.25))
+    assert figures.estimate("validation perplexity", "CoCA", 0.5).mean == pytest.approx(math.exp(9))
+
+
+def test_differences_are_of_the_seeds_that_both_have(figures: Figures) -> None:
+    contrast = figures.contrast("perplexity", "CoCA", "RoFormer", 2)
+    low, high = stats.t.interval(0.95, 1, -0.25, stats.sem([-0.1, -0.4]))
+    found = contrast.times
+    assert (found.mean, found.low, found.high, found.count) == pytest.approx((*map(math.exp, (-0.25, low, high)), 2))
+    assert contrast.verdict == "not distinguishable"
+    assert figures.contrast("perplexity", "RoFormer + NTK", "RoFormer", 2).verdict == "lower"
+    assert figures.contrast("perplexity", "RoFormer", "RoFormer + NTK", 2).verdict == "higher"
+    assert figures.contrast("perplexity", "RoFormer", "RoFormer").verdict == "no interval", "no spread, no interval"
+
+
+def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seeds(figures: Figures) -> None:
+    losses = {
+        "CoCA": {1: [10.0, 20.0, 33.0], 2: [12.0, 20.0, 31.0]},
+        "RoFormer": {1: [9.0, 21.0, 30.0], 2: [11.0, 21.0, 30.0], 3: [99.0, 99.0, 99.0]},
+    }
+    figures.__dict__["_windows"] = {
+        label: {seed: {2: SimpleNamespace(nll_by_document=sums, tokens_scored=10)} for seed, sums in by_seed.items()}
+        for label, by_seed in losses.items()
+    }
+    found = figures.over_documents("CoCA", "RoFormer", 2)
+    low, high = bootstrap_interval([0.1, -0.1, 0.2])
+    assert found.mean == pytest.approx(math.exp(0.2)) and found.count == 3
+    assert (found.low, found.high) == pytest.approx((math.exp(low), math.exp(high))) and found.low < 1 < found.high
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda figures: figures.estimate("ratio", "NoPE", 2),
+            "ratio of NoPE: .* the labels RoFormer, RoFormer \\+ NTK",
+        ),
+        (lambda figures: figures.estimate("speed", "CoCA", 2), "the quantities are perplexity, ratio, validation"),
+        (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: was not measured at 4L"),
+    ],
+)
+def test_what_was_not_measured_is_an_error(figures: Figures, call: Any, message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        call(figures)

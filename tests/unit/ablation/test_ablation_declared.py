@@ -1,0 +1,100 @@
+"""Declared contrasts in a fixed sequence: when they are tested, where the sequence ends, and what is said of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from megatron_coca.ablation.contrasts import Figures
+from megatron_coca.ablation.declared import in_sequence, outcome, plan, power_of
+from megatron_coca.ablation.grid import DeclaredContrast, read_ablation
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation.statistics import power
+from megatron_coca.support.safe_yaml import read_yaml
+
+RECALL = Path(__file__).parents[3] / "configs" / "recall"
+CLEAR, NOISE = [0.2, 0.25, 0.3], [0.2, -0.25, 0.3]
+
+
+def declared(*quantities: str, testing: str = "sequence") -> Any:
+    contrasts = [
+        DeclaredContrast(label="CoCA", other="RoFormer", at=16, quantity=quantity, expected=0.2, deviation=0.1)
+        for quantity in quantities
+    ]
+    return SimpleNamespace(testing=testing, seeds=[1, 2, 3], contrasts=contrasts)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdicts", "summary"),
+    [
+        ([CLEAR, CLEAR], ["holds", "holds"], "The primary contrast holds, and so do all 2 of the sequence."),
+        (
+            [CLEAR, NOISE, CLEAR],
+            ["holds", "does not hold", "not tested"],
+            "The primary contrast holds; the sequence ends at contrast 2 of 3, which does not hold.",
+        ),
+        ([NOISE, CLEAR], ["does not hold", "not tested"], "The primary contrast does not hold; no other is tested."),
+    ],
+)
+def test_a_sequence_ends_at_the_first_that_does_not_hold(
+    values: list[list[float]], verdicts: list[str], summary: str
+) -> None:
+    file = declared(*["recall"] * len(values))
+    steps = in_sequence(list(zip(file.contrasts, values, strict=True)), 3)
+    assert [step.verdict for step in steps] == verdicts
+    assert [step.p for step in steps] == pytest.approx([stats.ttest_1samp(each, 0).pvalue for each in values])
+    said = outcome(file, steps)
+    assert said[0] == summary
+    assert [line.rpartition("; ")[2].rpartition(", ")[2] for line in said[1:]] == verdicts
+    assert "CoCA against RoFormer, recall at 16L: a difference of 0.25 (0.13 to 0.37); p = 0.013" in said[1] or (
+        verdicts[0] != "holds"
+    )
+
+
+def test_nothing_is_tested_before_all_seeds_are_finished() -> None:
+    file = declared("recall", "perplexity")
+    steps = in_sequence(list(zip(file.contrasts, [CLEAR, CLEAR[:2]], strict=True)), 3)
+    assert steps == []
+    assert outcome(file, steps) == [
+        "Nothing is tested yet: each contrast is tested once, when all 3 seeds are finished."
+    ]
+
+
+def test_the_plan_has_the_power_of_each_contrast() -> None:
+    file = declared("recall", "perplexity")
+    assert power_of(file, file.contrasts[0]) == power(2.0, 3)
+    first, recall, perplexity = plan(file)
+    assert first.startswith("The first of 2 contrasts is the primary one. Each is tested at 5% only if")
+    assert recall == (
+        f"1. CoCA against RoFormer, recall at 16L: power {power(2.0, 3):.2f} for a difference of 0.2 with a standard "
+        f"deviation of 0.1 over seeds, {power(1.0, 3):.2f} for half of it"
+    )
+    assert "for a difference of logarithms of 0.2" in perplexity
+    both = declared("recall", "recall", testing="together")
+    assert power_of(both, both.contrasts[0]) == power(2.0, 3, 0.025), "at the first level of Holm's correction"
+    assert plan(both)[0] == "The p-values of 2 contrasts are corrected together (Holm)."
+    assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
+
+
+def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
+    with pytest.raises(EvaluationError, match="are tested in sequence"):
+        Figures(declared("recall"), []).declared()
+    with pytest.raises(EvaluationError, match="are corrected together"):
+        Figures(declared("recall", testing="together"), []).sequence()
+    with pytest.raises(ValueError, match="expected and deviation belong together"):
+        DeclaredContrast(label="a", other="b", expected=0.1)
+
+
+def test_books_with_power_has_power_and_seeds_of_its_own() -> None:
+    file = read_ablation(RECALL / "books_power.yml")
+    powers = [power_of(file, contrast) for contrast in file.contrasts]
+    assert file.testing == "sequence" and all(each is not None and each > 0.99 for each in powers)
+    assert "seed" in (file.tasks["recall"] or {}), "questions are drawn per seed"
+    seeds: list[int] = []
+    for path in sorted(RECALL.glob("*.yml")):
+        content = read_yaml(path)
+        if isinstance(content, dict) and "models" in content and path.name != "extensions.yml":  # models of grid.yml
+            seeds += read_ablation(path).seeds
+    assert len(seeds) == len(set(seeds)) and len(seeds) >= 10 + 6 + 1 + 14 + 3

@@ -1,0 +1,190 @@
+"""The shipped ablations, at every scale: each model can be trained, each variant fits it, each task has its options."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_coca import methods
+from megatron_coca.ablation import grid
+from megatron_coca.ablation.grid import configured, expand, read_ablation
+from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation.cli import parser
+from megatron_coca.evaluation.options import full_label
+from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite, task_variants
+from megatron_coca.model.build import empty_model
+from megatron_coca.support.safe_yaml import read_yaml
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "configs" / "ablations").glob("*.yml"))
+SCALES = ("tiny", "small", "350M")
+UNITS = {f"rerope_{name}.yml" for name in ("ntk", "windows", "leaky", "inv_leaky")}  # scale 100M too
+STUDY = ROOT / "configs" / "study" / "methods.yml"
+GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
+GRID += [pytest.param(file, "100M", id=f"{file.stem}-100M") for file in FILES if file.name in UNITS]
+GRID += [pytest.param(STUDY, scale, id=f"study-{scale}") for scale in ("1M", "250k")]
+
+
+def loaded(changes: list[str] | None, base: Config) -> Config:
+    texts = changes_in_tokens(changes or [], base.model.seq_length)
+    return base.override([text for text in texts if "=" in text], [text for text in texts if "=" not in text])
+
+
+def models(file: Path, scale: str | None) -> dict[str, tuple[Config, dict[str, Config]]]:
+    """For each model its training configuration and those of its variants."""
+    ablation = read_ablation(file, scale)
+    base = load_config(
+        [text for text in ablation.base if "=" not in text], [text for text in ablation.base if "=" in text]
+    )
+    found = {}
+    for name, entry in ablation.models.items():
+        trained = configured(base, entry)
+        found[name] = trained, {label: loaded(changes, trained) for label, changes in entry.variants.items()}
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations name prepared corpora, which are not there."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(grid, "open_corpus", lambda config: SimpleNamespace(config=config, identity={}))
+    monkeypatch.setattr(grid, "find_sources", lambda names: [])
+
+
+@pytest.mark.parametrize(("file", "scale"), GRID)
+def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
+    """`expand` checks models, variants, tasks and their options."""
+    ablation = read_ablation(file, scale)
+    cells = expand(ablation)
+    assert len(cells) == len(ablation.models) * len(ablation.seeds)
+    assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale in ("100M", "350M") else 2)
+    files = {file.name for cell in cells for command in cell.commands for file in command.files}
+    only = {task.partition(" ")[0]: task_variants(options)[0] for task, options in ablation.tasks.items()}
+    labels = [
+        (task, full_label(name, label))
+        for task, variants in only.items()
+        for name, entry in ablation.models.items()
+        for label in entry.variants
+        if variants is None or label in variants
+    ]
+    assert len(files) == len(labels), "a label of its own in the report, also as a file name"
+    for cell in cells:
+        length = cell.config.model.seq_length
+        for command in cell.commands:
+            args = parser().parse_args(command.arguments)
+            lengths = getattr(args, "windows", None) or args.lengths
+            assert max(lengths) <= 64 * length and len(set(lengths)) == len(lengths)
+
+
+@pytest.mark.parametrize(("file", "scale"), GRID)
+def test_every_variant_is_a_model(file: Path, scale: str | None) -> None:
+    device = "cuda" if scale in ("small", "100M", "350M") else "cpu"
+    for name, (trained, variants) in models(file, scale).items():
+        seen: list[Config] = []
+        for label, config in variants.items():
+            assert config not in seen, f"{name} {label}: measured twice"
+            seen.append(config)
+            empty_model(
+                config.override({"num_layers": 4 if config.position.layer_types else 1}),
+                device,
+                training=config == trained,
+                memory="meta",
+            )
+
+
+def test_the_first_scale_is_the_default() -> None:
+    for file in FILES:
+        content = read_yaml(file)
+        assert isinstance(content, dict) and tuple(content["scales"]) == SCALES + ("100M",) * (file.name in UNITS)
+        assert read_ablation(file) == read_ablation(file, "tiny")
+
+
+def test_the_page_counts_models_and_variants_and_cells() -> None:
+    page = (ROOT / "configs" / "ablations" / "README.md").read_text()
+    rows = {
+        row[0]: (int(row[1]), int(row[2]))
+        for row in re.findall(r"^\| `(\w+)\.yml` \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    }
+    counted = {}
+    for file in FILES:
+        variants = [len(entry.variants) for entry in read_ablation(file, "tiny").models.values()]
+        counted[file.stem] = (len(variants), sum(variants))
+    assert rows == counted
+    totals = []
+    for scale in SCALES:
+        ablations = [read_ablation(file, scale) for file in FILES]
+        assert len({each.runs for each in ablations}) == 1 and len({each.results for each in ablations}) == len(FILES)
+        cells = {(name, seed) for each in ablations for name in each.models for seed in each.seeds}
+        totals.append(len(cells))
+    tiny, small, large = totals
+    assert f"`tiny` has {tiny} cells in all, `small` {small} and `350M` {large}." in page
+
+
+def test_a_model_of_several_files_is_the_same_model() -> None:
+    """Cells are named by model and configuration: only then is it trained once."""
+    known: dict[str, list[str]] = {}
+    for file in FILES:
+        for name, entry in read_ablation(file, "tiny").models.items():
+            assert known.setdefault(name, entry.set) == entry.set, f"{file.name}: {name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_comments_count_the_cells(file: Path) -> None:
+    comment = file.read_text().partition("title:")[0].replace("\n# ", " ")
+    assert f"python tools/ablate.py configs/ablations/{file.name} --scale tiny" in comment
+    counts = re.findall(r"(tiny|small|350M) (\d+) cells", comment)
+    assert counts or "not trained again" in comment
+    for scale, count in counts:
+        ablation = read_ablation(file, scale)
+        assert int(count) == len(ablation.models) * len(ablation.seeds), scale
+
+
+def test_scale_350m_is_the_published_recipe() -> None:
+    """Each model of methods.yml is the file of configs/350M for it, on the paper's data and GPUs."""
+    files = [ROOT / "configs/data/pile_books_wiki_code.yml", ROOT / "configs/cluster/a100x8.yml"]
+    published = [load_config([file, *files]) for file in sorted((ROOT / "configs" / "350M").glob("*.yml"))]
+    recipes = [each.override({"save": None}) for each in published if not each.model.gpt_j_residual]
+    trained = [config for config, _ in models(ROOT / "configs/ablations/methods.yml", "350M").values()]
+    plain = {"save": None, "max_position_embeddings": 512}
+    assert {each.position.pos_emb for each in trained} == set(methods.names("pos_emb", compute=None)) - {
+        "sandwich",
+        "fire",
+    }
+    assert all(each.override(plain) in recipes for each in trained) and len(trained) == len(recipes)
+
+
+def test_tiny_is_the_quickstart() -> None:
+    tiny = load_config(ROOT / "configs/ablations/bases/tiny.yml").flat()
+    quickstart = load_config(ROOT / "configs/quickstart/roformer.yml").flat()
+    others = {"save", "keep_last_n_checkpoints", "eval_interval", "train_iters", "checkpoint_factor"}
+    assert {key for key in tiny if tiny[key] != quickstart[key]} == others
+
+
+def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> None:
+    ours = read_ablation(ROOT / "configs/ablations/coca_tables_1_2.yml", "350M").tasks
+    suite = read_suite(ROOT / "configs/evaluation/paper_350m.yml").tasks
+    for task in ours:
+        calls = (option_arguments(task, options[task], 512) for options in (ours, suite))
+        given, published = (parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
+        if task == "perplexity":
+            assert published.max_length == max(given.windows), "the default"
+            given.max_length = published.max_length
+        assert given == published
+
+
+def test_every_pattern_of_layers_is_measured() -> None:
+    """Gemma 3's two bases in OLMo 3's pattern, because four layers have no sixth."""
+    entries = [text for entry in read_ablation(FILES[0].with_name("layers.yml")).models.values() for text in entry.set]
+    used = {Path(text).stem for text in entries if text.startswith("configs/layers/")}
+    assert used == {file.stem for file in (ROOT / "configs" / "layers").glob("*.yml")} - {"gemma3"}
+    assert any("rotary_emb_base" in text for text in entries)
+
+
+def test_every_extension_and_map_is_measured() -> None:
+    found = models(ROOT / "configs/ablations/extensions.yml", "small")
+    positions = [config.position for _, variants in found.values() for config in variants.values()]
+    scaled = {each.rope_scaling.rope_type for each in positions if each.rope_scaling}
+    assert scaled == set(methods.names("rope_scaling", compute=None)) - {"default", "longrope", "proportional"}
+    mapped = {each.relative_positions.type for each in positions if each.relative_positions}
+    assert mapped == set(methods.names("relative_positions", compute=None)) - {"inv_leaky_rerope"}

@@ -1,0 +1,124 @@
+"""What an export refuses, with the reason and without a trace on disk; packed weights and their way back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca import cli
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.huggingface import tokenizer_files as export_tokenizer
+from megatron_coca.checkpoints.huggingface import weight_map
+from megatron_coca.checkpoints.huggingface.model_source import modelling_file
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.commands.export import main
+from megatron_coca.data import train_sentencepiece
+from tests.parity.exported import LLAMA, NEOX, random_checkpoint
+
+WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "neox": (NEOX, "gpt_neox"),
+    "llama": (LLAMA, "llama"),
+    "llama with biases": (LLAMA | {"use_bias_in_attn_linear": True, "use_bias_in_mlp": True}, "llama"),
+    "dynamic": (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "llama"),
+    "CoCA": (NEOX | {"pos_emb": "coca"}, "coca_dense"),
+    "ALiBi": (LLAMA | {"pos_emb": "alibi"}, "coca_dense"),
+    "map": (NEOX | {"relative_positions": {"type": "rerope"}}, "coca_dense"),
+    "logits": (LLAMA | {"logit_scaling": "log_n"}, "coca_dense"),
+    "ntk": (LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "coca_dense"),
+    "ramp": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ramp": "rotations"}}, "coca_dense"),
+    "partial": (LLAMA | {"rotary_pct": 0.5}, "phi3"),
+    "layernorm in LLaMA": (LLAMA | {"norm": "layernorm"}, "coca_dense"),
+    "activation": (NEOX | {"activation": "softsign"}, "coca_dense"),
+    "one norm": (NEOX | {"gpt_j_tied": True}, "coca_dense"),
+    "grouped neox": (NEOX | {"num_kv_heads": 2}, "coca_dense"),
+    "parallel llama": (LLAMA | {"gpt_j_residual": True, "pos_emb": "coca"}, "coca_dense"),
+}
+"""A stock architecture wherever one computes the model, else the modelling file's of the same shape."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_it_is_written_as(name: str, tmp_path: Path) -> None:
+    keys, kind = WRITTEN[name]
+    done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model")
+    config = json.loads((done.folder / "config.json").read_text())
+    assert done.model_type == config["model_type"] == kind
+    assert done.remote == (done.folder / MODELLING_FILE).is_file() == ("position" in config)
+    if done.remote:
+        assert (done.folder / MODELLING_FILE).read_text() == modelling_file()
+
+
+def test_an_extension_can_be_left_out(tmp_path: Path) -> None:
+    keys, _ = WRITTEN["ntk"]
+    done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model", {"rope_scaling": None})
+    assert done.model_type == "llama"
+
+
+def test_a_hugging_face_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
+    once = export(random_checkpoint(tmp_path / "run", **NEOX), tmp_path / "once").folder
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    again = export(once, tmp_path / "again", scaling)
+    assert again.tokenizer_note is None
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
+        assert (again.folder / name).read_bytes() == (once / name).read_bytes()
+    ends = [json.loads((folder / "config.json").read_text())["eos_token_id"] for folder in (once, again.folder)]
+    assert ends[0] == ends[1] is not None
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="model: exists already; name a new folder"):
+        export(random_checkpoint(tmp_path / "run", **NEOX), tmp_path / "model")
+    assert not list((tmp_path / "model").iterdir())
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_coca.checkpoints.huggingface.write.write_safetensors", full)
+    checkpoint = random_checkpoint(tmp_path / "run", **NEOX)
+    with pytest.raises(CheckpointError, match="model: cannot be written .No space left"):
+        export(checkpoint, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("heads", [weight_map.Heads(4, 4), weight_map.Heads(4, 2), weight_map.Heads(4, 1)])
+@pytest.mark.parametrize("trailing", [(), (5,)])
+def test_packing_by_head_and_back(heads: weight_map.Heads, trailing: tuple[int, ...]) -> None:
+    rows = (heads.query * 6, heads.key * 6, heads.key * 6)
+    parts = [torch.randn(count, *trailing) for count in rows]
+    packed = weight_map.BY_HEAD.join(parts, heads)
+    assert packed.shape == (sum(rows), *trailing)
+    back = weight_map.BY_HEAD.split(packed, heads, 3)
+    assert all(torch.equal(one, other) for one, other in zip(parts, back, strict=True))
+    if heads.query == heads.key:
+        assert torch.equal(packed[6:12], parts[1][:6]), "the first head's key follows its query"
+
+
+def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_sentencepiece(["the sea was calm and a boat lay near"] * 9, 280, tmp_path / "spm")
+    monkeypatch.setattr(export_tokenizer, "PROBES", ("the sea", "a \u2581 mark"))
+    checkpoint = random_checkpoint(tmp_path / "run", tokenizer=tokenizer, **NEOX)
+    done = export(checkpoint, tmp_path / "model")
+    assert done.tokenizer_note is not None and "the folder has tokenizer.model instead" in done.tokenizer_note
+    assert (done.folder / "tokenizer.model").is_file() and not (done.folder / "tokenizer.json").exists()
+
+
+def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = random_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
+    changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
+    assert main(["huggingface", str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
+    said = capsys.readouterr()
+    assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert "trust_remote_code" not in said.out
+    assert config["dtype"] == "bfloat16" and config["rope_parameters"]["rope_type"] == "dynamic"
+    assert config["vocab_size"] == 512 and config["intermediate_size"] == 52
+    assert main(["huggingface", str(run), str(tmp_path / "other"), "--set", "logit_scaling=log_n"]) == 0
+    assert "other: a coca_dense model" in (said := capsys.readouterr().out) and "trust_remote_code=True" in said
+    assert cli.main(["export", "huggingface", str(run), str(tmp_path / "model")]) == 2
+    assert "exists already" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""The estimate of a run: time, and memory by part."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca import cli
+from megatron_coca.commands.estimate import GPUS, main
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.model import build_model
+from megatron_coca.model.cost import parameter_count, peak_flops
+from megatron_coca.training.estimate import estimate, stage_parameters, states_bytes
+from megatron_coca.training.topology import Topology
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "configs/350M/roformer_coca.yml"
+HOST = ROOT / "configs/cluster/a100x8.yml"
+
+
+def configured(**changes: Any) -> Config:
+    return load_config([MODEL, HOST], changes)
+
+
+def test_time_follows_from_operations() -> None:
+    found = estimate(configured(), 8, 312e12, 0.5)
+    assert (found.sizes.total, found.tokens_per_step) == (256, 256 * 512)
+    assert found.total_tokens == 762940 * 256 * 512
+    assert found.tokens_per_second == pytest.approx(8 * 312e12 * 0.5 / found.flops.model)
+    assert found.seconds == pytest.approx(found.total_tokens / found.tokens_per_second)
+    assert found.flops.model == pytest.approx(2.272e9, rel=1e-3)  # 6 x 353.7M + 12 x 24 x 1024 x 512
+
+
+def test_every_kind_of_gpu_has_a_peak() -> None:
+    assert all(peak_flops(gpu.device) for gpu in GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(1, 2, 2, 12 / 8), (2, 2, 2 / 8, 12 / 8), (3, 2 / 8, 2 / 8, 12 / 8)],
+)
+def test_zero_divides_states(stage: int, weights: float, gradients: float, optimizer: float) -> None:
+    config = configured(zero_optimization={"stage": stage, "stage3_max_live_parameters": 0})
+    numbers = parameter_count(config).total
+    states = states_bytes(config, Topology.of(config.parallel, 8), numbers)
+    assert (states.weights, states.gradients, states.optimizer) == pytest.approx(
+        (weights * numbers, gradients * numbers, optimizer * numbers)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "stage", "size"), [(1, 1, 4), (8, 1, 4 / 8), (8, 3, 4 / 8)])
+def test_gradients_that_are_summed_in_float32(ranks: int, stage: int, size: float) -> None:
+    config = configured(zero_optimization={"stage": stage}, data_types={"grad_accum_dtype": "fp32"})
+    assert states_bytes(config, Topology.of(config.parallel, ranks), 1000).gradients == pytest.approx(size * 1000)
+
+
+def test_offloaded_states_lie_on_the_host() -> None:
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    config = configured(zero_optimization=section | {"stage3_max_live_parameters": 1000})
+    numbers = parameter_count(config).total
+    states = states_bytes(config, Topology.of(config.parallel, 8), numbers)
+    assert states.optimizer == 0 and states.weights == 2 * 1000
+    assert states.host == pytest.approx((12 + 2) * numbers / 8)
+
+
+@pytest.mark.parametrize(("name", "size"), [("sgd", 400), ("lion", 800)])
+def test_sgd_keeps_no_moments_and_lion_one(name: str, size: int) -> None:
+    config = configured(**{"optimizer.type": name})
+    assert states_bytes(config, Topology(1, 1, 1, 1), 100).optimizer == size
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipeline_stages_and_tensor_ranks_hold_parts(tied: bool) -> None:
+    config = configured(no_weight_tying=not tied)
+    count = parameter_count(config)
+    ((whole, layers),) = stage_parameters(config, Topology(1, 1, 1, 1))
+    assert (whole, layers) == (count.total, 24)
+    stages = stage_parameters(config, Topology(5, 1, 1, 1))
+    assert [blocks for _, blocks in stages] == [5, 5, 5, 5, 4]
+    assert sum(numbers for numbers, _ in stages) == count.total + (count.embedding if tied else 0)
+    ((half, _),) = stage_parameters(config, Topology(1, 1, 2, 1))
+    whole_biases = 24 * 2 * 1024
+    assert whole - half == (count.attention + count.mlp - whole_biases) // 2
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"qk_norm": "projection"}, {"use_qk_layernorm": True, "use_embedding_norm": True}]
+)
+def test_stages_of_one_block_are_those_of_the_built_model(keys: dict[str, Any]) -> None:
+    shape = {"num_layers": 3, "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4}
+    config = load_config([MODEL], shape | keys)
+    sizes = {name: parameter.numel() for name, parameter in build_model(config).named_parameters()}
+    block = sum(size for name, size in sizes.items() if name.startswith("blocks.1."))
+    assert stage_parameters(config, Topology(3, 1, 1, 1))[1] == (block, 1)
+    assert stage_parameters(config, Topology(1, 1, 1, 1)) == [(sum(sizes.values()), 3)]
+
+
+def test_the_first_stage_of_a_pipeline_waits_longest() -> None:
+    """Two stages hold half of the blocks each, for two micro batches on the first one."""
+    keys = {"gradient_accumulation_steps": 4, "train_batch_size": None}
+    flat = estimate(configured(**keys), 8, 1.0, 1.0).memory
+    piped = estimate(configured(**keys, pipe_parallel_size=2), 8, 1.0, 1.0).memory
+    assert piped.activations == pytest.approx(flat.activations, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"checkpoint_activations": True}, "activations"),
+        ({"checkpoint_activations": True, "checkpoint_policy": "selective"}, "activations"),
+        ({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}, "activations"),
+        ({"loss_chunk_size": 256}, "loss"),
+        ({"zero_optimization": {"stage": 2}}, "gradients"),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}, "buffers"),
+    ],
+)
+def test_what_a_key_is_for(changes: dict[str, Any], part: str) -> None:
+    before, after = (estimate(config, 8, 1.0, 1.0).memory for config in (configured(), configured(**changes)))
+    assert getattr(after, part) < getattr(before, part) and after.total < before.total
+
+
+def test_gpus_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not divide 9 processes"):
+        estimate(configured(model_parallel_size=2), 9, 1.0, 1.0)
+
+
+def test_the_tool_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), str(HOST)]) == 0
+    shown = capsys.readouterr().out
+    assert "405,334,016" in shown and "fits:" in shown and "days" in shown and "40.0% MFU" in shown
+    keys = ["seq_length=4096", "max_position_embeddings=4096"]
+    assert main([str(MODEL), "--gpu", "A100-40", "--gpus", "2", *keys]) == 1
+    shown = capsys.readouterr().out
+    assert "DOES NOT FIT" in shown and "try a higher zero_optimization.stage" in shown
+    assert main([str(MODEL), "train_micro_batch_size_per_gpu=2", "--gpus", "8"]) == 0
+    assert "of 16 micro-batches are summed in bfloat16" in capsys.readouterr().out
+    assert main([str(MODEL), str(HOST), "--mfu", "0.2"]) == 0
+    speed = estimate(configured(), 8, 312e12, 0.2).tokens_per_second
+    assert f"{speed:,.0f}   at 20.0% MFU" in capsys.readouterr().out
+
+
+def test_the_tool_estimates_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    longer = "{seq_length: 4096, train_batch_size: 16, train_micro_batch_size_per_gpu: 1}"
+    keys = ["train_iters=1000", f"stages=[{{until: 90%}}, {longer}]"]
+    inputs = [str(MODEL), str(HOST)]
+    assert main([*inputs, "train_iters=900"]) == 0
+    first = capsys.readouterr().out
+    assert main([*inputs, *keys]) == 0
+    shown = capsys.readouterr().out
+    assert first in shown
+    assert "steps 0 to 900: the configuration unchanged" in shown and "steps 900 to 1,000: seq_length=4096" in shown
+    assert f"all stages: {900 * 256 * 512 + 100 * 16 * 4096:,} tokens, " in shown
+
+
+def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
+    error = capsys.readouterr().err
+    assert "hostfile" in error and "--gpus" in error

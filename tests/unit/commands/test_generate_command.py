@@ -1,0 +1,181 @@
+"""The command `generate`, from options to text on the terminal and in files."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca import cli
+from megatron_coca.commands import generate
+from megatron_coca.config import load_config
+from megatron_coca.data import DataError
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.model import Sampling
+from megatron_coca.text_generation import load_generator
+from tests.checkpoint_files import TINY, beginning_tokenizer, talkative_model, write_checkpoint
+
+ROOT = Path(__file__).parents[3]
+KEYS = TINY | {"max_position_embeddings": 40}
+LONG = "the sea was calm and a small boat"
+TEN = ["--max-new-tokens", "10"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint") / "run"
+    config = load_config([], KEYS)
+    write_checkpoint(folder, config, talkative_model(config).state_dict())
+    return str(folder)
+
+
+def expected(
+    checkpoint: str, prompt: str, sampling: Sampling | None = None, start_token: str | None = None, **options: Any
+) -> str:
+    generator = load_generator(checkpoint, start_token=start_token)
+    return generator.complete([prompt], 10, sampling or Sampling(), **options)[0].text
+
+
+def test_one_prompt_is_answered_by_its_text(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--repetition-penalty", "1.1", "--seed", "5"]
+    assert generate.main(["--checkpoint", checkpoint, "--prompt", LONG, *TEN, *options]) == 0
+    wanted = expected(checkpoint, LONG, Sampling(0.8, 40, 0.9, 1.1, 5))
+    assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_prompts_of_a_file_into_a_file(checkpoint: str, tmp_path: Path) -> None:
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
+    file.write_text('{"prompt": "the sea"}\n\n{"text": "a small\\nboat"}\n')
+    options = ["--file", str(file), "--num-samples", "2", "--temperature", "1", "--output", str(output), *TEN]
+    assert generate.main(["--checkpoint", checkpoint, *options]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["the sea"] * 2 + ["a small\nboat"] * 2
+    assert records[0]["text"] == expected(checkpoint, "the sea", Sampling(1.0)) != records[1]["text"]
+    assert all(record["tokens"] <= 10 and record["finish"] in ("eod", "length") for record in records)
+
+
+def test_lines_of_a_file_below_their_headings(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("the sea\n\na boat\n")
+    assert generate.main(["--checkpoint", checkpoint, "--file", str(tmp_path / "prompts.txt"), *TEN]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "".join(
+        f"[{number}/2] {prompt}\n{expected(checkpoint, prompt)}\n\n"
+        for number, prompt in enumerate(("the sea", "a boat"), start=1)
+    )
+
+
+def test_standard_input_is_one_prompt(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\nwas calm\n"))
+    assert generate.main(["--checkpoint", checkpoint, *TEN]) == 0
+    assert capsys.readouterr().out == expected(checkpoint, "the sea\nwas calm") + "\n"
+
+
+def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overlay = str(ROOT / "configs" / "extend" / "dynamic_ntk.yml")
+    shown = []
+    for changes in ([], [overlay], [overlay, "rope_scaling.factor=8.0"]):
+        arguments = [
+            "--checkpoint",
+            checkpoint,
+            *changes,
+            "--prompt",
+            LONG * 3,
+            "--output",
+            str(tmp_path / "out.jsonl"),
+        ]
+        assert generate.main([*arguments, "--max-new-tokens", "40"]) == 0
+        shown.append((tmp_path / "out.jsonl").read_text())
+    assert len(set(shown)) == 3
+    assert cli.main(["generate", "--checkpoint", checkpoint, "--prompt", "x", "num_layers=3"]) == 2
+    assert "cannot be evaluated with another num_layers" in capsys.readouterr().err
+
+
+def test_a_stop_string(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = expected(checkpoint, LONG, Sampling(1.0))
+    arguments = ["--checkpoint", checkpoint, "--prompt", LONG, "--temperature", "1", *TEN]
+    assert generate.main([*arguments, "--stop", text[4:6]]) == 0
+    assert capsys.readouterr().out == text[: text.index(text[4:6])] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--top-p", "0"], "top_p 0.0: temperature"),
+        (["--prompt", "x", "--stop", ""], "--stop: an empty text"),
+        (["--prompt", "x", "rope_scalin.factor=2"], "did you mean `rope_scaling"),
+        (["--prompt", "x", "none.yml"], "none.yml"),
+        (["--file", "none.txt"], "none.txt: cannot be read"),
+        (["--file", "bad.jsonl"], r"bad.jsonl:2: expected an object with the text of a prompt"),
+        (["--file", "empty.txt"], "empty.txt: has no prompt"),
+        (["--prompt", "x", "--device", "cuda:99"], "device cuda:99: cannot be used here"),
+        (["--prompt", "x", "--output", "."], "is a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_can_correct(
+    checkpoint: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"prompt": "x"}\n["x"]\n')
+    Path("empty.txt").write_text("\n")
+    assert cli.main(["generate", "--checkpoint", checkpoint, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-coca generate: ") and message in error
+
+
+def test_no_checkpoint_and_too_many_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--checkpoint", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    write_checkpoint(tmp_path / "learned", load_config([], KEYS | {"pos_emb": "learned"}))
+    assert (
+        cli.main(["generate", "--checkpoint", str(tmp_path / "learned"), "--prompt", LONG, "--max-new-tokens", "20"])
+        == 2
+    )
+    assert "40 positions" in capsys.readouterr().err
+
+
+def test_help_and_typing_errors_import_no_torch() -> None:
+    code = (
+        "import contextlib, io, sys\nfrom megatron_coca.commands.generate import main\n"
+        "for arguments in (['--help'], ['--tempo', '1']):\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), "
+        "contextlib.redirect_stderr(io.StringIO()):\n        main(arguments)\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([], KEYS | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
+    write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
+    given = ["--checkpoint", str(tmp_path / "run"), "--prompt", "ab", *TEN]
+    assert generate.main(given) == 0
+    assert "puts <bos> before every prompt: --start-token '<bos>' does" in capsys.readouterr().err
+    assert generate.main([*given, "--start-token", "<bos>"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"
+    with pytest.raises(DataError, match="has no symbol '<start>'"):
+        generate.main([*given, "--start-token", "<start>"])
+    with pytest.raises(EvaluationError, match="--start-token: a chat has that of its template"):
+        generate.main([*given, "--start-token", "<bos>", "--chat"])
+
+
+def test_too_many_new_tokens_for_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12800000000000384 bytes")
+
+    monkeypatch.setattr("megatron_coca.text_generation.generate_tokens", fail)
+    saved = write_checkpoint(tmp_path / "run", load_config([], TINY))
+    with pytest.raises(EvaluationError, match="memory of cpu does not suffice; lower --max-new-tokens"):
+        generate.main(["--checkpoint", str(saved), "--prompt", "a", "--device", "cpu"])

@@ -1,0 +1,86 @@
+"""Which generation settings are greedy decoding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.checkpoints import load_checkpoint
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks.lm_eval_model import greedy_limits
+from megatron_coca.evaluation.tasks.lm_eval_prompts import PromptEncoding
+from tests.parity.exported import NEOX, random_checkpoint
+from tests.tokenizer_files import train_unigram
+from tests.unit.evaluation.harness_cases import WORDS, adapter, requests
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False, "temperature": 1},
+        {"do_sample": False, "temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"num_beams": 1},
+        {"num_beams": None, "repetition_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_what_is_greedy(settings: dict[str, Any]) -> None:
+    assert greedy_limits("task", {"until": "x", "max_gen_toks": 7} | settings) == (7, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"do_sample": True}, "do_sample"),
+        ({"temperature": 0.7}, "do_sample"),
+        ({"do_sample": True, "temperature": 0.7}, "do_sample"),
+        ({"num_beams": 4, "do_sample": False}, "num_beams"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+    ],
+    ids=str,
+)
+def test_what_is_not(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
+        greedy_limits("task", settings)
+
+
+def test_no_room_for_a_prompt(tmp_path: Path) -> None:
+    model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)), max_length=48)
+    with pytest.raises(EvaluationError, match="48 new tokens leave no room for a prompt in 48; raise --max-length"):
+        model.generate_until(requests("generate_until", [("a", {"max_new_tokens": 48})]))
+
+
+def test_a_token_before_every_text(tmp_path: Path) -> None:
+    loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
+    begun, plain = adapter(loaded, start=ord("#")), adapter(loaded)
+    asked = requests("loglikelihood", [("ab", "cd"), ("", "cd")])
+    assert begun.loglikelihood(asked) == plain.loglikelihood(requests("loglikelihood", [("#ab", "cd"), ("#", "cd")]))
+    ((whole, _),) = plain.loglikelihood(requests("loglikelihood", [("#", "abc")]))
+    assert begun.loglikelihood_rolling(requests("loglikelihood_rolling", [("abc",)])) == [whole]
+    settings = {"until": ["\n"], "max_gen_toks": 5}
+    texts = [
+        model.generate_until(requests("generate_until", [(text, settings)]))
+        for model, text in ((begun, "ab"), (plain, "#ab"))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_numbers_that_are_not_finite_are_no_scores(tmp_path: Path) -> None:
+    """The largest of logits that are NaN would be an answer, right or wrong."""
+    loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
+    with torch.no_grad():
+        next(loaded.model.parameters())[:] = torch.inf
+    with pytest.raises(EvaluationError, match="a log-likelihood is nan: the computation overflowed"):
+        adapter(loaded).loglikelihood(requests("loglikelihood", [("ab", "cd")]))
+
+
+def test_names_that_a_sentencepiece_model_does_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = train_unigram([" ".join(WORDS)] * 40, 280, tmp_path / "tokenizer.model")
+    encoding = PromptEncoding(tokenizer)
+    for text in ("the sea", "the sea<eod>", "calm<eod>"):
+        encoding.encode(text)
+    assert caplog.text.count("a prompt contains <eod>, which SPMTokenizer reads as ordinary text") == 1

@@ -1,0 +1,142 @@
+"""Costs from the configuration: parameters against built models, operations against PyTorch's own counter."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
+
+ROOT = Path(__file__).parents[3]
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 200,
+    "pos_emb": "rotary",
+}
+
+
+def tiny(**changes: Any) -> Config:
+    return load_config([], TINY | changes)
+
+
+def built(config: Config) -> dict[str, int]:
+    return {name: parameter.numel() for name, parameter in build_model(config).named_parameters()}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"no_weight_tying": True},
+    "grouped": {"num_kv_heads": 2},
+    "gated": {"activation": "swiglu", "mlp_multiple_of": 8},
+    "wide": {"intermediate_size": 100},
+    "factor": {"expansion_factor": 3.5},
+    "no biases": {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "use_bias_in_norms": False},
+    "gated without biases": {"activation": "geglu", "use_bias_in_mlp": False},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "scalenorm": {"norm": "scalenorm"},
+    "no norm weights": {"norm": "non_parametric_layernorm"},
+    "parallel": {"gpt_j_residual": True},
+    "parallel, one norm": {"gpt_j_residual": True, "gpt_j_tied": True},
+    "clex": {"rope_scaling": {"rope_type": "clex"}, "rotary_pct": 0.5},
+    "rpe": {"pos_emb": "rpe", "rpe_num_buckets": 16},
+    "kerple_log": {"pos_emb": "kerple_log"},
+    "kerple_power": {"pos_emb": "kerple_power"},
+    "learned": {"pos_emb": "learned", "max_position_embeddings": 64},
+    "coca": {"pos_emb": "coca"},
+    "alibi": {"pos_emb": "alibi"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
+    config = tiny(**shape)
+    state = torch.get_rng_state()
+    count, sizes = parameter_count(config), built(config)
+    assert torch.equal(torch.get_rng_state(), state), "a resumed run counts after it has restored the generators"
+    assert count.total == sum(sizes.values())
+    parts = {
+        "embedding": lambda name: "word_embeddings" in name,
+        "head": lambda name: "final_linear" in name,
+        "norms": lambda name: "norm" in name,
+        "mlp": lambda name: ".mlp." in name,
+        "attention": lambda name: "query_key_value" in name or "dense" in name,
+    }
+    for part, belongs in parts.items():
+        assert getattr(count, part) == sum(size for name, size in sizes.items() if belongs(name)), part
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/350M").glob("*.yml")), ids=lambda path: path.stem)
+def test_the_350m_models_with_one_layer(path: Path) -> None:
+    config = load_config(path, {"num_layers": 1, "vocab_size": 128})
+    assert parameter_count(config).total == sum(built(config).values())
+    whole = parameter_count(load_config(path))
+    if path.stem == "roformer_coca_authors":
+        assert whole.total == 508_880_896, "what transformers' GPT-NeoX counts for the authors' config.json"
+    else:
+        assert abs(whole.total - 405_334_016) < 0.6e6, "24 layers of the shape of GPT-3's 350M, head untied"
+
+
+@pytest.mark.parametrize(
+    ("shape", "checkpoint"),
+    list(product(("plain", "untied", "grouped", "gated", "parallel", "coca"), (False, True))),
+)
+def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> None:
+    """With the dense reference, whose attention multiplies the full square as `model` counts it."""
+    changes = {"attention_backend": "reference", "vocab_size": 256, "checkpoint_activations": checkpoint}
+    changes["loss_chunk_size"] = 0  # the counter does not see the products that write into a given tensor
+    config = tiny(**SHAPES[shape] | changes)
+    loss, batch, length = LanguageModelLoss(build_model(config)).train(), 2, config.model.seq_length
+    with FlopCounterMode(display=False) as counter:
+        loss(torch.zeros(batch, length + 1, dtype=torch.int64)).backward()
+    counted, flops = counter.get_total_flops() / (batch * length), flops_per_token(config)
+    squared = 2 * config.model.num_layers * config.model.hidden_size * (length - 1)  # the half that is masked
+    again = flops.executed - 3 * flops.forward
+    assert counted == pytest.approx(flops.model + (again + squared if checkpoint else 0), rel=1e-9)
+
+
+def test_causal_kernels_do_half_of_the_square() -> None:
+    config = tiny()
+    flops = flops_per_token(config)
+    square = 12 * config.model.num_layers * config.model.hidden_size * 32
+    assert flops.model - flops.executed == pytest.approx(square * (1 - 33 / 64))
+
+
+def test_length_changes_attention_alone() -> None:
+    config = tiny()
+    short, long = flops_per_token(config, 10), flops_per_token(config, 110)
+    assert long.model - short.model == 12 * config.model.num_layers * config.model.hidden_size * 100
+
+
+def test_an_unknown_vocabulary_is_named() -> None:
+    config = load_config([], {name: value for name, value in TINY.items() if name != "vocab_size"})
+    with pytest.raises(ConfigError, match="vocab_size"):
+        parameter_count(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA RTX A6000", 155e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364e12),
+        ("NVIDIA L40S", 362e12),
+        ("cpu", None),
+        ("NVIDIA TITAN V", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak

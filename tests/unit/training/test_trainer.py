@@ -1,0 +1,186 @@
+"""What the loop does with steps that go wrong, with an engine that does what the test says."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece
+from megatron_coca.config import load_config
+from megatron_coca.data import Batch
+from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.engine import HeldOutLoss, StepResult
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
+from megatron_coca.training.loss_guard import Limits, bad_reason
+from megatron_coca.training.saving import Checkpoints
+from megatron_coca.training.topology import Topology
+from megatron_coca.training.trainer import Trainer
+from megatron_coca.training.watchdog import Watchdog
+from tests.checkpoint_files import run_alone
+
+ALONE = Topology(1, 1, 1, 1)
+LAYOUT = {"batch": 4, "dtype": "fp32"}
+
+
+class CountingEngine:
+    """An engine whose weight is the number of steps that changed it, and whose losses the test gives."""
+
+    copies: frozenset[str] = frozenset()
+    partitioned, loss_scale, module, labels = False, None, torch.nn.Linear(1, 1), 1
+
+    def __init__(self, loss: Callable[[int], float]) -> None:
+        self.weight, self.calls, self._loss = torch.zeros(1), 0, loss
+        self.read: list[bytes] = []
+
+    def train_step(self, batches: Sequence[Batch], rate: float, limits: Limits) -> StepResult:
+        loss = self._loss(self.calls)
+        self.calls += 1
+        self.read.append(b"".join(np.ascontiguousarray(batch.tokens).tobytes() for batch in batches))
+        taken = bad_reason(loss, 1.0, limits) is None
+        self.weight += taken
+        return StepResult(loss, 1.0, not taken, self.labels)
+
+    def mean_loss(self, batches: Sequence[Batch]) -> HeldOutLoss:
+        return HeldOutLoss(1.0, 1)
+
+    def pieces(self) -> list[StatePiece]:
+        return [StatePiece("w", WEIGHT, 0, self.weight)]
+
+    def parameter_slices(self) -> dict[str, ParameterSlice]:
+        return {"w": ParameterSlice((1,))}
+
+    def counters(self) -> dict[str, float]:
+        return {"step": 0.0}
+
+    def restored(self, counters: dict[str, float]) -> None:
+        pass
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one process, without a process group."""
+    run_alone(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def opened(small: dict[str, Any]) -> Corpus:
+    return open_corpus(load_config([], small))
+
+
+Run = Callable[..., CountingEngine]
+
+
+@pytest.fixture
+def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
+    """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
+
+    def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
+        fixed = {"save": str(tmp_path / "run"), "eval_interval": 100}
+        keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, **keys}
+        config = opened.config.override(keys)
+        corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
+        sizes = config.batch.resolve(1)
+        checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
+        told = preemption or CaughtSignals(), Watchdog(None, None, 0)
+        Trainer(corpus, engine, checkpoints, sizes, ALONE, *told).run()  # type: ignore[arg-type]
+        return engine
+
+    return train
+
+
+def events(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [line["event"] for line in lines if "event" in line]
+
+
+def nan_at(*calls: int) -> Callable[[int], float]:
+    return lambda call: math.nan if call in calls else 1.0
+
+
+def test_a_run_without_faults(run: Run, tmp_path: Path) -> None:
+    engine = run(nan_at())
+    assert engine.calls == 10 and float(engine.weight) == 10 and len(set(engine.read)) == 10
+    assert native.steps(tmp_path / "run") == list(range(1, 11)) and events(tmp_path) == []
+
+
+def test_the_initial_weights_are_saved_on_request(run: Run, tmp_path: Path) -> None:
+    run(nan_at(), checkpoint_factor=None, extra_save_iters=[0, 4])
+    assert native.steps(tmp_path / "run") == [0, 4, 10]
+
+
+def test_a_skipped_step_changes_nothing(run: Run, tmp_path: Path) -> None:
+    engine = run(nan_at(3, 4))
+    assert engine.calls == 10 and float(engine.weight) == 8
+    assert any("loss is nan" in each for each in events(tmp_path))
+
+
+def test_too_many_skipped_steps_stop_the_run(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"stopped at step 7: .*3 steps in a row were bad; step 6 is saved.") as stopped:
+        run(nan_at(*range(4, 10)), max_consecutive_skips=2)
+    assert f"set load={tmp_path / 'run'} iteration=STEP without auto_resume" in str(stopped.value)
+
+
+def test_a_run_that_stops_without_a_checkpoint_names_none(run: Run) -> None:
+    with pytest.raises(Diverged, match=r"stopped at step 1: loss is nan; nothing is saved$"):
+        run(nan_at(0), nonfinite_policy="stop", checkpoint_factor=5)
+
+
+def test_data_left_out_by_an_earlier_version_cannot_be_left_out(run: Run, tmp_path: Path, opened: Corpus) -> None:
+    """A rollback of it changed the order of the data; without one, its checkpoints are resumed."""
+    run(nan_at(), train_iters=2)
+    folder = native.step_folder(tmp_path / "run", 2)
+    path = folder / native.META
+    meta, keys = native.read_json(path), {"save": str(tmp_path / "run"), "train_iters": 2, "checkpoint_factor": 1}
+    corpus = Corpus(opened.config.override(keys), opened.train, opened.valid, opened.tokenizer)
+    engine = CountingEngine(nan_at())
+    checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
+    told = CaughtSignals(), Watchdog(None, None, 0)
+    trainer = Trainer(corpus, engine, checkpoints, corpus.config.batch.resolve(1), ALONE, *told)  # type: ignore[arg-type]
+    for skips in ([], [[1, 1]]):
+        guard = meta["progress"]["guard"] | {"first_bad": None, "bad_steps": 1, "rollbacks": len(skips)}
+        path.write_text(json.dumps(meta | {"progress": meta["progress"] | {"skips": skips, "guard": guard}}))
+        if skips:
+            with pytest.raises(CheckpointError, match="an earlier version rolled this run back and left out data"):
+                trainer.restore(folder)
+        else:
+            trainer.restore(folder)
+            assert trainer.step == 2
+
+
+def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
+    preemption = CaughtSignals()
+
+    def loss(call: int) -> float:
+        preemption.requested = "SIGTERM" if call == 3 else None
+        return 1.0
+
+    with pytest.raises(Preempted, match=r"preempted \(SIGTERM\); step 4 is saved"):
+        run(loss, preemption, checkpoint_factor=100)
+    assert native.steps(tmp_path / "run") == [4]
+
+
+def at(call: int, action: Callable[[], object]) -> Callable[[int], float]:
+    """Losses of an ordinary run, in one step of which something happens to the disk."""
+
+    def loss(now: int) -> float:
+        if now == call:
+            action()
+        return 1.0
+
+    return loss
+
+
+def test_a_deleted_save_folder_is_made_again(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run(at(3, lambda: shutil.rmtree(folder)), checkpoint_factor=9)
+    assert native.steps(folder) == [9, 10]
+    native.verify(native.step_folder(folder, 10))
