@@ -18,6 +18,7 @@ from megatron_coca.attention.inputs import AttentionInputs, Backend, documents_f
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.attention.positions.bias import LearnedFire
 from megatron_coca.config import load_config
+from megatron_coca.methods import find
 from tests.reference.clex import clex_frequencies
 from tests.reference.dense import RelativeMap, Setting, attention
 from tests.reference.frequencies import frequencies, multiplier
@@ -107,7 +108,8 @@ class Case:
 
     def _factors(self) -> str | tuple[float, int, int]:
         if isinstance(self.logit_scaling, str):
-            return self.logit_scaling
+            absent = self.training and find("logit_scaling", self.logit_scaling).evaluation_only
+            return "none" if absent else self.logit_scaling
         given = self.logit_scaling
         return given.get("strength", 0.1), given.get("period", TRAINING_LENGTH), given.get("first", 0)
 

@@ -33,8 +33,8 @@ def layer_of(
 def oracle_error(keys: Mapping[str, Any], length: int, dtype: torch.dtype = torch.float32) -> float:
     """Norm of the layer's difference to the oracle, by that of the oracle, at four times the trained length."""
     layer, config = layer_of(keys, dtype, length // 4)
-    if layer.encoding.clex is not None:
-        layer.eval()  # training draws positions
+    if layer.encoding.clex is not None or config.position.scaling.evaluation_only:
+        layer.eval()  # training draws positions, and has no such factor
     hidden = torch.randn(1, length, config.model.hidden_size, generator=torch.Generator().manual_seed(1), dtype=dtype)
     exact = layer_by_oracle(layer, config, hidden)
     return float((layer(hidden) - exact).norm() / exact.norm())
