@@ -65,7 +65,7 @@ def test_the_checks_find_what_is_missing() -> None:
 
 
 def test_tests_that_pages_name_exist() -> None:
-    files = {path.name: path.read_text() for path in (ROOT / "tests").glob("*/test_*.py")}
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = [found for page in NAMES for found in re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / page).read_text())]
     assert len(named) > 50
     assert not [f"{file}::{name}" for file, name in named if f"def {name}(" not in files.get(file, "")]

@@ -20,7 +20,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 TRAINING = """
 TITLE = ""
 import logging, sys, time
-from megatron_coca import console
+from megatron_coca.support import console
 console.set_up_logging(True)
 log = logging.getLogger("megatron_coca.some").info
 log("before the bar")
@@ -39,7 +39,7 @@ log("after the bar")
 """
 TASK = """
 import sys, time
-from megatron_coca.console import Progress
+from megatron_coca.support.console import Progress
 with Progress("RoFormer + CoCA + dynamic NTK with a long label, window 16384", 12, "documents") as progress:
     for number in range(12):
         progress.advance()
@@ -110,7 +110,7 @@ def test_the_cursor_is_never_hidden(number: signal.Signals) -> None:
 def test_children_and_nested_tasks_share_the_terminal() -> None:
     code = """
 import subprocess, time
-from megatron_coca.console import Progress
+from megatron_coca.support.console import Progress
 with Progress("outer", 2, "parts") as outer:
     subprocess.run(["echo", ""])
     subprocess.run(["echo", "a child"])
@@ -199,7 +199,7 @@ def test_a_resumed_task_estimates_from_its_own_work(monkeypatch: pytest.MonkeyPa
 def test_an_interrupted_generator_ends_its_display() -> None:
     code = """
 import sys
-from megatron_coca.console import track
+from megatron_coca.support.console import track
 kept = track(range(9), "kept", 9, "things")
 next(kept)
 for number in track(range(9), "read", 9, "things"):

@@ -29,7 +29,9 @@ import os, signal, sys, time
 from pathlib import Path
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent
 def write(name):
-    (folder / f"{name}.{rank}").write_text(str(os.getpid()))
+    partial = folder / f"{rank}.{name}.partial"
+    partial.write_text(str(os.getpid()))
+    partial.rename(folder / f"{name}.{rank}")  # a reader sees the number or no file
 def wait():
     write("ready")
     time.sleep(60)
