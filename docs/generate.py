@@ -37,7 +37,7 @@ CONFIG_INTRODUCTION = """\
 
 A run is one or several YAML or JSON files, merged left to right, and then `key=value` overrides:
 
-    python train.py configs/350M/roformer_coca.yml configs/cluster/cpu.yml train_iters=1000 \\
+    megatron-coca train configs/350M/roformer_coca.yml configs/cluster/cpu.yml train_iters=1000 \\
         rope_scaling.rope_type=dynamic rope_scaling.factor=4.0
 
 ```python

@@ -100,3 +100,7 @@ def outside(missing: Sequence[str]) -> str:
     else:
         remedy = "install megatron-coca with its dependencies: pip install megatron-coca"
     return f"{', '.join(missing)} not installed for {sys.executable} ({sys.version.split()[0]}): {remedy}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

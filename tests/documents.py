@@ -19,7 +19,7 @@ FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:(?:python|make|pip|bash) |megatron-coca [^`]*[/=])[^`]+)`")
 INDENTED = re.compile(r"\n\n(?: {4}| {7})(?=\S)(.*)")
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{4,}\b(?!=)")
-"""Marks an inline command that shows a form: `python train.py ...`, `python evaluate.py TASK --help`."""
+"""Marks an inline command that shows a form: `megatron-coca train ...`, `megatron-coca evaluate TASK --help`."""
 
 
 def blocks(page: str, language: str) -> list[str]:

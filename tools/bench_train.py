@@ -2,10 +2,10 @@
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
 
-Ours is the step of `train.py`, DeepSpeed included; the peer is plain PyTorch in its own process, as its users run it.
-On a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All take turns, step
-by step, on the same random tokens, so that a slow phase of the machine slows all of them; a ratio is the median over
-the rounds. Appends one JSON line for each to --output. On a GPU, with 350M parameters and bfloat16:
+Ours is the step of `megatron-coca train`, DeepSpeed included; the peer is plain PyTorch in its own process, as its
+users run it. On a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All
+take turns, step by step, on the same random tokens, so that a slow phase of the machine slows all of them; a ratio is
+the median over the rounds. Appends one JSON line for each to --output. On a GPU, with 350M parameters and bfloat16:
 
     python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16 train_micro_batch_size_per_gpu=32 \\
         --methods rotary coca --peer transformers --compile --rounds 50
@@ -110,7 +110,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
 
 def own_step(config: Config) -> Callable[[list[Tensor]], float]:
-    """Return a step of the engine, as `train.py` runs it."""
+    """Return a step of the engine, as `megatron-coca train` runs it."""
     model = build_model(config, group.local_device()).train()
     optimizer = build_optimizer(model, config.optimizer)
     own_engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))

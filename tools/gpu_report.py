@@ -3,7 +3,7 @@
     python tools/gpu_report.py --output results/gpu            # or: make gpu-report
     python tools/gpu_report.py --dry-run                       # parts and commands; needs no GPU
 
-Runs the gpu tests, the training step as train.py takes it by default, beside transformers and
+Runs the gpu tests, the training step as megatron-coca train takes it by default, beside transformers and
 GPT-NeoX's published speed, attention by method and length, decoding, and a pass over 32,768 tokens. Every part has a
 time limit, and none stops the others. The same command continues after an interruption: parts that were finished on
 this kind of GPU with this code are not repeated. Exit status 1 if a part failed, 2 without a usable GPU.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca.support.atomic_write import write_file
 
 MODEL = "configs/350M/roformer_coca.yml"
-SPEED = f"evaluate.py speed --config {MODEL} --device cuda --dtype bfloat16 --overwrite --output FILE"
+SPEED = f"megatron-coca evaluate speed --config {MODEL} --device cuda --dtype bfloat16 --overwrite --output FILE"
 ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
 STEP = f"tools/bench_train.py {MODEL} configs/cluster/gpu1.yml {ONE}"
 NEOX = "seq_length=2048 max_position_embeddings=2048 rotary_pct=0.25 gpt_j_residual=true"
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 PARTS: dict[str, Part] = {
     "tests": Part("The gpu tests", "-m pytest -m gpu tests/gpu", 20),
     "step": Part(
-        "A training step as train.py takes it, 350M, 16 x 512 tokens, beside transformers compiled",
+        "A training step as megatron-coca train takes it, 350M, 16 x 512 tokens, beside transformers compiled",
         f"{STEP} --compile --methods rotary coca alibi none --peer transformers --rounds 30 --output FILE",
         15,
     ),

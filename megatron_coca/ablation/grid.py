@@ -139,7 +139,7 @@ class Cell:
 
     Attributes:
         name: also the name of the folders `run` and `results`.
-        config: what train.py gets.
+        config: what megatron-coca train gets.
         ranks: processes that train it.
         batch: samples per step over all ranks.
         data: what it is trained on.
@@ -366,8 +366,8 @@ class Measurements(NamedTuple):
 def _check_tasks(
     file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, inputs: Inputs | None
 ) -> tuple[Measurements, list[str]]:
-    """Return the digests of every result file, in a folder `results`, and a line for each task that evaluate.py would
-    refuse. Without `inputs` the data are not looked at.
+    """Return the digests of every result file, in a folder `results`, and a line for each task
+    that `megatron-coca evaluate` would not accept. Without `inputs` the data are not looked at.
     """
     problems, found, trained = [], Measurements({}, {}), config.flat()
     flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
@@ -392,7 +392,7 @@ def _check_tasks(
 
 
 def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:
-    """Return the digest of the files that a call of evaluate.py reads, None for none, or without `inputs`.
+    """Return the digest of the files that a call of megatron-coca evaluate reads, None for none, or without `inputs`.
 
     Raises EvaluationError or DataError for what the call would refuse before it loads a model.
     """

@@ -18,15 +18,15 @@ from megatron_coca.evaluation.tasks.prompts import BUILTIN
 class Inputs:
     """The digests of files and shards, each computed once: a grid evaluates every model on the same ones.
 
-    Shards and files above 64 MiB are sampled. A change that is missed here is found by evaluate.py, which hashes the
-    tokens that it reads.
+    Shards and files above 64 MiB are sampled. A change that is missed here is found by
+    `megatron-coca evaluate`, which hashes the tokens that it reads.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], str] = {}
 
     def digest(self, args: Namespace, sources: list[DocumentSource], config: Config) -> str | None:
-        """Return a digest of the files that a call of evaluate.py reads, None if it reads none.
+        """Return a digest of the files that a call of megatron-coca evaluate reads, None if it reads none.
 
         Args:
             args: its parsed options.

@@ -513,7 +513,7 @@ def _synthetic(settings: Settings) -> str | None:
     if packed:
         return f"not available with {packed[0]}: the samples have no documents; set it to false"
     if settings.logging.eval_windows:
-        return "not available with eval_windows, which reads documents; leave it out, or measure with evaluate.py"
+        return "not available with eval_windows, which reads documents; leave it out, or use megatron-coca evaluate"
     return None
 
 

@@ -25,8 +25,8 @@ def show(result: Result) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """One subcommand of evaluate.py: help text, option declarations, and the module of this package, which is imported
-    only then, with the function that runs it.
+    """One subcommand of `megatron-coca evaluate`: help text, option declarations, and the module of this package with
+    the function that runs it. The module is imported only when the subcommand runs.
     """
 
     help: str

@@ -365,7 +365,11 @@ def add_speed_options(parser: ArgumentParser) -> None:
 def add_report_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "results", nargs="+", type=local_path, metavar="RESULTS", help="result files of evaluate.py, or folders of them"
+        "results",
+        nargs="+",
+        type=local_path,
+        metavar="RESULTS",
+        help="result files of megatron-coca evaluate, or folders of them",
     )
     add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
     add("--title", default="Evaluation", help="title of the report")

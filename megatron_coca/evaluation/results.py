@@ -372,7 +372,7 @@ class Store(Generic[ResultType]):
 def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultType | None:
     """Read the result at `path`; None if it may be replaced. Raises EvaluationError for another measurement."""
     try:
-        earlier = read_record(path, type(empty), f"a result of `evaluate.py {empty.task}`")
+        earlier = read_record(path, type(empty), f"a result of `megatron-coca evaluate {empty.task}`")
     except EvaluationError as error:
         if overwrite:
             return None

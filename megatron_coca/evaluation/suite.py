@@ -1,4 +1,4 @@
-"""`evaluate.py suite`: many tasks over many checkpoints, from one YAML file, and their report."""
+"""`megatron-coca evaluate suite`: many tasks over many checkpoints, from one YAML file, and their report."""
 
 import json
 import re
@@ -70,8 +70,8 @@ class SuiteFile(Record):
 
 @dataclass(frozen=True)
 class Command:
-    """One call of evaluate.py: the entry of `tasks`, the checkpoint's name, the arguments, and the result files that it
-    writes.
+    """One call of `megatron-coca evaluate`: the entry of `tasks`, the checkpoint's name, the arguments, and the result
+    files that it writes.
     """
 
     task: str

@@ -2,7 +2,7 @@
 
 from megatron_coca.methods.declaration import PositionEmbedding, declare
 
-_KERPLE = "it has weights that GPT-NeoX's model does not have; use train.py"
+_KERPLE = "it has weights that GPT-NeoX's model does not have; use megatron-coca train"
 
 declare(
     (
@@ -81,7 +81,7 @@ declare(
             description="Sandwich, the inner products of sinusoidal embeddings",
             bias="`H/(8h) sum_j (cos(r theta_j) - 1)`",
             biased=True,
-            neox="GPT-NeoX has no such bias; use train.py",
+            neox="GPT-NeoX has no such bias; use megatron-coca train",
         ),
         PositionEmbedding(
             "fire",

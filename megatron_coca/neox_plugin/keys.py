@@ -47,7 +47,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 """Keys of GPT-NeoX that contradict the plugin's attention: their default, and the error message."""
 
 NO_POSITIONS = (
-    "GPT-NeoX's data path carries tokens only, and its model counts positions from 0 on the device; use train.py"
+    "GPT-NeoX's data path carries tokens only, and its model counts positions from 0 on the device; "
+    "use megatron-coca train"
 )
 
 
@@ -189,7 +190,7 @@ def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str
     refused = [name for name in values if name not in known and name in KEYS and not _without_effect(name)]
     refused = [name for name in refused if name != "training_positions"]
     if refused:
-        problems.append(f"{', '.join(refused)}: supported by train.py of megatron_coca, not by GPT-NeoX; leave it out")
+        problems.append(f"{', '.join(refused)}: supported by megatron-coca train, not by GPT-NeoX; leave it out")
     return problems
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 IN_ORDER = ("docs/tutorial.md", "docs/recall.md")
 """Pages whose commands build on each other."""
 MAY_MISS = {
-    "python evaluate.py passkey": 2,  # prompts shorter than the text around the key
+    "megatron-coca evaluate passkey": 2,  # prompts shorter than the text around the key
     "megatron-coca estimate": 1,  # does not fit
 }
 TIME_LIMIT = 600

@@ -241,7 +241,7 @@ class Launcher:
         return CommandLaunch(command, self._environment, self._folder / f"command_{number}.txt")
 
     def evaluate(self, checkpoint: Path, text: Path, output: Path, jobs: int) -> CommandLaunch:
-        """Start `evaluate.py perplexity --jobs` of the newest checkpoint in the folder `checkpoint`."""
+        """Start `megatron-coca evaluate perplexity --jobs` of the newest checkpoint in the folder `checkpoint`."""
         files = ["--checkpoint", str(checkpoint), "--data", str(text), "--output", str(output)]
         sizes = ["--windows", "16,128", "--stride", "8", "--device", "cpu", "--jobs", str(jobs)]
         command = [sys.executable, str(ROOT / "evaluate.py"), "perplexity", *files, *sizes, *VARIANTS]

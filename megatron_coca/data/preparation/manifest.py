@@ -155,7 +155,7 @@ def write_run_config(
     saved = json.loads((folder / DESCRIPTION).read_text())
     files = {name: f"./{saved[name]}" for name in ("vocab_file", "merge_file") if saved.get(name)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
-    header = f"# Written with {final}/{MANIFEST}. Name it after the model: train.py MODEL.yml {final}/{RUN_CONFIG}\n"
+    header = f"# Written with {final}/{MANIFEST}. Use: megatron-coca train MODEL.yml {final}/{RUN_CONFIG}\n"
     header += "".join(f"# {line}\n" for line in empty_splits(entries))
     (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
 

@@ -1,4 +1,4 @@
-"""`evaluate.py report`: result files as tables, plots and one page, with published numbers next to ours."""
+"""`megatron-coca evaluate report`: result files as tables, plots and one page, with published numbers next to ours."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,8 @@ def build_report(
 ) -> str:
     """Write report.html and report.md, the plots (figures/NAME.svg) and the tables (tables/NAME.csv).
 
-    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers;
+    `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of them. `papers` adds published
+    numbers;
     `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
     the label that perplexities are compared with.
     Returns the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels

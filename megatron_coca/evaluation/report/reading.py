@@ -66,11 +66,15 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
                 ignored.append(str(file))
             else:
                 tasks = ", ".join(RESULT_TYPES)
-                raise EvaluationError(f"{file}: is not a result of `evaluate.py` (its task is none of {tasks})")
+                raise EvaluationError(
+                    f"{file}: is not a result of `megatron-coca evaluate` (its task is none of {tasks})"
+                )
         if ignored:
             logger.warning("ignored %d files that are not results, such as %s", len(ignored), ignored[0])
     if not loaded:
-        raise EvaluationError("no results to report: name files of `evaluate.py TASK --output`, or folders of them")
+        raise EvaluationError(
+            "no results to report: name files of `megatron-coca evaluate TASK --output`, or folders of them"
+        )
     return list(loaded.values())
 
 
@@ -90,7 +94,7 @@ def _task(file: Path) -> str | None:
 
 def _load(file: Path, task: str) -> LoadedResult:
     try:
-        result = results.read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
+        result = results.read_record(file, RESULT_TYPES[task], f"a result of `megatron-coca evaluate {task}`")
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
     return LoadedResult(str(file), result)

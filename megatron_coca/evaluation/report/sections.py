@@ -103,7 +103,7 @@ def report_document(loaded: Sequence[LoadedResult], title: str, options: ReportO
     weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
     counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
     files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
-    origin = "Every number is of this project's evaluate.py, unless a paper is named."
+    origin = "Every number is of this project's megatron-coca evaluate, unless a paper is named."
     sections = []
     for name, (heading, tasks, build) in SECTIONS.items():
         chosen = [item for item in loaded if item.result.task in tasks]

@@ -1,4 +1,4 @@
-"""`evaluate.py analyse`: initial angles, decay of scores and entropy of a checkpoint's attention, by length."""
+"""`megatron-coca evaluate analyse`: initial angles, decay of scores and entropy of attention, by length."""
 
 import math
 from argparse import Namespace

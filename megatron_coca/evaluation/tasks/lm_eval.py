@@ -1,4 +1,4 @@
-"""`evaluate.py lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
+"""`megatron-coca evaluate lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
 
 import logging
 from argparse import Namespace
@@ -113,7 +113,7 @@ def run(args: Namespace) -> int:
         from megatron_coca.evaluation.tasks.lm_eval_model import index_tasks
     except (PackageNotFoundError, ImportError) as error:
         raise EvaluationError(
-            f"evaluate.py lm-eval needs lm-evaluation-harness ({error}): pip install 'lm-eval==0.4.13'"
+            f"megatron-coca evaluate lm-eval needs lm-evaluation-harness ({error}): pip install 'lm-eval==0.4.13'"
         ) from error
     if args.log_samples and args.output is None:
         raise EvaluationError("--log-samples: needs --output, beside which the samples are written")

@@ -1,4 +1,4 @@
-"""`evaluate.py lm-eval --log-samples`: the documents of a task with prompts and answers, in the harness's format."""
+"""`megatron-coca evaluate lm-eval --log-samples`: a task's documents, prompts and answers, in the harness's format."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence

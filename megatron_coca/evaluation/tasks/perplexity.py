@@ -1,4 +1,4 @@
-"""Sliding-window perplexity: `evaluate.py perplexity`, and the measurement as a function."""
+"""Sliding-window perplexity: `megatron-coca evaluate perplexity`, and the measurement as a function."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""`evaluate.py recall`: accuracy of key-value recall by length and shift of positions, and the scores of its heads."""
+"""`megatron-coca evaluate recall`: accuracy of key-value recall by length and shift, and its heads' scores."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`evaluate.py passkey`, `needle` and `ruler`: their result files, and the measurement that they share."""
+"""`megatron-coca evaluate passkey`, `needle` and `ruler`: their result files, and the measurement that they share."""
 
 import math
 from argparse import Namespace
@@ -161,11 +161,11 @@ CELLS: dict[str, tuple[type[ScoredCell], tuple[str, ...]]] = {
     "needle": (NeedleCell, ("length", "depth")),
     "ruler": (RulerCell, ("task", "length")),
 }
-"""The cells of `evaluate.py TASK`, and the names of the values in their keys."""
+"""The cells of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
 
 
 def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
-    """Build the result cell of `evaluate.py TASK` with this key."""
+    """Build the result cell of `megatron-coca evaluate TASK` with this key."""
     kind, names = CELLS[task]
     fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
     if kind is PasskeyCell:

@@ -1,4 +1,4 @@
-"""`evaluate.py speed`: time and memory of position methods, measured side by side in one run.
+"""`megatron-coca evaluate speed`: time and memory of position methods, measured side by side in one run.
 
 One model for each method, all with the same weights. Times vary between runs, so no two result files are equal.
 """

@@ -1,4 +1,4 @@
-"""evaluate.py analyse: the same numbers whatever the order, and what is sampled."""
+"""megatron-coca evaluate analyse: the same numbers whatever the order, and what is sampled."""
 
 import json
 from itertools import pairwise

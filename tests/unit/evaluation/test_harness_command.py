@@ -1,4 +1,4 @@
-"""`evaluate.py lm-eval`."""
+"""`megatron-coca evaluate lm-eval`."""
 
 import json
 import re

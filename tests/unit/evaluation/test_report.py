@@ -147,14 +147,14 @@ def test_folders_are_searched_and_what_is_no_result_is_told(tmp_path: Path, capl
 @pytest.mark.parametrize("content", ["[]", "{}", '{"task": "painting"}', '{"task": ["passkey"]}'])
 def test_a_foreign_file_that_is_named_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "foreign.json").write_text(content)
-    with pytest.raises(EvaluationError, match=r"foreign.json: is not a result of `evaluate.py`"):
+    with pytest.raises(EvaluationError, match=r"foreign.json: is not a result of `megatron-coca evaluate`"):
         build_report([tmp_path / "foreign.json"], tmp_path)
 
 
 @pytest.mark.parametrize("task", RESULT_TYPES)
 def test_a_damaged_result_is_an_error_in_a_folder_too(tmp_path: Path, task: str) -> None:
     (tmp_path / "damaged.json").write_text(json.dumps({"task": task}))
-    message = rf"damaged.json: is not a result of `evaluate.py {task}` .*; measure it again"
+    message = rf"damaged.json: is not a result of `megatron-coca evaluate {task}` .*; measure it again"
     with pytest.raises(EvaluationError, match=message):
         build_report([tmp_path], tmp_path / "report")
 

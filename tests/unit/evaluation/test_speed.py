@@ -1,4 +1,4 @@
-"""evaluate.py speed: that all methods do the same work side by side, and that memory is what a call holds."""
+"""`megatron-coca evaluate speed`: all methods do the same work side by side, and memory is what a call holds."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path

@@ -75,10 +75,10 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ({"pos_emb": "rotary", "relative_positions": ["rerope"]}, "^relative_positions: expected a mapping"),
         ({"vocab_size": "10"}, "^vocab_size: expected an integer, got '10'"),
         ({"lr_warmup_init": "tiny"}, "^lr_warmup_init: expected a number"),
-        ({"trainable": ["key"]}, "trainable: supported by train.py .*not by GPT-NeoX"),
+        ({"trainable": ["key"]}, "trainable: supported by megatron-coca train, not by GPT-NeoX"),
         (
             {"reset_attention_mask": True, "pos_emb": "coca"},
-            "reset_attention_mask: supported by train.py .*not by GPT-NeoX",
+            "reset_attention_mask: supported by megatron-coca train, not by GPT-NeoX",
         ),
     ],
 )

@@ -24,10 +24,10 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])((?:configs|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
 MARKERS = re.compile(r"[*<>{}]|NAME")
 COMMANDS = list(dict.fromkeys(command for _, command in everywhere()))
-SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?(?:python (?:train|evaluate|tools/\w+)\.py|megatron-coca) ")
+SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?(?:python tools/\w+\.py|megatron-coca) ")
 OURS = [command for command in COMMANDS if SCRIPT.match(command)]
 OF_RUNS = (
-    "train.py",
+    "megatron-coca train",
     "megatron-coca estimate",
     "megatron-coca inspect",
     "tools/bench_train.py",
@@ -92,6 +92,24 @@ def test_a_command_without_a_row_fails_and_every_row_is_used() -> None:
     assert not unused and not RUN.keys() & NOT_RUN.keys()
 
 
+def test_a_command_has_one_spelling() -> None:
+    """The scripts of the top level and of tools/ run the same subcommands; only the pages' list of them names them."""
+    fronts = "train|evaluate|tools/(?:ablate|convert_to_huggingface|convert_to_neox|generate|prepare_data)"
+    spelled = re.compile(rf"(?:\bpython |`)(?:{fronts})\.py\b")
+    named = {"README.md": 1, "docs/launch.md": 1, "docs/architecture.md": 1, "docs/faults.md": 1}
+    for folder, pattern in (
+        ("configs", "*.y*ml"),
+        ("configs", "*.j2"),
+        ("megatron_coca", "*.py"),
+        ("megatron_coca", "*.yaml"),
+    ):
+        for path in (ROOT / folder).rglob(pattern):
+            assert not spelled.search(path.read_text()), f"{path}: say `megatron-coca COMMAND`"
+    for page in NAMES:
+        lines = [line for line in (ROOT / page).read_text().splitlines() if spelled.search(line)]
+        assert len(lines) <= named.get(page, 0), f"{page}: say `megatron-coca COMMAND`: {lines}"
+
+
 class _ParsedError(Exception):
     """The arguments were accepted."""
 
@@ -150,11 +168,11 @@ def test_configurations_load(command: str, monkeypatch: pytest.MonkeyPatch) -> N
     keys = [word for word in arguments if re.match(r"[a-z_.]+=", word)]
     if script in OF_RUNS and files:
         load_config(files, keys)
-    elif script == "tools/ablate.py":
+    elif script == "megatron-coca ablate":
         read_ablation(Path(files[0]))
-    elif script == "evaluate.py" and arguments[0] == "suite":
+    elif script == "megatron-coca evaluate" and arguments[1] == "suite":
         read_suite(Path(files[0]))
-    elif script == "evaluate.py":
+    elif script == "megatron-coca evaluate":
         for file in files:
             load_config([file] if file.startswith("configs/350M") else [BASE, file])
 
