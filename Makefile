@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-all test-cuda soak gpu-report lint docs clean
+.PHONY: quickstart test test-slow test-all test-cuda soak gpu-report lint docs clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
@@ -20,6 +20,15 @@ SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 test: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not serial"
 	$(PYTEST) -m "serial and not slow and not gpu" $(SERIAL)
+
+# As many of the slow tests as begin within SLOW_MINUTES. The commit decides on the order of the files, so that each gets
+# its turn. A test that fails runs a second time with nothing beside it; one that fails twice fails the run.
+SLOW_MINUTES ?= 40
+
+test-slow: .venv/ready-dev
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not gpu and not serial" --minutes $(SLOW_MINUTES) --order "$$(git rev-parse HEAD)" --durations 20 || \
+	  { [ $$? = 1 ] && echo "again, one at a time:" && timeout 900 env $(PYTEST) --last-failed --last-failed-no-failures none -m "slow and not gpu and not serial"; }
+	timeout 300 env $(PYTEST) -m "serial and slow and not gpu" $(SERIAL)
 
 # Everything that needs no GPU.
 test-all: .venv/ready-dev lint

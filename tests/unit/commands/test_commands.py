@@ -186,4 +186,3 @@ def test_configs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_choices_are_those_of_the_libraries() -> None:
     assert tuple(DTYPES) == options.DTYPES
     assert options.DYNAMIC_LENGTHS.keys() == DYNAMIC_LENGTHS.keys() and options.DYNAMIC_LENGTH == DYNAMIC_LENGTH
-    assert len(TASKS) == 10
