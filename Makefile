@@ -4,10 +4,9 @@ BIN := .venv/bin
 
 .PHONY: quickstart test test-slow test-all test-cuda soak gpu-report lint docs clean
 
-# One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
-# memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
-# environment turns these off. Files run in their order, the longest first (tests/conftest.py): by default those with few
-# tests, which are long, come last.
+# One thread per test process, and three processes on two cores, because many tests wait. Tests that time code or measure
+# memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is emptied, so that processes which tests
+# start read compiled modules. tests/conftest.py runs the longest files first; pytest-xdist would run them last.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 WORKERS ?= 3
 
@@ -16,7 +15,7 @@ quickstart: .venv/ready
 
 SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
-# What every change must pass: lint, types and the fast tests, under 5 minutes on 2 cores.
+# Every change must pass this: lint, types and the fast tests, under 5 minutes on 2 cores.
 test: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not serial"
 	$(PYTEST) -m "serial and not slow and not gpu" $(SERIAL)
@@ -36,16 +35,16 @@ test-all: .venv/ready-dev lint
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
 # Kills, signals, I/O errors, outages and clock jumps against two training runs, which must end in the same bits as
-# undisturbed ones (docs/faults.md). EVENTS=kill,term chooses, EVENTS=-outage leaves out.
+# undisturbed ones (docs/faults.md). EVENTS=kill,term chooses events, EVENTS=-outage leaves one out.
 MINUTES ?= 60
 
 soak: .venv/ready-dev
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EVENTS),--events=$(EVENTS))
 
 # The CUDA path on a stand-in device, without a GPU (docs/pretend.md). Its environment has PyTorch's CUDA wheels, 5 GB.
-# Where the package index prefers a CPU build, name a version or an index that has a CUDA build:
+# If the package index prefers a CPU build, name a version or an index that has a CUDA build:
 #   make test-cuda CUDA_TORCH="torch==2.14.1"       PIP_INDEX_URL=https://... make test-cuda
-# CUDA_PYTHON uses an existing environment instead; UPDATE=1 writes what was measured into the budgets.
+# CUDA_PYTHON uses an existing environment instead; UPDATE=1 writes the measured values into the budgets.
 CUDA_TORCH ?= torch==2.14.1
 CUDA_PYTHON ?= .venv-cuda/bin/python
 
@@ -68,7 +67,7 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation as a site in build/docs; without a network once its environment exists.
+# The documentation as a site in build/docs. Once its environment exists, it needs no network.
 docs: .venv-docs/ready
 	.venv-docs/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
@@ -77,8 +76,8 @@ docs: .venv-docs/ready
 	.venv-docs/bin/python -m pip install --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
-# Without a GPU, PyTorch's CPU build instead of the package index's one with 5 GB of CUDA libraries. For a machine that has
-# none itself but shares .venv with some that have: make TORCH_INDEX=
+# Without a GPU, install PyTorch's CPU build: the package index has a build with 5 GB of CUDA libraries. If this machine
+# has no GPU but shares .venv with machines that have one: make TORCH_INDEX=
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
 .venv/ready: requirements.txt

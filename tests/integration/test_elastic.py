@@ -1,6 +1,6 @@
 """A run resumes with another number of processes or ZeRO stage: the same samples, the same losses up to rounding.
 
-`pytest -rP` shows the largest differences, of which docs/training.md has a table.
+`pytest -rP` shows the largest differences, of which docs/experiment_log.md has a table.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 STEPS, STOP = 60, 12
 RELATIVE = {"loss": 1e-6, "grad_norm": 2e-5}
-"""Sums in another order, whose rounding grows while training goes on: see the table in docs/training.md."""
+"""Sums in another order, whose rounding grows while training goes on: see the table in docs/experiment_log.md."""
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": STEPS, "train_batch_size": 8}
 PLAIN |= {"num_layers": 4, "hidden_size": 64, "seq_length": 64, "eval_interval": 60}
 """Without dropout, whose masks are drawn anew where the division among processes changes."""

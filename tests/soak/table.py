@@ -1,4 +1,4 @@
-"""The result of a soak as Markdown, for docs/faults.md."""
+"""The result of a soak as Markdown, for docs/experiment_log.md."""
 
 from collections import Counter
 from collections.abc import Sequence

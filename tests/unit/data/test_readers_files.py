@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from megatron_coca.data import DataError, ReadingProblems, SourceSpec, read_documents
-from megatron_coca.data.readers import READERS, open_reader
+from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import Document, content_key
 
@@ -196,7 +196,6 @@ def test_small_files_of_an_archive_share_a_chunk(tmp_path: Path) -> None:
 
 def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
     assert isinstance(open_reader(SourceSpec("s", [tmp_path])), FileReader)
-    assert set(READERS) == {"files", "repositories", "huggingface"}
     with pytest.raises(DataError, match=r"s: unknown reader 'pile'\. Known are files, repositories, huggingface"):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
     with pytest.raises(DataError, match="s: documents must be one of file, line, not 'page'"):
