@@ -247,18 +247,18 @@ BACKENDS_INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py`; change the code, not this page. -->
 
-`attention_backend` names one of these, or `auto`, which takes the first that serves the model:
-{automatic}. Where samples hold several documents that do not see each other, `triton` goes first: one launch for
-all documents. A backend that is named and cannot serve is
-an error with the reason; nothing is replaced silently. A number in a table is the reason below it.
+`attention_backend` names one of these backends, or `auto`. `auto` takes the first one that supports the model:
+{automatic}. If samples hold several documents that do not see each other, `triton` comes first, with one launch for
+all documents. A named backend that does not support the model is an error with the reason; no other backend takes its
+place. A number in a table is the number of a reason below the table.
 
 | backend | description |
 | --- | --- |
 {summaries}
 
-All of them serve grouped queries, packed documents, and queries that are the last tokens of longer keys.
-`rope_scaling`, `logit_scaling` and the frequencies change the operands, not what a backend must do, so they are in no
-row. `triton` must be installed: `pip install triton`. Nothing has been measured on a GPU yet.
+All of them support grouped queries, packed documents, and queries that are the last tokens of longer keys.
+`rope_scaling`, `logit_scaling` and the frequencies change only the operands, so they have no row. `triton` must be
+installed: `pip install triton`. Nothing has been measured on a GPU yet.
 """
 
 SUMMARIES = {
@@ -266,7 +266,7 @@ SUMMARIES = {
     "merge": "PyTorch's flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
     "flex": "PyTorch's FlexAttention, compiled",
     "triton": "the kernels of megatron_coca.kernels",
-    "reference": "dense, O(N^2) memory, any precision: the measure of the others",
+    "reference": "dense, O(N^2) memory, any precision; the tests compare the others with it",
 }
 
 
@@ -280,7 +280,7 @@ def backends_page() -> str:
         BACKENDS_INTRODUCTION.format(automatic=candidates, summaries=summaries),
         "## On CUDA\n",
         _support("cuda", tuple(BACKENDS)),
-        "## On the CPU\n\n`flex` and `triton` train on CUDA alone.\n",
+        "## On the CPU\n\n`flex` and `triton` train only on CUDA.\n",
         _support("cpu", CPU_COLUMNS),
     ]
     return "\n".join(parts)
@@ -353,12 +353,12 @@ def readme_table() -> str:
 
 
 def public_table() -> str:
-    """Every name of the package's top level, by what its docstring says first."""
+    """Every name of the package's top level, with the first sentence of its docstring."""
     rows = []
     for name in sorted(megatron_coca.__all__, key=str.lower):
         first = " ".join(str(getattr(megatron_coca, name).__doc__).partition("\n\n")[0].split())
         rows.append((f"`{name}`", first.partition(". ")[0].removesuffix(".")))
-    return _table(("name", "what it is"), rows)
+    return _table(("name", "meaning"), rows)
 
 
 PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
