@@ -23,8 +23,9 @@ from megatron_coca.support.plain_text import masked
 from megatron_coca.training.engine.state import MOMENTS
 from megatron_coca.training.initial_model import refuse_other_tokenizer
 from megatron_coca.training.optimizer import OPTIMIZERS
+from megatron_coca.training.randomness import rng_states
 from megatron_coca.training.run_stages import OpenedStage
-from megatron_coca.training.saving import DTYPES, rng_states
+from megatron_coca.training.saving import DTYPES
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
 """Keys besides the architecture that must be those of the checkpoint; its files say nothing of the other groups."""

@@ -2,11 +2,8 @@
 
 import hashlib
 import io
-import json
 import logging
 import math
-import os
-import random
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -35,63 +31,20 @@ from megatron_coca.checkpoints.native.state import (
     weights,
     write_pieces,
 )
-from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
+from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.support.plain_text import masked
 from megatron_coca.training.collectives import attempt
-from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.context import RunContext
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.remote_checkpoints import LAST_SECONDS, RemoteCheckpoints
-from megatron_coca.training.topology import Topology
-from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
+from megatron_coca.training.remote_checkpoints import LAST_SECONDS
+from megatron_coca.training.run_stages import OpenedStage
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def seed_everything(seed: int, stream: int) -> None:
-    """Seed the generators of this process; ranks with different `stream` draw different dropout masks."""
-    random.seed(seed + stream)
-    np.random.seed((seed + stream) % 2**32)
-    torch.manual_seed(seed + stream)
-
-
-def compute_deterministically(wanted: bool) -> None:
-    """Make PyTorch's operations choose algorithms that give the same bits in every run, or fail where there is none."""
-    if wanted and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(wanted and torch.cuda.is_available())
-
-
-def rng_states() -> dict[str, Any]:
-    """The generator states of Python, NumPy, PyTorch and this process's GPU, loadable with `weights_only`."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": json.dumps(random.getstate()),
-        "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest]),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def load_rng_states(path: Path) -> None:
-    """Restore the generators from a file that holds `rng_states`. Raises CheckpointError if it holds anything else."""
-    states = load_pickle(path)
-    try:
-        version, internal, gauss = json.loads(states["python"])
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, position, *rest = json.loads(states["numpy"])
-        if not 0 <= position <= len(keys):  # NumPy does not check it
-            raise ValueError(f"position {position} in {len(keys)} numbers")
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
-        torch.set_rng_state(states["torch"])
-        if states["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: is no random state of a rank ({error}); the checkpoint is damaged") from error
 
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
@@ -126,33 +79,18 @@ class Checkpoints:
     Every `meta.json` names the run by an id that is drawn at a fresh start and kept when the run is resumed.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        engine: Engine,
-        topology: Topology,
-        layout: Mapping[str, Any],
-        origin: str | None = None,
-        watchdog: Watchdog | None = None,
-        remotes: RemoteCheckpoints | None = None,
-    ) -> None:
-        """Every rank must call it.
-
-        Args:
-            layout: properties besides the configuration that a resumed run must share: size of the batch, dtype.
-            origin: identity of the checkpoint whose weights the run started with.
-        """
-        self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
-        self._topology, self._coordinates = topology, topology.coordinates(dist.rank())
-        self._keys, self._dtype = corpus.config.checkpoint, DTYPES[corpus.config.precision.dtype]
-        self._remotes = remotes or RemoteCheckpoints(self._keys, self._keys)
+    def __init__(self, opened: OpenedStage, engine: Engine, context: RunContext, origin: str | None = None) -> None:
+        """Every rank must call it. `origin` identifies the checkpoint whose weights the run started with."""
+        self._corpus, self._engine, self._shared = opened.corpus, engine, opened.shared
+        self._topology, self._coordinates = context.topology, context.topology.coordinates(dist.rank())
+        self._remotes, self._watchdog = context.remotes, context.watchdog
+        self._keys, self._dtype = self._corpus.config.checkpoint, DTYPES[self._corpus.config.precision.dtype]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
         self._run, self._origin = uuid4().hex, origin
-        self._versions = code_versions()  # once: this calls git
-        self._watchdog = watchdog or Watchdog(None, None, dist.rank())
+        self._versions = code_versions()  # once, because it calls git
 
     @property
     def run(self) -> str:
@@ -252,13 +190,13 @@ class Checkpoints:
             pieces = [piece._replace(tensor=self._copy(piece)) for piece in pieces]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        mixture = self._corpus.mixture(step, self._layout["batch"])
+        mixture = self._corpus.mixture(step, self._shared["batch"])
         meta = {
             "step": step,
             "run": self._run,
             "origin": self._origin,
             "data": self._corpus.identity,
-            **self._layout,
+            **self._shared,
             "topology": self._topology.layout(),
             "zero_stage": self._corpus.config.parallel.stage,
             "counters": self._engine.counters(),

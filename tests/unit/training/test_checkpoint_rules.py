@@ -30,8 +30,8 @@ from megatron_coca.training.resume import (
     verify_distributed,
 )
 from megatron_coca.training.saving import Checkpoints, is_due
-from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import refuse, run_alone
+from tests.training_alone import context_alone, only_stage
 
 LAYOUT = {"batch": 4, "dtype": "fp32"}
 
@@ -335,7 +335,8 @@ def engine_of(weight: torch.Tensor) -> Any:
 
 
 def checkpoints_of(corpus: Corpus, engine: Any, **values: Any) -> Checkpoints:
-    return Checkpoints(changed(corpus, **values), engine, Topology(1, 1, 1, 1), LAYOUT)
+    opened = only_stage(changed(corpus, **values))
+    return Checkpoints(opened, engine, context_alone(opened.corpus.config.checkpoint))
 
 
 @pytest.mark.usefixtures("alone")
@@ -343,13 +344,13 @@ def checkpoints_of(corpus: Corpus, engine: Any, **values: Any) -> Checkpoints:
 def test_what_is_saved_is_the_state_when_it_was_asked_for(opened: Corpus, tmp_path: Path, in_background: bool) -> None:
     weight = torch.arange(5.0)
     run = checkpoints_of(opened, engine_of(weight), save=str(tmp_path / "run"), async_save=in_background)
-    run.save(3, {"skips": []})
+    run.save(3, {"skipped": 2})
     weight.fill_(7.0)  # training goes on
     run.wait()
     folder = native.locate(tmp_path / "run")
     native.verify(folder)
     assert load_file(folder / native.WEIGHTS)["w"].tolist() == [0, 1, 2, 3, 4]
-    assert run.restore(folder)["progress"]["skips"] == [] and weight.tolist() == [0, 1, 2, 3, 4]
+    assert run.restore(folder)["progress"]["skipped"] == 2 and weight.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("alone")

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from megatron_coca.training.saving import compute_deterministically
+from megatron_coca.training.randomness import compute_deterministically
 
 
 @pytest.mark.parametrize(("gpu", "wanted"), [(True, True), (True, False), (False, True)])

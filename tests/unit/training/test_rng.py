@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_coca.training import saving
+from megatron_coca.training import randomness
 
 
 def draw() -> list[float]:
@@ -20,24 +20,24 @@ def draw() -> list[float]:
 
 
 def test_every_generator_continues(tmp_path: Path) -> None:
-    saving.seed_everything(5, 0)
+    randomness.seed_everything(5, 0)
     draw()  # leaves half of a Gaussian pair in Python's and NumPy's generator
-    torch.save(saving.rng_states(), tmp_path / "rank_0.pt")
+    torch.save(randomness.rng_states(), tmp_path / "rank_0.pt")
     expected = [draw() for _ in range(3)]
-    saving.seed_everything(99, 0)
+    randomness.seed_everything(99, 0)
     assert draw() != expected[0]
-    saving.load_rng_states(tmp_path / "rank_0.pt")
+    randomness.load_rng_states(tmp_path / "rank_0.pt")
     assert [draw() for _ in range(3)] == expected
 
 
 def test_states_need_no_pickled_code(tmp_path: Path) -> None:
-    torch.save(saving.rng_states(), tmp_path / "state.pt")
+    torch.save(randomness.rng_states(), tmp_path / "state.pt")
     assert set(torch.load(tmp_path / "state.pt", weights_only=True)) == {"python", "numpy", "torch", "cuda"}
 
 
 def test_ranks_and_seeds_differ_and_repeat() -> None:
     def first(seed: int, rank: int) -> list[float]:
-        saving.seed_everything(seed, rank)
+        randomness.seed_everything(seed, rank)
         return draw()
 
     assert first(5, 0) == first(5, 0)
