@@ -36,10 +36,6 @@ class Verdict(NamedTuple):
     reason: str | None = None
 
 
-REMOVED = frozenset({"first_bad", "bad_steps", "rollbacks"})
-"""Entries in the state of earlier versions, which could roll a run back; they are ignored."""
-
-
 def bad_reason(loss: float, grad_norm: float | None, limits: Limits) -> str | None:
     """Return why a step is bad, or None.
 
@@ -131,7 +127,7 @@ class LossGuard:
             CheckpointError: the state has unknown entries.
         """
         new = LossGuard(self._config).state()
-        if unknown := sorted(state.keys() - new.keys() - REMOVED):
+        if unknown := sorted(state.keys() - new.keys()):
             raise CheckpointError(
                 f"the loss guard's state in the checkpoint has unknown entries ({', '.join(unknown)}); "
                 "resume with the version that wrote it, or start from its weights with finetune=true"

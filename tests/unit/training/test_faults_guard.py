@@ -174,16 +174,6 @@ def test_a_foreign_state_is_refused() -> None:
         guard().restore({"surprise": 1})
 
 
-def test_the_state_of_earlier_versions_is_read() -> None:
-    """They also wrote what a rollback needs."""
-    watched = guard(loss_spike_policy="skip")
-    feed(watched)
-    earlier = watched.state() | {"first_bad": None, "bad_steps": 3, "rollbacks": 1}
-    resumed = guard(loss_spike_policy="skip")
-    resumed.restore(json.loads(json.dumps(earlier)))
-    assert resumed.state() == watched.state() and resumed.limits() == watched.limits()
-
-
 @pytest.mark.parametrize(
     ("key", "now"), [("nonfinite_policy", "stop"), ("loss_spike_policy", "skip")], ids=["nonfinite", "spike"]
 )
