@@ -1,5 +1,8 @@
 """A run of one process for tests of the training loop, without a process group."""
 
+from dataclasses import replace
+from typing import Any
+
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.context import RunContext
 from megatron_coca.training.corpus import Corpus
@@ -19,3 +22,8 @@ def context_alone(keys: CheckpointConfig, preemption: CaughtSignals | None = Non
     """The context of a run whose only rank is this process."""
     remotes, topology = RemoteCheckpoints(keys, keys), Topology(1, 1, 1, 1)
     return RunContext(topology, remotes, preemption or CaughtSignals(), Watchdog(None, None, 0))
+
+
+def changed(corpus: Corpus, **values: Any) -> Corpus:
+    """`corpus` with some keys of its configuration changed."""
+    return replace(corpus, config=corpus.config.override(values))

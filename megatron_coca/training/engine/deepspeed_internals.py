@@ -1,9 +1,9 @@
 """Everything inside DeepSpeed that is not its public interface, and that the engine reads, calls or replaces.
 
-The other modules use this one and what DeepSpeed documents: `initialize`, `init_distributed`, `deepspeed.pipe`, and the
-methods of its engines. INTERNALS in tests/unit/training/test_deepspeed_internals.py lists each name, its use and the
-version in which its code was read; the test there names what an upgrade changed (docs/parallelism.md, "Versions of
-DeepSpeed").
+The other modules use this one and the documented parts of DeepSpeed: `initialize`, `init_distributed`, `deepspeed.pipe`
+and the methods of its engines. INTERNALS in tests/unit/training/engine/test_deepspeed_internals.py lists each name, its
+use and the version in which its code was read. The test names the changes of an upgrade (docs/parallelism.md, "Versions
+of DeepSpeed").
 """
 
 import gc

@@ -13,15 +13,13 @@ import torch
 
 from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece
-from megatron_coca.config import load_config
 from megatron_coca.data import Batch
-from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import HeldOutLoss, StepResult
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.trainer import Trainer
-from tests.checkpoint_files import run_alone
 from tests.training_alone import context_alone, only_stage
 
 
@@ -57,17 +55,6 @@ class CountingEngine:
 
     def restored(self, counters: dict[str, float]) -> None:
         pass
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of one process, without a process group."""
-    run_alone(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def opened(small: dict[str, Any]) -> Corpus:
-    return open_corpus(load_config([], small))
 
 
 Run = Callable[..., CountingEngine]

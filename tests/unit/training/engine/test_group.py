@@ -15,7 +15,7 @@ from megatron_coca.training.exit_status import EXIT_STATUSES, NotJoined
 from megatron_coca.training.launch.environment import free_port
 
 LISTEN = "0A"
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def listeners() -> set[tuple[str, int]]:

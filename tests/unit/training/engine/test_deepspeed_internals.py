@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 HOME = Path("megatron_coca/training/engine/deepspeed_internals.py")
 TESTED = ("0.19.6", "0.19.8")
 """The oldest and the newest version of DeepSpeed that the tests were run with."""

@@ -13,7 +13,7 @@ from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED, UNAVAIL
 from megatron_coca.training.launch.environment import find_location
 from megatron_coca.training.launch.start import ranks_of_host
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"
 MANIFEST = ROOT / "configs/cluster/kubernetes.yaml"
 

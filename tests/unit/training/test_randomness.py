@@ -1,9 +1,11 @@
-"""Random states go to disk and come back for every generator, without pickled code."""
+"""Seeds, the states of all generators on disk, and the deterministic algorithms of `deterministic: true`."""
 
+import os
 import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_coca.training import randomness
@@ -44,3 +46,18 @@ def test_ranks_and_seeds_differ_and_repeat() -> None:
     assert all(a != b for a, b in zip(first(5, 0), first(5, 1), strict=True))
     assert all(a != b for a, b in zip(first(5, 0), first(9, 0), strict=True))
     first(2**32 + 5, 3)  # NumPy takes 32 bits only
+
+
+@pytest.mark.parametrize(("gpu", "wanted"), [(True, True), (True, False), (False, True)])
+def test_what_pytorch_is_asked_for(gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is removed again
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        randomness.compute_deterministically(wanted)
+        assert torch.are_deterministic_algorithms_enabled() == (gpu and wanted)
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (gpu and wanted)
+        assert torch.utils.deterministic.fill_uninitialized_memory != (gpu and wanted), "filling costs a write"
+    finally:
+        torch.use_deterministic_algorithms(False)
