@@ -21,7 +21,7 @@ def seed_everything(seed: int, stream: int) -> None:
 
 
 def compute_deterministically(wanted: bool) -> None:
-    """Make PyTorch's operations choose algorithms that give the same bits in every run, or fail where there is none."""
+    """Make PyTorch's operations give the same bits in every run, or fail if they cannot."""
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def compute_deterministically(wanted: bool) -> None:
 
 
 def rng_states() -> dict[str, Any]:
-    """The generator states of Python, NumPy, PyTorch and this process's GPU, loadable with `weights_only`."""
+    """Return the generator states of Python, NumPy, PyTorch and this process's GPU, loadable with `weights_only`."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": json.dumps(random.getstate()),
@@ -53,4 +53,4 @@ def load_rng_states(path: Path) -> None:
         if states["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: is no random state of a rank ({error}); the checkpoint is damaged") from error
+        raise CheckpointError(f"{path}: not the random state of a rank ({error}); the checkpoint is damaged") from error

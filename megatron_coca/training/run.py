@@ -29,9 +29,9 @@ from megatron_coca.training.randomness import compute_deterministically, seed_ev
 from megatron_coca.training.remote_checkpoints import use_local_folders
 from megatron_coca.training.resume import (
     candidates,
+    check_same_run,
     first_valid,
     quarantine_newer,
-    refuse_other_run,
     verify_distributed,
 )
 from megatron_coca.training.run_stages import OpenedStage, open_stages
@@ -131,7 +131,7 @@ def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[li
     if chosen.folder is not None:
         meta = native.read_meta(chosen.folder, resumable=True)
         number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
-        refuse_other_run(chosen.folder, stages[number].corpus, stages[number].shared)
+        check_same_run(chosen.folder, stages[number].corpus, stages[number].shared)
         # If the validation at a border was postponed, it belongs to the stage that ends there.
         finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
         number += finished and number + 1 < len(stages)

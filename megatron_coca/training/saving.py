@@ -80,7 +80,7 @@ class Checkpoints:
     """
 
     def __init__(self, opened: OpenedStage, engine: Engine, context: RunContext, origin: str | None = None) -> None:
-        """Every rank must call it. `origin` identifies the checkpoint whose weights the run started with."""
+        """Every rank must call it. `origin` identifies the checkpoint that gave the run its first weights."""
         self._corpus, self._engine, self._shared = opened.corpus, engine, opened.shared
         self._topology, self._coordinates = context.topology, context.topology.coordinates(dist.rank())
         self._remotes, self._watchdog = context.remotes, context.watchdog
@@ -94,7 +94,7 @@ class Checkpoints:
 
     @property
     def run(self) -> str:
-        """The id of the run; on rank 0 that in its checkpoints."""
+        """The id of the run. Its checkpoints have the id of rank 0."""
         return self._run
 
     @property
@@ -105,10 +105,10 @@ class Checkpoints:
     def restore(self, folder: Path, weights_only: bool = False) -> dict[str, Any]:
         """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.
 
-        `weights_only` leaves the optimizer's states as they are before its first step.
+        With `weights_only` the optimizer's states are those before its first step.
 
         Raises:
-            CheckpointError: the checkpoint lacks state that this rank needs, or has something else in its place.
+            CheckpointError: the checkpoint lacks state that this rank needs, or has other state in its place.
         """
         meta = native.read_meta(folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
@@ -126,7 +126,7 @@ class Checkpoints:
                 load_rng_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: cannot be read, though it was just verified ({error})") from error
+            raise CheckpointError(f"{folder}: cannot be read, although it was just verified ({error})") from error
         logger.warning(
             "saved with another parallel layout (%s): new dropout masks are drawn", meta["topology"] or "GPT-NeoX"
         )
@@ -134,13 +134,14 @@ class Checkpoints:
         return meta
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take a snapshot after `step` and start writing it; complete or absent. Every rank must call it.
+        """Take a snapshot after `step` and start writing it. The checkpoint is then complete or absent. Every rank must
+        call it.
 
-        `progress` is the state of the training loop, as JSON can hold it.
+        `progress` is the state of the training loop, in types of JSON.
 
         Raises:
-            CheckpointError: this checkpoint, or the one before if not raised yet, could not be written; earlier
-                checkpoints are untouched.
+            CheckpointError: this checkpoint could not be written, or the one before, if that was not raised yet.
+                Earlier checkpoints are not changed.
         """
         if self._keys.save is None:
             return
@@ -153,12 +154,12 @@ class Checkpoints:
             self.wait()
 
     def catch_up(self, step: int) -> None:
-        """Begin to upload the checkpoint of `step`, which the run resumes from, and what the last launch left."""
+        """Start to upload the checkpoint of `step`, which the run resumes from, and those that the last launch left."""
         self._remotes.deliver(step, catch_up=True)
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until the save in progress is complete, and uploaded; `hurry` as of `RemoteCheckpoints.wait`. Every rank
-        must call it.
+        """Wait until the save in progress is complete and uploaded. `hurry` is that of `RemoteCheckpoints.wait`. Every
+        rank must call it.
 
         Raises:
             ServiceError: the object store does not answer.
@@ -176,8 +177,8 @@ class Checkpoints:
             raise error
 
     def leave(self) -> None:
-        """Give the save in progress a few seconds to complete: the training loop has failed. Exiting while its thread
-        is in a collective aborts the process.
+        """After a failure of the training loop, give the save in progress a few seconds to complete: an exit while its
+        thread is in a collective would abort the process.
         """
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
@@ -247,9 +248,9 @@ class Checkpoints:
         finally:
             self._watchdog.follow(None)
 
-    def _enter(self, stage: str) -> None:
-        """Enter the next stage of a save; one that hangs makes the watchdog end the run."""
-        self._watchdog.follow(f"saving {stage}")
+    def _enter(self, part: str) -> None:
+        """Enter the next part of a save. If it hangs, the watchdog ends the run."""
+        self._watchdog.follow(f"saving {part}")
 
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
         """Run `action` on every rank (or rank 0), and fail on all of them if it fails on one."""
@@ -297,7 +298,7 @@ class Checkpoints:
 
 
 class WeightTransfer:
-    """Sends all weights from the memory of the ranks to the file that rank 0 writes; none is read again from disk.
+    """Sends all weights from the memory of the ranks to the file that rank 0 writes. None is read from disk again.
 
     On rank 0 `reader` reads all weights once, in the order in which the other ranks send them.
     """
@@ -311,7 +312,7 @@ class WeightTransfer:
         group: Any,
         beat: Callable[[str], None],
     ) -> None:
-        """`held` are the weights by rank, `pieces` this rank's own; `dtype` is that of the file."""
+        """`held` has the weights of each rank, `pieces` those of this rank; `dtype` is that of the file."""
         self._own = {(piece.name, piece.start): piece.tensor for piece in pieces if piece.kind == WEIGHT}
         self._dtype, self._group, self._beat = dtype, group, beat
         self.reader = LocalWeightReader(folder, held, self._fetch)
@@ -325,7 +326,7 @@ class WeightTransfer:
                 dist.send_to_main(self._own[weight.name, weight.start].to(self._dtype), self._group)
 
     def drain(self) -> None:
-        """On rank 0, receive what was not read because writing failed: the senders must not wait forever."""
+        """On rank 0, receive the weights that were not read because writing failed: the senders must not hang."""
         while self._fetched < len(self.reader.order):
             self._fetch(*self.reader.order[self._fetched])
 
@@ -344,7 +345,7 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(snapshot.rng, buffer)  # which reports a full disk without saying so
+    torch.save(snapshot.rng, buffer)  # to a file, it would not say that the disk is full
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.slices)

@@ -203,7 +203,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
     path = tmp_path / "rank_0.pt"
     torch.save(rng_states() | changes if changes else {}, path)
     try:
-        with pytest.raises(CheckpointError, match="rank_0.pt: is no random state of a rank"):
+        with pytest.raises(CheckpointError, match="rank_0.pt: not the random state of a rank"):
             load_rng_states(path)
     finally:
         random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])

@@ -130,7 +130,7 @@ def test_shards_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     load_tokenizer("HFTokenizer", pieces).save(tmp_path / "b")
     for train, valid, test in ((one, one, other), (one, other, one), (other, one, one)):
         keys = {"train_data_paths": [str(train)], "valid_data_paths": [str(valid)], "test_data_paths": [str(test)]}
-        with pytest.raises(DataError, match="tokenizers of .* differ"):
+        with pytest.raises(DataError, match="/.*: the tokenizers differ; prepare"):
             open_corpus(config(**keys))
 
 
@@ -216,7 +216,7 @@ def test_a_type_that_needs_no_file_names_a_tokenizer(tmp_path: Path) -> None:
 def test_a_named_type_must_agree_with_the_shards(tmp_path: Path) -> None:
     prefix = write_shard(tmp_path / "s", tokenizer=False)
     train_bpe(["some text"], 285, tmp_path / "t.json").save(tmp_path)
-    with pytest.raises(DataError, match="tokenizers of .*, tokenizer_type CharLevelTokenizer differ"):
+    with pytest.raises(DataError, match=", tokenizer_type CharLevelTokenizer: the tokenizers differ"):
         open_corpus(config(data_path=str(prefix), tokenizer_type="CharLevelTokenizer"))
 
 
@@ -266,7 +266,7 @@ def test_missing_validation_data_is_told(tmp_path: Path) -> None:
     for keys, told in (
         ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no document of .*/s to validate on"),
         (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no shards to validate on"),
-        (lists | {"valid_data_paths": [one]}, "validation reads test data .*/s.: choices made"),
+        (lists | {"valid_data_paths": [one]}, "valid_data_paths: .*/s: also in test_data_paths"),
     ):
         corpus = open_corpus(config(**keys))
         assert re.search(told, validation_note(corpus) or "")
@@ -298,5 +298,8 @@ def test_epochs_read_every_sample_as_often(tmp_path: Path) -> None:
     assert (resolved.schedule.train_iters, resolved.schedule.train_epochs) == (93 // 4, None)
     shares = open_corpus(resolved).train.mixture(3 * 62)
     assert [share.epochs for share in shares] == pytest.approx([3, 3], rel=0.04)
-    with pytest.raises(DataError, match="train_epochs: 62 samples are fewer than a step of 64 reads"):
+    with pytest.raises(
+        DataError,
+        match="train_epochs: the data has 62 samples, fewer than one step of 64 reads; lower train_batch_size",
+    ):
         with_train_iters(config(**keys, train_epochs=1), BatchSizes(64, 1, 64))

@@ -17,9 +17,9 @@ from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.resume import (
     Choice,
     candidates,
+    check_same_run,
     first_valid,
     quarantine_newer,
-    refuse_other_run,
     verify_distributed,
 )
 from tests.checkpoint_files import refuse
@@ -141,18 +141,18 @@ def saved(opened: Corpus, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("alone")
 def test_the_same_run_is_accepted(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
-    refuse_other_run(saved, opened, LAYOUT)
-    refuse_other_run(saved, changed(opened, **{"optimizer.type": "cpu_adam"}), LAYOUT)
+    check_same_run(saved, opened, LAYOUT)
+    check_same_run(saved, changed(opened, **{"optimizer.type": "cpu_adam"}), LAYOUT)
     assert not caplog.text
     elsewhere = {"save": "x", "load": "y", "log_interval": 5, "train_iters": 99, "attention_backend": "sdpa"}
-    refuse_other_run(saved, changed(opened, **elsewhere), LAYOUT)
+    check_same_run(saved, changed(opened, **elsewhere), LAYOUT)
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_may_change_is_said(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
-        refuse_other_run(saved, changed(opened, **{"optimizer.params.lr": 1e-5}), LAYOUT)
+        check_same_run(saved, changed(opened, **{"optimizer.params.lr": 1e-5}), LAYOUT)
     assert "resuming with another optimizer.params.lr (saved 0.003, now 1e-05)" in caplog.text
 
 
@@ -172,7 +172,7 @@ def test_another_run_is_refused_by_its_keys(
     saved: Path, opened: Corpus, values: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
-        refuse_other_run(saved, changed(opened, **values), LAYOUT)
+        check_same_run(saved, changed(opened, **values), LAYOUT)
     for part in (str(saved), "cannot be resumed with another", "finetune=true", *named):
         assert part in str(caught.value)
 
@@ -180,14 +180,14 @@ def test_another_run_is_refused_by_its_keys(
 @pytest.mark.parametrize("name", LAYOUT)
 def test_another_layout_is_refused(saved: Path, opened: Corpus, name: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{name} \(saved "):
-        refuse_other_run(saved, opened, LAYOUT | {name: "other"})
+        check_same_run(saved, opened, LAYOUT | {name: "other"})
 
 
 def test_other_data_is_refused(saved: Path, opened: Corpus, small: dict[str, Any]) -> None:
     other = open_corpus(load_config([], small | {"train_data_paths": small["test_data_paths"]}))
     prefix = small["test_data_paths"][0]
     with pytest.raises(CheckpointError, match=rf"another token count of {prefix} \(saved [\d,]+, now [\d,]+\)"):
-        refuse_other_run(saved, other, LAYOUT)
+        check_same_run(saved, other, LAYOUT)
 
 
 @pytest.mark.usefixtures("alone")

@@ -227,7 +227,7 @@ def test_a_run_without_a_folder_continues_no_other(tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; a folder that can be written is needed"):
+    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; needs a writable folder"):
         open_sinks(configured(log_dir=str(tmp_path / "file" / "run")), 0)
 
 
