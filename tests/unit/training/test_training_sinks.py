@@ -420,7 +420,7 @@ def test_a_sink_that_fails_is_left_out(warnings: Any) -> None:
         sink.report(step, {"loss": 1.0})
     sink.close()
     assert (
-        broken.calls == 1 and warnings.text.count("tensorboard_dir: failed (the library failed); training goes on") == 1
+        broken.calls == 1 and warnings.text.count("tensorboard_dir: failed (the library failed); training continues") == 1
     )
 
 
