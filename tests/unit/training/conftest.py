@@ -10,7 +10,7 @@ from tests.checkpoint_files import run_alone
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of one process, without a process group."""
     run_alone(monkeypatch)
 

@@ -10,10 +10,10 @@ from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.training.collectives import FolderLock
 from megatron_coca.training.corpus import Corpus
-from tests.training_alone import changed
+from tests.one_rank import changed
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
     with FolderLock(str(tmp_path)) as one, FolderLock(str(tmp_path)) as other:
         one.take()
@@ -24,10 +24,10 @@ def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
         none.take()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("key", ["log_dir", "tensorboard_dir"])
 def test_figures_of_two_runs_do_not_share_a_folder(opened: Corpus, tmp_path: Path, key: str) -> None:
-    """The second would set aside, or hide, those of the first."""
+    """The second run would move away, or hide, the figures of the first."""
     saves = [str(tmp_path / name) for name in "ab"]
     one, other = (changed(opened, save=save, **{key: str(tmp_path / "logs")}).config for save in saves)
     with FolderLock(saves[0]) as first, FolderLock(saves[1]) as second:
@@ -41,7 +41,7 @@ def test_figures_of_two_runs_do_not_share_a_folder(opened: Corpus, tmp_path: Pat
         second.take_figures(other)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_runs_without_a_folder_get_their_own(
     opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,7 +60,7 @@ def test_runs_without_a_folder_get_their_own(
         assert again.choose_log_dir(config) == config
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with FolderLock(str(run)) as locks:
@@ -78,7 +78,7 @@ def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None
             locks.take()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_lock_that_is_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / native.LOCK).mkdir()
     with (

@@ -1,4 +1,4 @@
-"""Which parameters decay, and that the configured numbers reach the optimizer."""
+"""The parameters that decay, and the configured numbers in the optimizer."""
 
 from typing import Any
 

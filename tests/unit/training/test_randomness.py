@@ -49,7 +49,7 @@ def test_ranks_and_seeds_differ_and_repeat() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "wanted"), [(True, True), (True, False), (False, True)])
-def test_what_pytorch_is_asked_for(gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_pytorch(gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is removed again
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

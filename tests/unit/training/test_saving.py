@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, State
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.saving import Checkpoints, is_due
-from tests.training_alone import changed, context_alone, only_stage
+from tests.one_rank import changed, context_of_one_rank, only_stage
 
 
 def keys(**values: Any) -> CheckpointConfig:
@@ -46,7 +46,7 @@ def test_is_due(values: dict[str, Any], expected: list[int]) -> None:
 
 @pytest.mark.parametrize("factor", [1.01, 1.3, 2**0.5, 2.0, 7.7, 100])
 def test_a_logarithmic_scale_saves_where_gpt_neox_does(factor: float) -> None:
-    """It multiplies a power until that passes the step, and compares the whole part."""
+    """GPT-NeoX multiplies a power until it passes the step, and compares the whole part."""
     powers, power = set(), 1.0
     while power < 1e6:
         powers.add(int(power))
@@ -70,16 +70,16 @@ def engine_of(weight: torch.Tensor) -> Any:
 
 def checkpoints_of(corpus: Corpus, engine: Any, **values: Any) -> Checkpoints:
     opened = only_stage(changed(corpus, **values))
-    return Checkpoints(opened, engine, context_alone(opened.corpus.config.checkpoint))
+    return Checkpoints(opened, engine, context_of_one_rank(opened.corpus.config.checkpoint))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("in_background", [True, False])
-def test_what_is_saved_is_the_state_when_it_was_asked_for(opened: Corpus, tmp_path: Path, in_background: bool) -> None:
+def test_the_saved_state_is_that_of_the_call(opened: Corpus, tmp_path: Path, in_background: bool) -> None:
     weight = torch.arange(5.0)
     run = checkpoints_of(opened, engine_of(weight), save=str(tmp_path / "run"), async_save=in_background)
     run.save(3, {"skipped": 2})
-    weight.fill_(7.0)  # training goes on
+    weight.fill_(7.0)  # training continues
     run.wait()
     folder = native.locate(tmp_path / "run")
     native.verify(folder)
@@ -87,7 +87,7 @@ def test_what_is_saved_is_the_state_when_it_was_asked_for(opened: Corpus, tmp_pa
     assert run.restore(folder)["progress"]["skipped"] == 2 and weight.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_resumed_run_keeps_its_identity(opened: Corpus, tmp_path: Path) -> None:
     def run(name: str) -> Checkpoints:
         return checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / name), async_save=False)
@@ -103,7 +103,7 @@ def test_a_resumed_run_keeps_its_identity(opened: Corpus, tmp_path: Path) -> Non
     assert identity("one", 1) == identity("one", 2) != identity("two", 1)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_checkpoints_are_kept_by_the_keys(opened: Corpus, tmp_path: Path) -> None:
     keep = {"keep_last_n_checkpoints": 2, "keep_every_n_steps": 4}
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), **keep)
@@ -113,7 +113,7 @@ def test_checkpoints_are_kept_by_the_keys(opened: Corpus, tmp_path: Path) -> Non
     assert native.steps(tmp_path / "run") == [4, 6, 7]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_disk_that_fills_up_under_the_random_state_is_named(
     opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_disk_that_fills_up_under_the_random_state_is_named(
         run.wait()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,11 +146,11 @@ def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     run.save(3, {})
     with pytest.raises(CheckpointError, match="step 3 could not be written .*No space left.*earlier ones are intact"):
         run.wait()
-    assert not run.failed, "told once"
+    assert not run.failed, "the error is raised once"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"global_step2", native.LATEST}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_weights_are_put_together_without_reading_the_state_again(
     opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

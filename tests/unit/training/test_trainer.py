@@ -1,4 +1,4 @@
-"""What the loop does with steps that go wrong, with an engine that does what the test says."""
+"""The training loop after steps that go wrong, with an engine that the test controls."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempte
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.trainer import Trainer
-from tests.training_alone import context_alone, only_stage
+from tests.one_rank import context_of_one_rank, only_stage
 
 
 class CountingEngine:
-    """An engine whose weight is the number of steps that changed it, and whose losses the test gives."""
+    """An engine with losses from the test. Its weight counts the steps that changed it."""
 
     copies: frozenset[str] = frozenset()
     partitioned, loss_scale, module, labels = False, None, torch.nn.Linear(1, 1), 1
@@ -61,7 +61,7 @@ Run = Callable[..., CountingEngine]
 
 
 @pytest.fixture
-def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
+def run(opened: Corpus, tmp_path: Path, one_rank: None) -> Run:
     """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
 
     def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
@@ -69,7 +69,7 @@ def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
         keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, **keys}
         config = opened.config.override(keys)
         opened_stage = only_stage(Corpus(config, opened.train, opened.valid, opened.tokenizer))
-        engine, context = CountingEngine(loss), context_alone(config.checkpoint, preemption)
+        engine, context = CountingEngine(loss), context_of_one_rank(config.checkpoint, preemption)
         checkpoints = Checkpoints(opened_stage, engine, context)  # type: ignore[arg-type]
         Trainer(opened_stage, engine, checkpoints, context).run()  # type: ignore[arg-type]
         return engine

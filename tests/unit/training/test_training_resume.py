@@ -23,7 +23,7 @@ from megatron_coca.training.resume import (
     verify_distributed,
 )
 from tests.checkpoint_files import refuse
-from tests.training_alone import changed
+from tests.one_rank import changed
 
 LAYOUT = {"batch": 4, "dtype": "fp32"}
 
@@ -66,16 +66,16 @@ def test_resuming(tmp_path: Path) -> None:
     assert steps_of(candidates(keys(save=run, load=run))) == all_of_them
     assert steps_of(candidates(keys(save=run, auto_resume=True))) == all_of_them
     assert steps_of(candidates(keys(save=str(tmp_path / "new"), load=run))) == all_of_them
-    assert steps_of(candidates(keys(save=run, load=run, iteration=4))) == ["run/global_step4"], "no other will do"
+    assert steps_of(candidates(keys(save=run, load=run, iteration=4))) == ["run/global_step4"], "only the named step"
     for values in ({}, {"save": run}):
         assert steps_of(candidates(keys(load=f"{run}/global_step4", **values))) == ["run/global_step4"]
 
 
-def test_what_resumes_by_itself_prefers_its_own_folder(tmp_path: Path) -> None:
+def test_auto_resume_prefers_its_own_folder(tmp_path: Path) -> None:
     other, run = (str(tmp_path / name) for name in ("other", "run"))
     checkpoint(tmp_path / "other", 3)
     first = keys(save=run, load=other, auto_resume=True, finetune=True)
-    assert candidates(first) == [], "the first launch takes the weights alone"
+    assert candidates(first) == [], "the first launch takes only the weights"
     assert steps_of(candidates(keys(save=run, load=other, auto_resume=True))) == ["other/global_step3"]
     for step in (2, 6):
         checkpoint(tmp_path / "run", step)
@@ -84,7 +84,7 @@ def test_what_resumes_by_itself_prefers_its_own_folder(tmp_path: Path) -> None:
         candidates(keys(auto_resume=True))
 
 
-def test_a_start_that_would_mix_runs_is_refused(tmp_path: Path) -> None:
+def test_a_start_that_would_mix_runs_is_an_error(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     checkpoint(tmp_path / "run", 8)
     for values in ({"save": run}, {"save": run, "load": run, "finetune": True}):
@@ -95,7 +95,7 @@ def test_a_start_that_would_mix_runs_is_refused(tmp_path: Path) -> None:
         candidates(keys(save=run, load=str(tmp_path / "other")))
 
 
-def test_a_start_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
+def test_a_start_that_cannot_be_found_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="elsewhere: no such checkpoint folder"):
         candidates(keys(load=str(tmp_path / "elsewhere"), save=str(tmp_path / "new")))
     checkpoint(tmp_path / "run", 8)
@@ -107,7 +107,7 @@ def test_a_start_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
         candidates(keys(load=str(tmp_path / "hf")))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders = [checkpoint(tmp_path, step) for step in (6, 4, 2)]
     assert first_valid([]) == Choice(None) and first_valid(folders) == Choice(folders[0])
@@ -120,8 +120,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog
         first_valid(folders[:1])
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_lies_beyond_the_resumed_checkpoint_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_after_the_resumed_one_are_set_aside(tmp_path: Path) -> None:
     folders = {step: checkpoint(tmp_path / "run", step) for step in (2, 4, 6)}
     quarantine_newer(keys(), Choice(folders[4]))
     quarantine_newer(keys(save=str(tmp_path / "run")), Choice(None))
@@ -139,7 +139,7 @@ def saved(opened: Corpus, tmp_path: Path) -> Path:
     return checkpoint(tmp_path, 4, opened.config, {"data": opened.identity, **LAYOUT})
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_the_same_run_is_accepted(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     check_same_run(saved, opened, LAYOUT)
     check_same_run(saved, changed(opened, **{"optimizer.type": "cpu_adam"}), LAYOUT)
@@ -148,8 +148,8 @@ def test_the_same_run_is_accepted(saved: Path, opened: Corpus, caplog: pytest.Lo
     check_same_run(saved, changed(opened, **elsewhere), LAYOUT)
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_may_change_is_said(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_keys_that_may_change_are_logged(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
         check_same_run(saved, changed(opened, **{"optimizer.params.lr": 1e-5}), LAYOUT)
@@ -168,7 +168,7 @@ def test_what_may_change_is_said(saved: Path, opened: Corpus, caplog: pytest.Log
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("rope_scaling (saved None, now ",)),
     ],
 )
-def test_another_run_is_refused_by_its_keys(
+def test_an_error_about_another_run_names_the_keys(
     saved: Path, opened: Corpus, values: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
@@ -178,20 +178,20 @@ def test_another_run_is_refused_by_its_keys(
 
 
 @pytest.mark.parametrize("name", LAYOUT)
-def test_another_layout_is_refused(saved: Path, opened: Corpus, name: str) -> None:
+def test_another_batch_or_dtype_is_an_error(saved: Path, opened: Corpus, name: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{name} \(saved "):
         check_same_run(saved, opened, LAYOUT | {name: "other"})
 
 
-def test_other_data_is_refused(saved: Path, opened: Corpus, small: dict[str, Any]) -> None:
+def test_other_data_is_an_error(saved: Path, opened: Corpus, small: dict[str, Any]) -> None:
     other = open_corpus(load_config([], small | {"train_data_paths": small["test_data_paths"]}))
     prefix = small["test_data_paths"][0]
     with pytest.raises(CheckpointError, match=rf"another token count of {prefix} \(saved [\d,]+, now [\d,]+\)"):
         check_same_run(saved, other, LAYOUT)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_loop_of_links_beside_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_loop_of_links_beside_a_checkpoint_stays(tmp_path: Path) -> None:
     folder, loop = checkpoint(tmp_path, 4), native.step_folder(tmp_path, 9)
     loop.symlink_to(loop.name)
     chosen = first_valid([loop, folder])
@@ -200,9 +200,9 @@ def test_a_loop_of_links_beside_a_checkpoint_is_left_alone(tmp_path: Path) -> No
     assert loop.is_symlink()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("name", "method"), [("state/rank_00000.safetensors", "open"), (native.MANIFEST, "open")])
-def test_an_unreadable_checkpoint_is_left_alone(
+def test_an_unreadable_checkpoint_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
 ) -> None:
     folders = [checkpoint(tmp_path, step) for step in (6, 4, 2)]
@@ -219,9 +219,9 @@ def test_an_unreadable_checkpoint_is_left_alone(
     assert candidates(keys(load=str(tmp_path), save=str(tmp_path))) == [folders[0], folders[2]]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("manifest", [{"format": 1}, {"holds": native.WEIGHTS_ONLY}])
-def test_what_no_run_can_be_resumed_from_gives_way(tmp_path: Path, manifest: dict[str, Any]) -> None:
+def test_a_checkpoint_without_the_state_of_a_run_gives_way(tmp_path: Path, manifest: dict[str, Any]) -> None:
     folders = [checkpoint(tmp_path, step) for step in (6, 4)]
     content = native.read_json(folders[0] / native.MANIFEST)
     native.write_json(folders[0] / native.MANIFEST, content | manifest)
@@ -233,9 +233,9 @@ def test_what_no_run_can_be_resumed_from_gives_way(tmp_path: Path, manifest: dic
         first_valid(folders[:1])
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of many ranks, which has nothing to read: the first one reads 10 bytes between two agreements."""
+    """The last of many ranks has nothing to read: the first one reads 10 bytes between two agreements."""
     read = iter([10.0, 20.0, 20.0, 30.0])
 
     def agree(mine: list[float]) -> list[float]:
@@ -248,7 +248,7 @@ def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monk
     monkeypatch.setattr("megatron_coca.training.engine.group.sum_over_ranks", agree)
     beats: list[str] = []
     verify_distributed(checkpoint(tmp_path, 2), beats.append)
-    assert len(beats) == 4, "one at the start, and none where nothing was read"
+    assert len(beats) == 4, "one at the start, and none if nothing was read"
 
 
 def test_a_link_as_quarantine_is_not_followed(tmp_path: Path) -> None:

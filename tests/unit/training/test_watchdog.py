@@ -108,7 +108,7 @@ print("done")
 
 
 def test_a_full_pipe_does_not_keep_the_process(tmp_path: Path) -> None:
-    """What nobody reads is the cause of the hang, and would be that of another in the report."""
+    """The full pipe causes the hang, and writing the report to it would hang again."""
     process = start("stuck(lambda: os.write(2, b'x' * 2**20))", tmp_path)
     assert process.wait(timeout=30) == HUNG
     assert "last was 'step 12'" in (tmp_path / "hang_rank_3.txt").read_text()
@@ -116,8 +116,8 @@ def test_a_full_pipe_does_not_keep_the_process(tmp_path: Path) -> None:
 
 
 def test_a_suspended_process_has_not_hung(tmp_path: Path) -> None:
-    """Sleeps in small pieces, because one that ends during the suspension would be followed by a beat at once. Of the
-    suspension half the timeout counts at most, and the pieces take less than a third of it.
+    """The process sleeps in small pieces: a single sleep could end during the suspension, and a beat would follow at
+    once. Of the suspension, at most half of the timeout counts; the pieces take less than a third of it.
     """
     code = f"""
 with watchdog(grace=2.0) as dog:

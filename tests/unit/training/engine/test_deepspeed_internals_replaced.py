@@ -18,7 +18,7 @@ SHAPES = ((1,), (7, 33), (64, 1021), (5,))
 
 
 class Optimizer(DeepSpeedZeroOptimizer):
-    """One rank's optimizer with what norms and clipping read of it."""
+    """One rank's optimizer with the attributes that norms and clipping read."""
 
     loss_scale = 1.0
 

@@ -11,7 +11,7 @@ from megatron_coca.training.engine import deepspeed_internals, state
 
 
 def test_loss_scaling_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it grows next depends on steps since the last overflow, not on the scale alone."""
+    """The next growth of the scale depends on the steps since the last overflow, not only on the scale."""
 
     def optimizer() -> Any:
         scaler = DynamicLossScaler(2**16, scale_window=4, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)

@@ -18,7 +18,7 @@ def only_stage(corpus: Corpus) -> OpenedStage:
     return OpenedStage(corpus.config.run_stages()[0], corpus, corpus.config.batch.resolve(1), ())
 
 
-def context_alone(keys: CheckpointConfig, preemption: CaughtSignals | None = None) -> RunContext:
+def context_of_one_rank(keys: CheckpointConfig, preemption: CaughtSignals | None = None) -> RunContext:
     """The context of a run whose only rank is this process."""
     remotes, topology = RemoteCheckpoints(keys, keys), Topology(1, 1, 1, 1)
     return RunContext(topology, remotes, preemption or CaughtSignals(), Watchdog(None, None, 0))
