@@ -22,9 +22,9 @@ from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, s
 from megatron_coca.support.plain_text import masked
 from megatron_coca.training.engine.state import MOMENTS
 from megatron_coca.training.initial_model import check_same_tokenizer
+from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.randomness import rng_states
-from megatron_coca.training.run_stages import OpenedStage
 from megatron_coca.training.saving import DTYPES
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS

@@ -25,8 +25,8 @@ from megatron_coca.training.collectives import attempt, decode_failure, encode_f
 from megatron_coca.training.corpus import Corpus, differing_data
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import threads_per_process
+from megatron_coca.training.opened_stages import differing_stages
 from megatron_coca.training.optimizer import OPTIMIZERS
-from megatron_coca.training.run_stages import differing_stages
 
 logger = logging.getLogger(__name__)
 

@@ -305,7 +305,7 @@ def test_the_folder_is_locked_before_a_checkpoint_is_chosen(
             free.append(False)
         raise DataError("no data")
 
-    monkeypatch.setattr("megatron_coca.training.run_stages.open_corpus", look)
+    monkeypatch.setattr("megatron_coca.training.opened_stages.open_corpus", look)
     status, output = attempt({"save": str(run_copy), "auto_resume": True, "train_iters": 14})
     assert_one_message(status, output, "no data")
     assert free == [False]

@@ -22,8 +22,8 @@ from megatron_coca.config import load_config
 from megatron_coca.training.corpus import differing_data
 from megatron_coca.training.loss_guard import LossGuard
 from megatron_coca.training.monitor import IntervalMean
+from megatron_coca.training.opened_stages import differing_stages
 from megatron_coca.training.randomness import load_rng_states, rng_states
-from megatron_coca.training.run_stages import differing_stages
 from tests.checkpoint_files import NEEDED, TINY, write_checkpoint
 
 SHARE = {"source": "a", "weight": 1.0, "samples": 8, "fraction": 1.0, "tokens": 128, "epochs": 0.5}

@@ -14,7 +14,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.training.corpus import open_loader
-from megatron_coca.training.run_stages import OpenedStage, differing_stages, open_stages
+from megatron_coca.training.opened_stages import OpenedStage, differing_stages, open_stages
 from megatron_coca.training.topology import Topology
 
 KEYS: dict[str, Any] = {
