@@ -136,7 +136,7 @@ class FolderLock(ExitStack):
                 self._hold(folder, "")
                 break
             except CheckpointError as failure:
-                if str(failure):  # another problem than a busy lock
+                if str(failure):  # not a busy lock
                     raise
         if number > 1:
             logger.warning(
@@ -147,9 +147,7 @@ class FolderLock(ExitStack):
     def _take_others(self, folders: Mapping[str, str]) -> None:
         for key, folder in folders.items():
             if os.path.realpath(folder) not in self._held:
-                busy = (
-                    f"{folder}: another run writes its figures into this folder; name another, as {key}={folder}/NAME"
-                )
+                busy = f"{folder}: another run writes its figures into it; choose another, such as {key}={folder}/NAME"
                 self._hold(folder, f"{key}: {busy}")
 
     def _hold(self, folder: str, busy: str) -> None:

@@ -85,7 +85,7 @@ class Corpus:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Values a resumed run must share: sizes, weights and content of the sources, tokenizer, document handling."""
+        """Values that a resumed run must share: sizes, weights and content of sources, tokenizer, document handling."""
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
         # Keys with their default value have no entry.
         data = self.config.data

@@ -1,8 +1,8 @@
 """A run with its `save` or `load` on an object store.
 
-A run saves to a local folder. From there a thread of rank 0 uploads every complete checkpoint, while training goes on.
-A start downloads the checkpoint to resume from to that folder, so all other training code sees local folders only, and
-uploads the checkpoints that the last launch left behind.
+A run saves to a local folder. From there a thread of rank 0 uploads every complete checkpoint while training continues.
+At its start, a run downloads the checkpoint to resume from into that folder, and uploads the checkpoints that the last
+launch left behind. All other training code sees only local folders.
 """
 
 import logging
@@ -29,7 +29,7 @@ are not uploaded yet are kept too.
 AGREE_SECONDS = 1.0
 """Interval at which the ranks agree on the progress of rank 0's transfers."""
 LAST_SECONDS = 5.0
-"""Time that a failed run gives transfers that are under way."""
+"""Seconds that a failed run waits for transfers in progress."""
 
 
 def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
@@ -59,7 +59,7 @@ class RemoteCheckpoints:
     """The object store of `save`, if that is a URL.
 
     Attributes:
-        failure: on rank 0, why a checkpoint could not be uploaded; `wait` raises it. Nothing is uploaded after it.
+        failure: on rank 0, the error of an upload; `wait` raises it. Nothing is uploaded after it.
     """
 
     def __init__(self, given: CheckpointConfig, local: CheckpointConfig) -> None:

@@ -237,7 +237,7 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
 
 
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
-    """Return whether `no_load_optim` drops the optimizer's states: it does not in checkpoints of the run's own."""
+    """Return whether `no_load_optim` starts the optimizer anew from `folder`; the run's own checkpoints keep states."""
     own = keys.save is not None and _real(folder).parent == _real(keys.save)
     return keys.no_load_optim and not own
 
@@ -252,7 +252,7 @@ def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GRO
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Move checkpoints in `save` that a later start would prefer to `chosen` to quarantine/.
+    """Move to quarantine/ the checkpoints in `save` that a later start would prefer over `chosen`.
 
     They are damaged, or the run does not continue from them. Unreadable ones stay, because they may be valid: the next
     start tries them again. Leftovers of interrupted saves are removed. Every rank must call it, under the lock.

@@ -134,7 +134,7 @@ class Checkpoints:
         return meta
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take a snapshot after `step` and start writing it. The checkpoint is then complete or absent. Every rank must
+        """Take a snapshot after `step` and start writing it. It leaves a complete checkpoint or none. Every rank must
         call it.
 
         `progress` is the state of the training loop, in types of JSON.

@@ -27,7 +27,7 @@ UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
 METRICS, OLDER, OWNER = "metrics.jsonl", "metrics_older.jsonl", "metrics_run.json"
 _LARGEST = 1 << 32
-"""Most bytes of metrics that are read at the start."""
+"""Maximum bytes of metrics that are read at the start."""
 WANDB_RUN = "wandb.json"
 WANDB_SECONDS = 30
 """Seconds to wait for the server at the start, and for the rest to be sent at the end."""
@@ -39,7 +39,7 @@ def run_folder(config: Config) -> Path:
 
 
 def unsaved_folder(number: int) -> Path:
-    """The folder for the figures of run `number`, from 1, of several at a time without `log_dir` and `save`."""
+    """The folder for the figures of simultaneous runs without `log_dir` and `save`; `number` counts them from 1."""
     return UNSAVED if number == 1 else UNSAVED.with_name(f"{UNSAVED.name}_{number}")
 
 
@@ -201,7 +201,7 @@ class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
     A resumed run drops the lines of steps that it will repeat. It does not repeat notes of the step that it resumes
-    from, such as the begin of a stage. A fresh run moves the lines of older runs to `OLDER`. NaN and infinity, which
+    from, such as the start of a stage. A fresh run moves the lines of older runs to `OLDER`. NaN and infinity, which
     JSON lacks, become null.
     """
 

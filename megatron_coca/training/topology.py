@@ -103,10 +103,10 @@ def rounded_sum(config: Config, sizes: BatchSizes) -> str | None:
 REDUCE_BUCKET = 30_000_000
 REDUCE_BUCKET_PER_RANK = 1_000_000
 LARGEST_REDUCE_BUCKET = 200_000_000
-"""Gradients that are reduced at a time: 30M, 60 MB in half precision, but 1M for each rank, so that messages do not
-become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which begins at 40M); at most 200M, because a
-buffer has this size. The last bucket is reduced only after the backward pass. DeepSpeed's default of 500M is the whole
-gradient of most models.
+"""Number of gradients that are reduced at a time: at least 30M (60 MB in half precision), and 1M for each rank, so that
+messages do not become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which starts at 40M). At most
+200M, because a buffer has this size. The last bucket is reduced only after the backward pass. DeepSpeed's default of
+500M is the whole gradient of most models.
 """
 PREFETCHED_PARAMETERS = 50_000_000
 """Weights that ZeRO 3 gathers before they are used; DeepSpeed's default."""

@@ -47,13 +47,13 @@ def check_validation(corpus: Corpus) -> None:
 
 
 def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
-    """Return mean losses, in nats per token, of the first batches of the validation data: the same every time. Each is
-    the mean over all labels of its batches; it is left out, with a warning, if there are none.
+    """Return mean losses, in nats per token, of the first batches of the validation data, the same each time.
+    Each is the mean over all labels of its batches. Without labels it is left out, with a warning.
 
     `validation_loss` is that of `eval_iters` batches of the blend. With several sources and `eval_per_source`,
-    `validation_loss/NAME` is that of each source, over the batches that its weight in the blend gives it, at least one:
-    all sources together cost about as much as the blend. `eval_windows` adds `window_perplexities`. Empty if there is
-    nothing to validate. Every rank must call it.
+    `validation_loss/NAME` is that of each source. A source gets batches by its weight in the blend, at least one, so
+    that all sources together cost about as much as the blend. `eval_windows` adds `window_perplexities`. The result is
+    empty if there is nothing to validate. Every rank must call it.
     """
     valid, keys = corpus.valid, corpus.config.logging
     if valid is None or keys.eval_iters == 0:

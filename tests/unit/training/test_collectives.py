@@ -33,7 +33,7 @@ def test_figures_of_two_runs_do_not_share_a_folder(opened: Corpus, tmp_path: Pat
     with FolderLock(saves[0]) as first, FolderLock(saves[1]) as second:
         first.take_figures(one)
         with pytest.raises(
-            CheckpointError, match=rf"{key}: .*logs: another run writes its .*; name another, as {key}="
+            CheckpointError, match=rf"{key}: .*logs: another run writes its .*; choose another, such as {key}="
         ):
             second.take_figures(other)
     with FolderLock(saves[1]) as second:  # when the first has ended
