@@ -190,22 +190,27 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
 def _port(environment: Variables) -> int | None:
     port = _number(environment, "MASTER_PORT", default=DEFAULT_PORT)
     if not 1 <= port <= LARGEST_PORT:
-        raise ConfigError(f"MASTER_PORT: {port} is not a port; ports are 1 to {LARGEST_PORT}")
+        raise ConfigError(f"MASTER_PORT: {port} is not a port; set one from 1 to {LARGEST_PORT}")
     return port if "MASTER_PORT" in environment else None
 
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
     if not 0 <= location.rank < location.world_size:
-        raise ConfigError(f"{name}: rank {location.rank} is not below the world size {location.world_size}")
+        raise ConfigError(
+            f"{name}: rank {location.rank} is not below the world size {location.world_size}; correct the variables"
+        )
     if not 0 <= location.local_rank < location.local_world_size:
         raise ConfigError(
-            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"
+            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}; "
+            "correct the variables"
         )
     given = _number(environment, "WORLD_SIZE", default=location.world_size)
     if given != location.world_size:
         raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
     if not location.master and location.world_size > location.local_world_size:
-        raise ConfigError(f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one")
+        raise ConfigError(
+            f"MASTER_ADDR: not set, but {name} started processes on several hosts; set it to the first one"
+        )
 
 
 def _by_rank(environment: Variables) -> RankLocation:
