@@ -33,7 +33,7 @@ from megatron_coca.support.markdown_tables import format_table, percent
 from megatron_coca.support.plain_text import plain
 from megatron_coca.support.program import expanded, local_path
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
-from megatron_coca.training.run_stages import OpenedStage, open_stages
+from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
 
 

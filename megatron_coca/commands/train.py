@@ -111,7 +111,7 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
         return status
     if config.parallel.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
-    from megatron_coca.training.trainer import fit
+    from megatron_coca.training.run import fit
 
     fit(config, without_effect)
     return 0

@@ -27,17 +27,20 @@ def show(result: Result) -> None:
 class Task:
     """One subcommand of `megatron-coca evaluate`: help text, option declarations, and the module of this package with
     the function that runs it. The module is imported only when the subcommand runs.
+
+    A task that `measures` receives `show` to print each result with.
     """
 
     help: str
     add_arguments: Callable[[ArgumentParser], None]
     module: str
     function: str = "run"
+    measures: bool = True
 
     def run(self, args: Namespace) -> int:
         """Return the exit status. Raises one of the errors that `main` reports."""
-        args.show = show
-        return int(getattr(import_module(f"megatron_coca.evaluation.{self.module}"), self.function)(args))
+        function = getattr(import_module(f"megatron_coca.evaluation.{self.module}"), self.function)
+        return int(function(args, show) if self.measures else function(args))
 
 
 PERPLEXITY = "sliding-window perplexity of a checkpoint"
@@ -65,8 +68,8 @@ MEASUREMENTS = {
 TASKS = {
     **MEASUREMENTS,
     "speed": Task(SPEED, options.add_speed_options, "tasks.speed"),
-    "report": Task(REPORT, options.add_report_options, "report"),
-    "suite": Task(SUITE, options.add_suite_options, "suite"),
+    "report": Task(REPORT, options.add_report_options, "report", measures=False),
+    "suite": Task(SUITE, options.add_suite_options, "suite", measures=False),
 }
 
 CHECKPOINT = "--checkpoint runs/350M_roformer_coca"

@@ -45,9 +45,17 @@ class Variant:
     overrides: tuple[str, ...] = ()
 
 
+Show = Callable[[Result], None]
+"""Prints the tables of a result."""
+
+
+def show_nothing(result: Result) -> None:
+    """Print nothing, in place of the tables of a result."""
+
+
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The checkpoint with its variants, the device, the result files, and what prints them; from `subject_options`."""
+    """The checkpoint with its variants, the device, the result files and their printer; from `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -55,7 +63,7 @@ class SubjectOptions:
     dtype: str
     output: Path | None
     overwrite: bool
-    show: Callable[[Result], None] = lambda result: None
+    show: Show = show_nothing
 
     def output_of(self, task: str, label: str) -> Path | None:
         if self.output is None or self.output.suffix == ".json":
@@ -378,8 +386,8 @@ def add_report_options(parser: ArgumentParser) -> None:
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 
-def subject_options(args: Namespace) -> SubjectOptions:
-    """Read the options of `add_subject_options`.
+def subject_options(args: Namespace, show: Show = show_nothing) -> SubjectOptions:
+    """Read the options of `add_subject_options`; `show` prints each result.
 
     Raises EvaluationError for missing files, and for variants whose labels or files would coincide.
     """
@@ -391,7 +399,6 @@ def subject_options(args: Namespace) -> SubjectOptions:
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
         raise EvaluationError(f"--output {args.output}: must be a folder for several variants, with one file each")
-    show = getattr(args, "show", SubjectOptions.show)
     return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite, show)
 
 

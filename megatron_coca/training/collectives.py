@@ -1,4 +1,4 @@
-"""Collective actions with an agreed failure: if one rank fails, all do."""
+"""Actions that fail on all ranks together: if one rank fails, all raise an error."""
 
 import json
 import logging
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (CheckpointError, UnreadableError, ServiceError)
 }
-"""The errors that keep their class on the way to other ranks."""
+"""Errors that keep their class when they are sent to other ranks."""
 Errors = type[Exception] | tuple[type[Exception], ...]
 """Exceptions that count as a failure of an action; others end the process."""
 
 
 def attempt(action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None) -> Exception | None:
-    """Run `action` on every rank, or on rank 0; return None if it succeeded on all.
+    """Run `action` on every rank, or only on rank 0; return None if it succeeded on all.
 
-    Else return the error of this rank, or a CheckpointError with the text of another rank's. `group` is the process
-    group for the agreement, by default that of the run.
+    If it failed on any, return this rank's error, or a CheckpointError with the text of another rank's error. `group`
+    is the process group for the agreement, by default that of the run.
     """
     failure: Exception | None = None
     try:
@@ -50,7 +50,7 @@ def from_main(action: Callable[[], Any]) -> Any:
     """Run `action` on rank 0 and return its JSON-serializable result on every rank. Every rank must call it.
 
     Raises:
-        CheckpointError: on every rank, if `action` raised it on rank 0; of the same class if that is one of `KINDS`.
+        CheckpointError: `action` raised one on rank 0. Every rank raises it, with the same class if that is in `KINDS`.
     """
     result, failure = None, None
     if dist.is_main():
@@ -78,8 +78,8 @@ def decode_failure(text: str) -> CheckpointError:
 
 
 def require_writable(config: Config) -> None:
-    """Make the folders of `save` and `log_dir` and write to them, so that a run fails before it trains
-    rather than at its first checkpoint. Every rank must call it.
+    """Create the folders of `save` and `log_dir`, and check that they can be written, so that a run fails at its start
+    instead of at its first checkpoint. Every rank must call it.
 
     Raises:
         CheckpointError: one of them cannot be written.
@@ -101,10 +101,10 @@ def require_writable(config: Config) -> None:
 
 
 class FolderLock(ExitStack):
-    """The lock of this run on the folder of `save` (None: not set) and on those of its figures. Every rank must take
-    part.
+    """The locks of this run on the folder of `save` (None if not set) and on the folders of its figures. Every rank
+    must call its methods.
 
-    It ends with the `with` block, and with the process, even if it is killed.
+    The locks are released at the end of the `with` block, or when the process ends, even if it is killed.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -113,7 +113,7 @@ class FolderLock(ExitStack):
         self._held: set[str] = set()
 
     def choose_log_dir(self, config: Config) -> Config:
-        """Return the configuration with a `log_dir` that no other run is using, if it names no folder for figures."""
+        """If the configuration names no folder for figures, return it with a `log_dir` that no other run uses."""
         if config.logging.log_dir is not None or config.checkpoint.save is not None:
             return config
         folder = from_main(self._take_unsaved)
@@ -136,7 +136,7 @@ class FolderLock(ExitStack):
                 self._hold(folder, "")
                 break
             except CheckpointError as failure:
-                if str(failure):  # it is not busy
+                if str(failure):  # not a busy lock
                     raise
         if number > 1:
             logger.warning(
@@ -147,9 +147,7 @@ class FolderLock(ExitStack):
     def _take_others(self, folders: Mapping[str, str]) -> None:
         for key, folder in folders.items():
             if os.path.realpath(folder) not in self._held:
-                busy = (
-                    f"{folder}: another run writes its figures into this folder; name another, as {key}={folder}/NAME"
-                )
+                busy = f"{folder}: another run writes its figures into it; choose another, such as {key}={folder}/NAME"
                 self._hold(folder, f"{key}: {busy}")
 
     def _hold(self, folder: str, busy: str) -> None:
@@ -162,7 +160,7 @@ class FolderLock(ExitStack):
 
     def take(self) -> None:
         """Lock the folder if it exists. Call it before reading anything in it, so that no other run changes it
-        afterwards, and again when it is made.
+        afterwards, and again after the folder is created.
 
         Raises:
             CheckpointError: another run is training into the folder, has written into it since the first call, or it

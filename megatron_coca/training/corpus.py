@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """The paper's mixture by tokens."""
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
-"""The keys that say what the ends of documents within a sample change."""
+"""The keys that change the treatment of document ends within a sample."""
 REPEATED = 4
 """Epochs of a source up to which repeating it is worth about as much as new text: Muennighoff et al., "Scaling
 Data-Constrained Language Models" (2023).
@@ -55,11 +55,11 @@ class Corpus:
     Attributes:
         config: the configuration with data paths and vocabulary size filled in.
         valid: None if there is no validation data.
-        tokenizer: the one of the shards, or None if it is not known (shards of another program, no tokenizer named).
+        tokenizer: that of the shards, or None if unknown (shards of another program, and no key names a tokenizer).
         unverified: prefixes of shards without a saved tokenizer.
-        left_out: why shards of the validation data are not read, a line for each.
+        left_out: for each shard of the validation data that is not read, a line with the reason.
         start: for a stage of a run, its first step and the number of its first sample.
-        earlier: for a stage, what the run read before its samples.
+        earlier: for a stage, the shares of the sources that the run read before it.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Corpus:
     earlier: tuple[SourceShare, ...] = ()
 
     def mixture(self, position: int, batch: int) -> list[SourceShare]:
-        """Return what the run reads of every source before the data of step `position`, in steps of `batch`."""
+        """Return how much the run reads of every source before step `position`, with `batch` samples per step."""
         step, sample = self.start
         return joined(self.earlier, self.train.mixture(sample + (position - step) * batch - self.train.first))
 
@@ -85,9 +85,9 @@ class Corpus:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Values a resumed run must share: sizes, weights and content of the sources, tokenizer, document handling."""
+        """Values that a resumed run must share: sizes, weights and content of sources, tokenizer, document handling."""
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
-        # Left out if nothing is changed, so that checkpoints from before these keys can be resumed.
+        # Keys with their default value have no entry.
         data = self.config.data
         changed = [name for name in PACKING_KEYS if getattr(data, name)]
         if data.pack_impl != "packed":
@@ -135,7 +135,7 @@ def open_corpus(config: Config) -> Corpus:
     if data.eod_mask_loss and tokenizer is None:
         raise ConfigError(
             "eod_mask_loss: the token that ends a document is not known, because no tokenizer is saved with the "
-            "shards; name theirs with tokenizer_type and vocab_file"
+            "shards; name their tokenizer with tokenizer_type and vocab_file"
         )
     held_out, left_out = _held_out(config, "valid", valid)
     masked = tokenizer.eod if data.eod_mask_loss and tokenizer is not None else None
@@ -196,11 +196,11 @@ def open_split(config: Config, split: str) -> Blend | None:
 def open_loader(
     corpus: Corpus, blend: Samples | None = None, layout: Layout | None = None, length: int | None = None
 ) -> Loader:
-    """Open a loader of samples of the corpus, by default the training samples for one process; of the last `length`
-    inputs of each if given.
+    """Open a loader of samples of the corpus, by default of the training samples for one process. With `length` it
+    returns only the last `length` inputs of each sample.
 
-    Training samples get the configured `training_positions`. The loader refuses ids in the embedding's padding too: no
-    tokenizer of the configured vocabulary produces them.
+    Training samples get the configured `training_positions`. Token ids in the padding of the embedding are an error
+    too, because no tokenizer with the configured vocabulary produces them.
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
     blend = corpus.train if blend is None else blend
@@ -255,7 +255,7 @@ def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
 def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
     """Divide a shard into consecutive documents by `shares`, as GPT-NeoX's `split`; None for an empty share.
 
-    The number of documents of each share is rounded; the first share has what is left over or missing.
+    The number of documents of each share is rounded; the first share takes the difference.
     """
     edges = list(accumulate((round(share / sum(shares) * shard.documents) for share in shares), initial=0))
     edges = [0, *(max(0, edge + shard.documents - edges[-1]) for edge in edges[1:])]
@@ -263,8 +263,8 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
 
 
 def _held_out(config: Config, split: str, shards: Sequence[Shard]) -> tuple[Blend | None, tuple[str, ...]]:
-    """The samples of shards that are not trained on, None if no shard holds one, and why the others are left out: a
-    short one among them must not keep a run from training.
+    """Return the samples of held-out shards, None if no shard has one, and the reasons why shards are left out. A shard
+    that is too short must not stop the run.
     """
     weights, kept, reasons = _weights(config, split, shards), [], []
     for shard, weight in zip(shards, weights, strict=True):
@@ -308,8 +308,8 @@ def document_weights(documents: Sequence[int], alpha: float) -> list[float]:
 def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
     """Return the configuration with the `train_iters` of `train_epochs`, if that is set.
 
-    As in GPT-NeoX the micro-batches of one pass are counted, so that no sample is read more often: the rest of a pass
-    that fills none is left out. Every shard gets the weight of its samples, so that all are read equally often.
+    As in GPT-NeoX, a pass has as many micro-batches as its samples fill; the samples that are left over are not read.
+    Every shard is weighted by its number of samples, so that all shards are read equally often.
     """
     epochs = config.schedule.train_epochs
     if epochs is None:
@@ -318,7 +318,10 @@ def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
     samples = _blend(config, "train", shards).epoch_samples
     iters = sum(samples) * sizes.accumulation // sizes.total * epochs // sizes.accumulation
     if iters == 0:
-        raise DataError(f"train_epochs: {sum(samples)} samples are fewer than a step of {sizes.total} reads; lower it")
+        raise DataError(
+            f"train_epochs: the data has {sum(samples)} samples, fewer than one step of {sizes.total} reads; lower "
+            "train_batch_size, or add documents"
+        )
     logger.info("train_epochs %d: %d samples in %d steps", epochs, sum(samples), iters)
     weights = [float(number) for number in samples] if config.data.train_data_paths else None
     return config.override({"train_iters": iters, "train_epochs": None, "train_data_weights": weights})
@@ -336,9 +339,9 @@ def _prefixes(config: Config) -> list[str]:
 
 
 def _common_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer saved with the shards; all of them and the named one, if any, must agree.
+    """Return the tokenizer that is saved with the shards. All of them, and the configured one, if any, must agree.
 
-    A type that needs a file names a tokenizer only together with it: the default type does.
+    A tokenizer type that needs a file, such as the default type, counts only if the file is given.
     """
     data = config.data
     folders = dict.fromkeys(Path(_local(config, prefix)).parent for prefix in _prefixes(config))
@@ -348,23 +351,23 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
         tokenizers[data.vocab_file or f"tokenizer_type {data.tokenizer_type}"] = named
     if not all(agree(one, other) for one, other in pairwise(tokenizers.values())):
         raise DataError(
-            f"the tokenizers of {', '.join(tokenizers)} differ; shards of one run must be made with one tokenizer"
+            f"{', '.join(tokenizers)}: the tokenizers differ; prepare all shards of a run with one tokenizer"
         )
     return next(iter(tokenizers.values()), None)
 
 
 def data_identity(blend: Samples) -> dict[str, Any]:
-    """Return the identity that is compared at resume, for JSON: lists over the sources.
+    """Return the identity of the data for JSON, as lists over the sources. A resumed run compares it.
 
-    `sha256` is the manifest's checksum of the tokens' file, or None: it covers every token without reading them.
-    `sampled` is computed from the shard itself, so that data without a manifest and files replaced under their manifest
-    are recognized.
+    `sha256` is the manifest's checksum of the tokens' file, or None. It covers every token, but no token is read for
+    it. `sampled` is computed from the shard itself, so it also covers data without a manifest, and files that were
+    replaced without a new manifest.
     """
     recorded: list[str | None] = []
     for shard in blend.shards:
         try:
             recorded.append(shard_entry(shard.prefix).sha256)
-        except DataError as error:  # the manifest.json next to a shard of another program may be of something else
+        except DataError as error:  # manifest.json may belong to another program
             logger.info("%s; the shard is identified by a sample of its tokens instead", error)
             recorded.append(None)
     identity: dict[str, list[Any]] = {
@@ -391,14 +394,14 @@ COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "document_counts": ("document count", "{:,}".format),
     "weights": ("weight", repr),
 }
-"""Title and format of the entries of an identity that count something of every source."""
+"""Title and format of the entries of an identity that have a number for every source."""
 
 
 def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the differences of two identities, such as `token count of NAME (saved 1,000, now 900)`.
 
-    Entries that one side lacks are not compared: checkpoints of earlier versions have fewer, and a shard may have lost
-    its manifest. `names` are those of the sources now, for a synthetic task of those of its text.
+    Entries that one side lacks are not compared, because a shard may have lost its manifest. `names` are the current
+    names of the sources, for a synthetic task those of its text.
     """
     differences: list[str] = []
     if "text" in now:
@@ -412,14 +415,14 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
             old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
             if old is None or new is None or old == new:
                 continue
-            if key in COUNTS or not lines:  # other counts are other content, and both digests are of one content
+            if key in COUNTS or not lines:  # both digests are of the same content
                 title, shown = COUNTS.get(key, ("content", _digest))
                 lines.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
         differences += lines
     if saved.get("labels") != now.get("labels"):
         differences.append("label shards, which decide the tokens that count in the loss")
     old, new = saved.get("tokenizer"), now.get("tokenizer")
-    if old is not None and old != new:  # a tokenizer may be named for a run that started without one
+    if old is not None and old != new:  # a run that started without a tokenizer may name one later
         differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")
     if saved.get("documents", []) != now.get("documents", []):
         old, new = (" and ".join(identity.get("documents", [])) or "as one text" for identity in (saved, now))
@@ -430,7 +433,7 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
 
 
 def joined(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
-    """Return what two parts of a run read of every source together: `fraction` counts tokens, `weight` is the later."""
+    """Add up the shares of every source in two parts of a run; `weight` is that of the later part."""
     if not earlier:
         return list(later)
     total = sum(share.tokens for share in (*earlier, *later))
@@ -450,17 +453,17 @@ def mixture_table(shares: Sequence[SourceShare]) -> str:
 
 
 def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
-    """Return a warning for every source that is read more than ``REPEATED`` times."""
+    """Return a warning for every source that is read more than `REPEATED` times."""
     return [
-        f"{share.source}: is read {share.epochs:.1f} times; beyond {REPEATED} epochs repeated text is worth less and "
-        "less, so lower its weight, shorten the run, or add text"
+        f"{share.source}: is read {share.epochs:.1f} times, and beyond {REPEATED} epochs repeated text is worth less "
+        "and less; lower its weight, shorten the run, or add text"
         for share in shares
         if share.epochs > REPEATED
     ]
 
 
 def source_names(sources: Sequence[str]) -> list[str]:
-    """Names of sources in figures: the shards' file names if these differ, else their whole prefixes."""
+    """Return the names of sources in figures: the shards' file names if these differ, else their whole prefixes."""
     short = [Path(source).name for source in sources]
     return short if len(set(short)) == len(short) else list(sources)
 
@@ -489,4 +492,7 @@ def validation_note(corpus: Corpus) -> str | None:
     shared = [path for path in data.valid_data_paths or () if path in (data.test_data_paths or ())]
     if not shared:
         return None
-    return f"validation reads test data ({', '.join(shared)}): choices made by it are choices made on the test data"
+    return (
+        f"valid_data_paths: {', '.join(shared)}: also in test_data_paths, so choices by the validation loss are "
+        "choices on test data; hold out other data for validation"
+    )

@@ -26,17 +26,17 @@ LIVE_PARAMETERS = 1e9
 
 GIB = 2.0**30
 RESERVE = 0.06
-"""Share of a GPU's memory for what no formula counts: allocator fragmentation and workspaces of libraries."""
+"""Share of a GPU's memory that no formula counts: fragmentation of the allocator, and workspaces of libraries."""
 CONTEXT = 1.5 * GIB
 """CUDA's context with PyTorch's kernels, and NCCL's buffers."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step, of the rank that needs most; `host` is CPU memory, the others are of its GPU.
+    """Bytes at the peak of a step, on the rank that needs the most. `host` is CPU memory; the others are on its GPU.
 
     Attributes:
-        weights: in the training dtype, and what ZeRO 3 gathers of other ranks' weights.
+        weights: in the training dtype, and the weights of other ranks that ZeRO 3 gathers.
         gradients: of all trained weights, or of this rank's partition (ZeRO 2, 3), in the training dtype or, with
             `grad_accum_dtype: fp32`, in float32.
         optimizer: moments, and with ZeRO float32 copies of the weights.
@@ -137,7 +137,7 @@ def _stage_numbers(
 ) -> list[int]:
     """Divide `count` over stages and tensor ranks; each block has `replicated` parameters on all tensor ranks."""
     model = config.model
-    if GAU in model.layer_names:  # one stage and one tensor rank, which need not divide blocks that differ
+    if GAU in model.layer_names:  # one pipeline stage and one tensor rank: nothing is divided
         return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated
@@ -154,7 +154,7 @@ def _stage_numbers(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run on `topology.world_size` GPUs. Times are in seconds and None where train_iters is not set."""
+    """A run on `topology.world_size` GPUs. Times are in seconds, and None if train_iters is not set."""
 
     parameters: ParameterCount
     flops: Flops
@@ -192,7 +192,7 @@ def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
 
 
 def fits(memory: Memory, gib: float) -> bool:
-    """Return whether it fits on a GPU of `gib` GiB with the reserve."""
+    """Return whether the run fits on a GPU of `gib` GiB with the reserve."""
     return memory.total <= gib * GIB * (1 - RESERVE)
 
 

@@ -18,11 +18,11 @@ UNSAVED = 78  # preempted by a signal, nothing saved
 UNJOINED = 79  # some processes did not join within `join_timeout`
 INTERRUPTED = 130  # Ctrl-C (SIGINT), after saving if training had begun
 EXIT_STATUSES = (DONE, FAILED, UNUSABLE, UNAVAILABLE, PREEMPTED, HUNG, DIVERGED, UNSAVED, UNJOINED, INTERRUPTED)
-"""Every exit status of a training process; docs/faults.md says what to do after each."""
+"""Every exit status of a training process; docs/faults.md has the remedies."""
 
 
 class Stopped(Exception):
-    """The run ends before its last step as intended; `status` is its exit status."""
+    """An orderly end of the run before its last step; `status` is its exit status."""
 
     status = FAILED
 
@@ -34,13 +34,13 @@ class Preempted(Stopped):
 
 
 class Unsaved(Stopped):
-    """Preempted by a signal without a `save` folder: requeued, the run would start from step 0 each time."""
+    """Preempted by a signal without a `save` folder. If the job is requeued, the run starts from step 0 each time."""
 
     status = UNSAVED
 
 
 class Interrupted(Stopped):
-    """Ctrl-C, after saving: whoever pressed it wants no restart."""
+    """Interrupted by Ctrl-C, after saving; a scheduler must not restart the run."""
 
     status = INTERRUPTED
 

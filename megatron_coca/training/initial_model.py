@@ -1,4 +1,4 @@
-"""The model at step 0 of a run: drawn, or with given weights whose position method may differ."""
+"""The model at step 0 of a run, with random weights or with those of a checkpoint."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ GATE_WEIGHTS = re.compile(r".+\.position_gates\..+")
 
 
 class InitialModel(NamedTuple):
-    """A model, and the identity of the checkpoint that its weights are from, None if they are drawn."""
+    """A model, and the identity of the checkpoint that its weights are from; None if they are random."""
 
     model: GPT
     origin: str | None
@@ -32,11 +32,11 @@ class InitialModel(NamedTuple):
 def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
     """Build a model for `device` with its weights in host memory, the same on every rank.
 
-    With `finetune` the weights are those of `load`. Its position method may differ: weights that only the old method
-    has are dropped, those that the new one learns are drawn.
+    With `finetune` the weights are those of the checkpoint `load`, which may have another position method. Its learned
+    position weights are then dropped, and those of the new method are drawn at random.
 
     Args:
-        tokenizer: that of the run's data, None if unknown.
+        tokenizer: that of the run's data, or None if unknown.
         verify: as for `open_checkpoint`.
 
     Raises:
@@ -50,7 +50,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     source = open_checkpoint(keys.load, verify, keys.iteration, {"imports": config.position.imports})
     saved = source.trained
     refuse_other_architecture(source.folder, saved, config)
-    refuse_other_tokenizer(source, config, tokenizer)
+    check_same_tokenizer(source, config, tokenizer)
 
     model = empty_model(config, device, memory="cpu")
     learned = draw_learned_positions(model, config.model, config.seed)
@@ -76,9 +76,9 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
 
 
 def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool]:
-    """Return for each kind of position weights whether the saved ones mean the same in the model that is wanted.
+    """Return for each kind of position weights whether the saved ones have the same meaning in the wanted model.
 
-    They are taken only from the same method, CLEX's from the same frequencies, gates from the same gate.
+    CLEX needs the same frequencies, gates need the same gate, and all others the same method.
     """
     both = (saved, wanted)
     kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in both]
@@ -100,7 +100,7 @@ def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool
 def _changed_positions(saved: Config, wanted: Config) -> list[str]:
     """Return the keys of positions that differ, each with both values."""
 
-    def kind(value: object) -> object:  # of a section with many options
+    def kind(value: object) -> object:  # instead of a section with many options
         keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]
         return value[keys[0]] if isinstance(value, dict) and keys else value
 
@@ -112,7 +112,7 @@ def _changed_positions(saved: Config, wanted: Config) -> list[str]:
     ]
 
 
-def refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
+def check_same_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
     """Raise a CheckpointError if the weights were trained with other token ids, or have another number of rows."""
 
     def describe(tokenizer: Tokenizer | None, rows: int) -> str:
@@ -128,7 +128,7 @@ def refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Token
         raise CheckpointError(
             f"{source.folder}: the weights were trained with another tokenizer than the data of this run: {sides}; "
             "prepare the data with the tokenizer of the checkpoint (megatron-coca prepare --tokenizer-type ... "
-            "--vocab-file ...), or, if they are to learn the new one, import them with it first "
+            "--vocab-file ...), or, to train them for the new tokenizer, import them with it first "
             "(megatron-coca import ... --set tokenizer_type=... vocab_file=...)"
         )
     if theirs is None and ours is not None:

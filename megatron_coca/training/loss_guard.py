@@ -12,9 +12,9 @@ from megatron_coca.config import FaultConfig
 SIGMA_PER_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and Croux, 1993)."""
 SMALLEST_SPREAD = 1e-3
-"""Least relative standard deviation, so that rounding of losses that hardly vary is no spike."""
+"""Smallest relative standard deviation, so that rounding is no spike if the losses hardly vary."""
 LARGEST_LOGARITHM = 700.0
-"""Just below that of the largest float."""
+"""Just below the logarithm of the largest float."""
 
 
 class Limits(NamedTuple):
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     """The consequence of a step.
 
     Attributes:
-        kind: "ok": the step counts; "skipped": it changed nothing and the run continues; "stop".
+        kind: "ok": the step counts; "skipped": it changed nothing and the run continues; "stop": the run ends.
         reason: the fault, for the log, or None. Under the policy `warn` a step that is "ok" may have one.
     """
 
@@ -36,16 +36,12 @@ class Verdict(NamedTuple):
     reason: str | None = None
 
 
-REMOVED = frozenset({"first_bad", "bad_steps", "rollbacks"})
-"""Entries in the state of earlier versions, which could roll a run back; they are ignored."""
-
-
 def bad_reason(loss: float, grad_norm: float | None, limits: Limits) -> str | None:
     """Return why a step is bad, or None.
 
     Args:
         loss: mean over all ranks, in nats per token.
-        grad_norm: before clipping, over all ranks; None is an overflow of fp16's loss scaling, which is no fault.
+        grad_norm: before clipping, over all ranks; None is an overflow of fp16's loss scaling, which is not a fault.
     """
     named = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
     values = [(name, float(value), limit) for name, value, limit in named if value is not None]
@@ -62,8 +58,8 @@ def spike_limit(values: Iterable[float], factor: float) -> float:
     """Return the median of positive values times e to the `factor` robust standard deviations of their logarithms.
 
     OLMo-core's SkipStepOptimizer, the source of the defaults for window and factor, takes mean and standard deviation
-    of the values: a spike among them hides the next one, while median and absolute deviation hardly change. Logarithms,
-    because gradient norms have a long upper tail, which is full of spikes on a linear scale.
+    of the values: a spike among them hides the next one, while median and absolute deviation hardly change. It uses
+    logarithms, because gradient norms have a long upper tail, which is full of spikes on a linear scale.
     """
     logarithms = [math.log(value) for value in values]
     middle = statistics.median(logarithms)
@@ -74,8 +70,8 @@ def spike_limit(values: Iterable[float], factor: float) -> float:
 class LossGuard:
     """Judges every step of a run by its loss and gradient norm.
 
-    All ranks must pass the same numbers, and get the same verdicts. A step is judged by the steps before it: get
-    `limits`, skip the optimizer's step if `bad_reason` gives one, then `observe`.
+    All ranks must pass the same numbers, so that they get the same verdicts. A step is judged by the steps before it:
+    get `limits`, skip the optimizer's step if `bad_reason` returns a reason, then call `observe`.
     """
 
     def __init__(self, config: FaultConfig) -> None:
@@ -96,11 +92,11 @@ class LossGuard:
         return Limits(loss, norm)
 
     def limits(self) -> Limits:
-        """Return the values above which the next step must be skipped: infinite unless spikes have consequences."""
+        """Return the values above which the next step must be skipped: infinite if spikes are only noted or ignored."""
         return Limits() if self._config.loss_spike_policy in ("off", "warn") else self.spike_limits()
 
     def observe(self, loss: float, grad_norm: float | None) -> Verdict:
-        """Record a step and judge it. Arguments as of `bad_reason`."""
+        """Record a step and judge it. The arguments are those of `bad_reason`."""
         config = self._config
         finite = bad_reason(loss, grad_norm, Limits()) is None
         reason = bad_reason(loss, grad_norm, self.spike_limits())
@@ -125,13 +121,13 @@ class LossGuard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over the saved `state` of a guard; an empty one is that of a new guard.
+        """Restore a saved `state`; entries that it lacks are those of a new guard.
 
         Raises:
             CheckpointError: the state has unknown entries.
         """
         new = LossGuard(self._config).state()
-        if unknown := sorted(state.keys() - new.keys() - REMOVED):
+        if unknown := sorted(state.keys() - new.keys()):
             raise CheckpointError(
                 f"the loss guard's state in the checkpoint has unknown entries ({', '.join(unknown)}); "
                 "resume with the version that wrote it, or start from its weights with finetune=true"

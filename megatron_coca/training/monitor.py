@@ -20,15 +20,15 @@ class IntervalMean:
     """The mean loss since the last multiple of `log_interval`, over the steps that changed weights, as in GPT-NeoX.
 
     Checkpoints keep its `state`, so that a run that is resumed within an interval reports the same mean. With another
-    interval it reports that of the steps since it was resumed.
+    `log_interval`, the first mean is that of the steps since the run was resumed.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval, self._sum, self._count = interval, 0.0, 0
 
     def add(self, step: int, loss: float | None, skipped: bool) -> float | None:
-        """Add the loss of step number `step`, from 1, None if it had no labels; returns the mean, or this loss if no
-        step has counted yet.
+        """Add the loss of step number `step`, counted from 1; None if it had no labels. Returns the mean, or this loss
+        if no step has counted yet.
         """
         if (step - 1) % self._interval == 0:
             self._sum, self._count = 0.0, 0
@@ -41,7 +41,7 @@ class IntervalMean:
         return [self._sum, self._count, self._interval]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Take over a saved state; any but that of this interval stands for an interval that begins."""
+        """Restore a saved state. The state of another interval is dropped: the interval then begins here."""
         known = len(state) == 3 and state[2] == self._interval
         self._sum, self._count = (float(state[0]), int(state[1])) if known else (0.0, 0)
 
@@ -66,7 +66,7 @@ class Monitor:
             start: completed steps, of which `skipped` changed no weight.
             tokens_per_step: of all ranks.
             run: the id of the run.
-            gather: returns equally many values of every rank, by rank.
+            gather: returns the values of every rank, by rank; all ranks pass the same number of values.
 
         Raises:
             ConfigError: a sink or profiler of the logging keys is not available.
@@ -88,7 +88,7 @@ class Monitor:
 
     @contextmanager
     def during(self, phase: Literal["waiting", "saving", "validating"]) -> Iterator[None]:
-        """Count a block as waiting for data, saving or validating; the last two are no training time."""
+        """Count a block as waiting for data, saving or validating; the last two are not training time."""
         start = self._clock()
         try:
             yield
@@ -140,7 +140,7 @@ class Monitor:
         rate = self._tokens * steps / max(training, 1e-9)
         flops = rate / len(waited) * self._flops
         done = step - self._start - 1
-        # Saves and validations included. The first step, which may compile, counts only while there is no other.
+        # This includes saves and validations. The first step, which may compile, counts only until there is another.
         pace = (now - self._after_first) / done if done > 0 else now - self._begin
         measured = {
             "skipped_steps": self._skipped_before,

@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint of GPT-NeoX: its weights, optimizer, step and schedule, as a checkpoint of this run."""
+"""Resuming from a checkpoint of GPT-NeoX: its weights, optimizer, step and schedule become a checkpoint of this run."""
 
 import io
 from collections.abc import Sequence
@@ -21,25 +21,26 @@ from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
 from megatron_coca.support.plain_text import masked
 from megatron_coca.training.engine.state import MOMENTS
-from megatron_coca.training.initial_model import refuse_other_tokenizer
+from megatron_coca.training.initial_model import check_same_tokenizer
+from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import OPTIMIZERS
-from megatron_coca.training.run_stages import OpenedStage
-from megatron_coca.training.saving import DTYPES, rng_states
+from megatron_coca.training.randomness import rng_states
+from megatron_coca.training.saving import DTYPES
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
-"""Keys besides the architecture that must be those of the checkpoint; its files say nothing of the other groups."""
+"""Keys besides the architecture that must agree with the checkpoint. Its files do not record the other groups."""
 
 
 def starts_from_neox(keys: CheckpointConfig) -> bool:
-    """Return whether `load` is a checkpoint of GPT-NeoX that the run continues from."""
+    """Return whether `load` is a checkpoint of GPT-NeoX that the run resumes from."""
     return keys.load is not None and not keys.finetune and find_step(Path(keys.load)) is not None
 
 
 def take_over(stages: Sequence[OpenedStage]) -> Path:
     """Write the checkpoint of GPT-NeoX in `load` as one of this run into `save`, and return its folder.
 
-    From then on it is a checkpoint like all others. With `no_load_optim` the moments are 0. The state of the generators
-    is not taken over, which draw other numbers here, nor is the order of the data: both are this project's.
+    From then on it is a checkpoint like all others. With `no_load_optim` the moments are 0. The states of the random
+    generators and the order of the data are not taken over: both are this project's own.
 
     Raises:
         CheckpointError: it is of another model or optimizer, has no optimizer state, or cannot be written.
@@ -47,8 +48,8 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     keys, optimizer = stages[0].corpus.config.checkpoint, None
     if keys.save is None:
         raise CheckpointError(
-            f"load: {keys.load} is of GPT-NeoX, whose state is written as a checkpoint of this run "
-            "first; set save=FOLDER, or finetune=true to start from its weights"
+            f"load: {keys.load} is a checkpoint of GPT-NeoX, which must first be written as a checkpoint of this run; "
+            "set save=FOLDER, or finetune=true to start from its weights"
         )
     own = {"imports": stages[0].corpus.config.position.imports}
     source, save = open_checkpoint(str(keys.load), step=keys.iteration, overrides=own), Path(keys.save)
@@ -56,7 +57,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
     corpus, config = opened.corpus, opened.corpus.config
     refuse_other_architecture(source.folder, source.trained, config)
-    refuse_other_tokenizer(source, config, corpus.tokenizer)
+    check_same_tokenizer(source, config, corpus.tokenizer)
     check_fit(config, source.weights())
     differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)
     if not keys.no_load_optim:
@@ -73,7 +74,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         "origin": source.identity,
         "data": corpus.identity,
         **opened.shared,
-        "topology": {},  # no other, so that every rank draws new dropout masks
+        "topology": {},  # unlike that of any run, so that every rank draws new dropout masks
         "counters": {STEP: optimizer.step if optimizer is not None else 0.0},
         "progress": {},
         "mixture": [asdict(share) for share in corpus.mixture(step, opened.sizes.total)],

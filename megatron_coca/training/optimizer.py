@@ -24,7 +24,7 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"\bfinal_linear\.", ("output_head",)),
     (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates)\.|^positions\.", ("positions",)),
 )
-"""Patterns of parameter names, and the values of `trainable` that such a parameter belongs to."""
+"""Patterns of parameter names, and the values of `trainable` that a matching parameter belongs to."""
 
 
 def parts_of(name: str) -> tuple[TrainablePart, ...]:
@@ -103,7 +103,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "lion": Lion,
 }
-"""By GPT-NeoX's names: its Adam is decoupled too, and PyTorch's fused AdamW needs no compiler on the CPU."""
+"""By GPT-NeoX's names. Its Adam decouples weight decay too; PyTorch's fused AdamW needs no compiler on the CPU."""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

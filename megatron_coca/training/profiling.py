@@ -16,7 +16,7 @@ FOLDER = "profile"
 
 
 def peak_memory() -> float:
-    """Peak memory of this process in GiB: on a GPU what PyTorch has allocated there, else the resident set."""
+    """Return the peak memory of this process in GiB: PyTorch's allocations on a GPU, else the resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
@@ -36,7 +36,7 @@ class Trace:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"profile: {error}; a folder that can be written is needed") from error
+            raise ConfigError(f"profile: {error}; needs a writable folder") from error
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         warmup = min(1, self._first)  # the step in which the profiler starts is distorted, and not recorded
         plan = schedule(wait=self._first - warmup, warmup=warmup, active=self._last - self._first, repeat=1)

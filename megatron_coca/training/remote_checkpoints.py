@@ -1,8 +1,8 @@
-"""A run whose `save` or `load` is on an object store.
+"""A run with its `save` or `load` on an object store.
 
-A run saves to a local folder. From there a thread of rank 0 uploads every complete checkpoint, while training goes on.
-A start downloads the checkpoint to resume from to that folder, so all other training code sees local folders only, and
-uploads what the last launch left behind.
+A run saves to a local folder. From there a thread of rank 0 uploads every complete checkpoint while training continues.
+At its start, a run downloads the checkpoint to resume from into that folder, and uploads the checkpoints that the last
+launch left behind. All other training code sees only local folders.
 """
 
 import logging
@@ -29,14 +29,14 @@ are not uploaded yet are kept too.
 AGREE_SECONDS = 1.0
 """Interval at which the ranks agree on the progress of rank 0's transfers."""
 LAST_SECONDS = 5.0
-"""Time that a failed run gives transfers that are under way."""
+"""Seconds that a failed run waits for transfers in progress."""
 
 
 def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
     """Replace URLs in `config` by local folders; returns the new config and the object store of `save`.
 
-    The folder of `save` is made, so that it can be locked, and a checkpoint that `load` names on another store is
-    downloaded. Every rank must call it.
+    It creates the folder of `save`, so that it can be locked, and downloads a checkpoint that `load` names on another
+    store. Every rank must call it.
 
     Raises:
         CheckpointError: no installed library can open a URL, or `load` holds no checkpoint.
@@ -59,7 +59,7 @@ class RemoteCheckpoints:
     """The object store of `save`, if that is a URL.
 
     Attributes:
-        failure: on rank 0, why a checkpoint could not be uploaded; `wait` raises it. Nothing is uploaded after it.
+        failure: on rank 0, the error of an upload; `wait` raises it. Nothing is uploaded after it.
     """
 
     def __init__(self, given: CheckpointConfig, local: CheckpointConfig) -> None:
@@ -76,31 +76,31 @@ class RemoteCheckpoints:
             self._pool = ThreadPoolExecutor(1, "transfers")  # one after the other, in no collective
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """Set what later waits for transfers call: `beat` with their progress, and `stopping`, which says whether this
-        rank was asked to stop. Once one rank was, a transfer that fails is not tried again.
+        """Set the functions that later waits for transfers call: `beat` takes their progress, and `stopping` returns
+        True if this rank was asked to stop. After any rank was, a transfer that fails is not tried again.
         """
         self._beat, self._stopping = beat, stopping
 
     def given_in(self, config: Config) -> Config:
-        """`config` with the checkpoint keys as the user wrote them."""
+        """Return `config` with the checkpoint keys as the user wrote them."""
         given, local = self._given.model_dump(), self._local.model_dump()
         return config.override({key: value for key, value in given.items() if value != local[key]})
 
     def prepare(self) -> None:
-        """Refuse the store of another run, and download the checkpoint to resume from if the local folder lacks it.
+        """Download the checkpoint to resume from, if the local folder lacks it.
 
         Every rank must call it, under the local folder's lock and before checkpoints are listed. Raises
-        CheckpointError.
+        CheckpointError, for example if the store holds another run.
         """
         if self._store is not None:
             self._finish(self._store, self._pool.submit(self._download, self._store) if dist.is_main() else None)
 
     def deliver(self, step: int, catch_up: bool = False) -> None:
-        """On rank 0, start to upload the complete local checkpoint of `step`. At the start of a launch `catch_up` adds
-        older ones that are newer than all that are there: the last launch did not upload them.
+        """On rank 0, start to upload the complete local checkpoint of `step`. At the start of a launch, `catch_up` adds
+        the older ones that the last launch did not upload.
 
         Checkpoints in the store of a higher step, or of the same step with other files, are moved to its quarantine:
-        the run has left their branch, or could not be resumed from them.
+        the run did not continue from them, or could not be resumed from them.
         """
         if self._store is None or not dist.is_main() or step not in (local := native.steps(self._folder)):
             return
@@ -113,7 +113,7 @@ class RemoteCheckpoints:
         return set(self._owed)
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until all checkpoints are uploaded; with `hurry`, what fails from now on is not tried again. Every rank
+        """Wait until all checkpoints are uploaded; with `hurry`, an upload that fails is not tried again. Every rank
         must call it.
 
         Raises:
@@ -138,8 +138,8 @@ class RemoteCheckpoints:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, store: RemoteFolder, transfer: "Future[None] | None") -> None:
-        """Wait for a transfer of rank 0 with all ranks, which beat as long as bytes are transferred; raise its error on
-        all of them.
+        """Wait on all ranks for a transfer of rank 0, and raise its error on all of them. The ranks beat as long as
+        bytes are transferred.
         """
         busy, before = True, -1
         try:
@@ -151,7 +151,7 @@ class RemoteCheckpoints:
                     self._beat("transferring checkpoints")
                 if stop:
                     store.hurry.set()
-        except BaseException:  # Python ends when the threads of transfers have
+        except BaseException:  # Python waits for the thread of transfers at its end
             store.hurry.set()
             raise
         from_main(lambda: transfer.result() if transfer is not None else None)
@@ -167,7 +167,7 @@ class RemoteCheckpoints:
         if not (begun or resumes) or (runs and store.read_json(stored[-1], native.META).get("run") not in runs):
             raise CheckpointError(
                 f"{store.url}: already holds a run, up to step {stored[-1]}, and {save} does not; choose another URL, "
-                "or resume that run with auto_resume=true, without checkpoints of another one in that folder"
+                "or move checkpoints of other runs out of that folder and resume the run with auto_resume=true"
             )
         named = None if given.auto_resume else given.iteration
         lacking = stored[-1] > max(local, default=-1) if named is None else named not in local
@@ -175,7 +175,7 @@ class RemoteCheckpoints:
             store.download(stored[-1] if named is None else named, save)
 
     def _upload(self, store: RemoteFolder, steps: list[int]) -> None:
-        """Upload the last of ascending `steps`, and those before that are newer than all in the store."""
+        """Upload the last of ascending `steps`, and the earlier ones that are newer than all in the store."""
         if self.failure is not None:
             raise self.failure
         given = self._given
@@ -189,8 +189,8 @@ class RemoteCheckpoints:
                 store.remove(old)
         except CheckpointError as error:
             self.failure = type(error)(
-                f"{native.step_folder(self._folder, steps[-1])}: is complete, but could not be uploaded ({error}); the "
-                "same command with auto_resume=true uploads it and continues"
+                f"{native.step_folder(self._folder, steps[-1])}: is complete, but could not be uploaded ({error}); run "
+                "the same command with auto_resume=true to upload it and continue"
             )
             raise self.failure from error
 

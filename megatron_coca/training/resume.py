@@ -1,8 +1,8 @@
 """Choice of the checkpoint that a run resumes from.
 
 `candidates` lists the checkpoints to resume from, `first_valid` verifies them on all ranks and chooses one,
-`refuse_other_run` compares it with the configuration, `quarantine_newer` moves newer ones away. Without a checkpoint
-to resume from, `initial_model.py` builds the model.
+`check_same_run` compares it with the configuration, `quarantine_newer` moves newer ones away. Without a checkpoint to
+resume from, `initial_model.py` builds the model.
 """
 
 import logging
@@ -25,8 +25,8 @@ from megatron_coca.training.collectives import attempt, decode_failure, encode_f
 from megatron_coca.training.corpus import Corpus, differing_data
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import threads_per_process
+from megatron_coca.training.opened_stages import differing_stages
 from megatron_coca.training.optimizer import OPTIMIZERS
-from megatron_coca.training.run_stages import differing_stages
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ MOST_THREADS = 16
 
 
 def _real(path: str | Path) -> Path:
-    """As `Path.resolve`, which before Python 3.13 raises for a loop of links."""
+    """Resolve links as `Path.resolve` does, which before Python 3.13 raises for a loop of links."""
     return Path(os.path.realpath(path))
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
-    """The checkpoints to resume from, the preferred one first; none for a fresh start.
+    """Return the checkpoints to resume from, the preferred one first; none for a fresh start.
 
-    With `auto_resume` those of `save` come first. If `load` names the folder of `save` and that holds
-    nothing yet, it is a fresh start, so that the same command works for the first and all later launches.
+    With `auto_resume` they are those in `save`, if there are any. If `load` names the folder of `save`, and it holds
+    no checkpoint yet, it is a fresh start, so that the same command works for the first and all later launches.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, `save` holds those of another run, or `auto_resume` has no `save`
@@ -73,7 +73,7 @@ def candidates(config: CheckpointConfig) -> list[Path]:
 
 
 def _newest_first(save: str) -> list[Path]:
-    """All checkpoints of a folder, by descending step; those without a manifest too: they are damaged, not absent."""
+    """Return all checkpoints of a folder by descending step, including damaged ones without a manifest."""
     return [native.step_folder(Path(save), step) for step in reversed(native.begun_steps(Path(save)))]
 
 
@@ -88,7 +88,7 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
     if find_step(load) is not None:
         if config.save is not None and _real(load) == _real(config.save):
             raise CheckpointError(f"{load}: holds checkpoints of GPT-NeoX; choose another save folder for this run")
-        return []  # neox_resume.py makes a checkpoint of it, once the data are open
+        return []  # neox_resume.py converts it after the data is opened
     if config.save is not None and _real(load) == _real(config.save) and not native.begun_steps(load):
         return []
     try:
@@ -102,7 +102,7 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
 
 
 def runs_of(folders: Iterable[Path]) -> set[str | None]:
-    """The ids of the runs that wrote the readable ones of some checkpoints; None for versions that wrote no id."""
+    """Return the ids of the runs that wrote the checkpoints which can be read; None for one without an id."""
     runs: set[str | None] = set()
     for folder in folders:
         with suppress(CheckpointError):
@@ -120,7 +120,7 @@ class Choice(NamedTuple):
 
 
 def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda reached: None) -> Choice:
-    """Choose the first of `folders` that is valid and can be resumed; logs why others are not.
+    """Choose the first of `folders` that is valid and can be resumed; log why the others are not.
 
     Every rank must call it with the same folders. `beat` reports progress to the watchdog.
 
@@ -176,7 +176,7 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
 def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
     """Compare this rank's files until all ranks are done or one has failed; raises an error of any rank on all.
 
-    The ranks agree at intervals on the bytes read, so that one that is done early still beats while others read.
+    The ranks agree at intervals on the bytes read, so that a rank that is done early still beats while others read.
     """
     start = reported = time.monotonic()
     before, threads = 0.0, min(MOST_THREADS, threads_per_process(os.environ))
@@ -191,7 +191,7 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
             over = comparison.wait(AGREE_SECONDS)
             failed = comparison.failure is not None
             read, running, failing = dist.sum_over_ranks([comparison.bytes_read, not over, failed])
-            if read > before:  # a rank whose reads hang must not look busy
+            if read > before:  # a rank that hangs in a read must not seem busy
                 before = read
                 beat(f"verifying {folder}: {rate(read)}")
             if failing or not running:
@@ -210,10 +210,10 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
     raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
 
 
-def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError naming all differences between the run of `folder` and the configured one.
+def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError that names all differences between the run of `folder` and the configured one.
 
-    `layout` is compared with meta.json: size of the batch, dtype, finished stages. Free keys that changed are logged.
+    `shared` is compared with meta.json: size of the batch, dtype, finished stages. Free keys that changed are logged.
     """
     own, meta = {"imports": corpus.config.position.imports}, native.read_meta(folder)
     saved = load_saved_config(folder / native.CONFIG, own, same=True).config
@@ -222,10 +222,10 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
     problems += differing_data(meta.get("data") or {}, corpus.identity, corpus.sources)
     problems += [
         f"{key} (saved {meta.get(key)!r}, now {value!r})"
-        for key, value in layout.items()
+        for key, value in shared.items()
         if meta.get(key) != value and key != "stages"
     ]
-    problems += differing_stages(meta.get("stages") or [], layout.get("stages", []))
+    problems += differing_stages(meta.get("stages") or [], shared.get("stages", []))
     if problems:
         raise CheckpointError(
             f"{folder}: cannot be resumed with another {', '.join(problems)}; "
@@ -237,13 +237,13 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
 
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
-    """Whether the run continues from `folder` without its optimizer's states: not from a checkpoint of its own."""
+    """Return whether `no_load_optim` starts the optimizer anew from `folder`; the run's own checkpoints keep states."""
     own = keys.save is not None and _real(folder).parent == _real(keys.save)
     return keys.no_load_optim and not own
 
 
 def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS) -> list[str]:
-    """A line for every key in which the run `wanted` differs from the run `saved`, but for groups that are `free`."""
+    """Return a line for every key that differs between two runs, except in groups that are `free`."""
     problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, free)
     before, after = saved.optimizer.type, wanted.optimizer.type
     if "optimizer" not in free and OPTIMIZERS[before] is not OPTIMIZERS[after]:
@@ -252,9 +252,9 @@ def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GRO
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Move checkpoints in `save` that a later start would prefer to `chosen` out of the way.
+    """Move to quarantine/ the checkpoints in `save` that a later start would prefer over `chosen`.
 
-    They are damaged, or of a branch that the run leaves. Unreadable ones stay, because they may be valid: the next
+    They are damaged, or the run does not continue from them. Unreadable ones stay, because they may be valid: the next
     start tries them again. Leftovers of interrupted saves are removed. Every rank must call it, under the lock.
 
     Raises:

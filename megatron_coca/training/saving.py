@@ -2,11 +2,8 @@
 
 import hashlib
 import io
-import json
 import logging
 import math
-import os
-import random
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -35,63 +31,20 @@ from megatron_coca.checkpoints.native.state import (
     weights,
     write_pieces,
 )
-from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
+from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.support.plain_text import masked
 from megatron_coca.training.collectives import attempt
-from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.remote_checkpoints import LAST_SECONDS, RemoteCheckpoints
-from megatron_coca.training.topology import Topology
-from megatron_coca.training.watchdog import Watchdog
+from megatron_coca.training.opened_stages import OpenedStage
+from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
+from megatron_coca.training.remote_checkpoints import LAST_SECONDS
+from megatron_coca.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def seed_everything(seed: int, stream: int) -> None:
-    """Seed the generators of this process; ranks with different `stream` draw different dropout masks."""
-    random.seed(seed + stream)
-    np.random.seed((seed + stream) % 2**32)
-    torch.manual_seed(seed + stream)
-
-
-def compute_deterministically(wanted: bool) -> None:
-    """Make PyTorch's operations choose algorithms that give the same bits in every run, or fail where there is none."""
-    if wanted and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(wanted and torch.cuda.is_available())
-
-
-def rng_states() -> dict[str, Any]:
-    """The generator states of Python, NumPy, PyTorch and this process's GPU, loadable with `weights_only`."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": json.dumps(random.getstate()),
-        "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest]),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def load_rng_states(path: Path) -> None:
-    """Restore the generators from a file that holds `rng_states`. Raises CheckpointError if it holds anything else."""
-    states = load_pickle(path)
-    try:
-        version, internal, gauss = json.loads(states["python"])
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, position, *rest = json.loads(states["numpy"])
-        if not 0 <= position <= len(keys):  # NumPy does not check it
-            raise ValueError(f"position {position} in {len(keys)} numbers")
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
-        torch.set_rng_state(states["torch"])
-        if states["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: is no random state of a rank ({error}); the checkpoint is damaged") from error
 
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
@@ -126,37 +79,22 @@ class Checkpoints:
     Every `meta.json` names the run by an id that is drawn at a fresh start and kept when the run is resumed.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        engine: Engine,
-        topology: Topology,
-        layout: Mapping[str, Any],
-        origin: str | None = None,
-        watchdog: Watchdog | None = None,
-        remotes: RemoteCheckpoints | None = None,
-    ) -> None:
-        """Every rank must call it.
-
-        Args:
-            layout: properties besides the configuration that a resumed run must share: size of the batch, dtype.
-            origin: identity of the checkpoint whose weights the run started with.
-        """
-        self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
-        self._topology, self._coordinates = topology, topology.coordinates(dist.rank())
-        self._keys, self._dtype = corpus.config.checkpoint, DTYPES[corpus.config.precision.dtype]
-        self._remotes = remotes or RemoteCheckpoints(self._keys, self._keys)
+    def __init__(self, opened: OpenedStage, engine: Engine, context: RunContext, origin: str | None = None) -> None:
+        """Every rank must call it. `origin` identifies the checkpoint that gave the run its first weights."""
+        self._corpus, self._engine, self._shared = opened.corpus, engine, opened.shared
+        self._topology, self._coordinates = context.topology, context.topology.coordinates(dist.rank())
+        self._remotes, self._watchdog = context.remotes, context.watchdog
+        self._keys, self._dtype = self._corpus.config.checkpoint, DTYPES[self._corpus.config.precision.dtype]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
         self._run, self._origin = uuid4().hex, origin
-        self._versions = code_versions()  # once: this calls git
-        self._watchdog = watchdog or Watchdog(None, None, dist.rank())
+        self._versions = code_versions()  # once, because it calls git
 
     @property
     def run(self) -> str:
-        """The id of the run; on rank 0 that in its checkpoints."""
+        """The id of the run. Its checkpoints have the id of rank 0."""
         return self._run
 
     @property
@@ -167,10 +105,10 @@ class Checkpoints:
     def restore(self, folder: Path, weights_only: bool = False) -> dict[str, Any]:
         """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.
 
-        `weights_only` leaves the optimizer's states as they are before its first step.
+        With `weights_only` the optimizer's states are those before its first step.
 
         Raises:
-            CheckpointError: the checkpoint lacks state that this rank needs, or has something else in its place.
+            CheckpointError: the checkpoint lacks state that this rank needs, or has other state in its place.
         """
         meta = native.read_meta(folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
@@ -188,7 +126,7 @@ class Checkpoints:
                 load_rng_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: cannot be read, though it was just verified ({error})") from error
+            raise CheckpointError(f"{folder}: cannot be read, although it was just verified ({error})") from error
         logger.warning(
             "saved with another parallel layout (%s): new dropout masks are drawn", meta["topology"] or "GPT-NeoX"
         )
@@ -196,13 +134,14 @@ class Checkpoints:
         return meta
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take a snapshot after `step` and start writing it; complete or absent. Every rank must call it.
+        """Take a snapshot after `step` and start writing it. It leaves a complete checkpoint or none. Every rank must
+        call it.
 
-        `progress` is the state of the training loop, as JSON can hold it.
+        `progress` is the state of the training loop, in types of JSON.
 
         Raises:
-            CheckpointError: this checkpoint, or the one before if not raised yet, could not be written; earlier
-                checkpoints are untouched.
+            CheckpointError: this checkpoint could not be written, or the one before, if that was not raised yet.
+                Earlier checkpoints are not changed.
         """
         if self._keys.save is None:
             return
@@ -215,12 +154,12 @@ class Checkpoints:
             self.wait()
 
     def catch_up(self, step: int) -> None:
-        """Begin to upload the checkpoint of `step`, which the run resumes from, and what the last launch left."""
+        """Start to upload the checkpoint of `step`, which the run resumes from, and those that the last launch left."""
         self._remotes.deliver(step, catch_up=True)
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until the save in progress is complete, and uploaded; `hurry` as of `RemoteCheckpoints.wait`. Every rank
-        must call it.
+        """Wait until the save in progress is complete and uploaded. `hurry` is that of `RemoteCheckpoints.wait`. Every
+        rank must call it.
 
         Raises:
             ServiceError: the object store does not answer.
@@ -238,8 +177,8 @@ class Checkpoints:
             raise error
 
     def leave(self) -> None:
-        """Give the save in progress a few seconds to complete: the training loop has failed. Exiting while its thread
-        is in a collective aborts the process.
+        """After a failure of the training loop, give the save in progress a few seconds to complete: an exit while its
+        thread is in a collective would abort the process.
         """
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
@@ -252,13 +191,13 @@ class Checkpoints:
             pieces = [piece._replace(tensor=self._copy(piece)) for piece in pieces]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        mixture = self._corpus.mixture(step, self._layout["batch"])
+        mixture = self._corpus.mixture(step, self._shared["batch"])
         meta = {
             "step": step,
             "run": self._run,
             "origin": self._origin,
             "data": self._corpus.identity,
-            **self._layout,
+            **self._shared,
             "topology": self._topology.layout(),
             "zero_stage": self._corpus.config.parallel.stage,
             "counters": self._engine.counters(),
@@ -309,9 +248,9 @@ class Checkpoints:
         finally:
             self._watchdog.follow(None)
 
-    def _enter(self, stage: str) -> None:
-        """Enter the next stage of a save; one that hangs makes the watchdog end the run."""
-        self._watchdog.follow(f"saving {stage}")
+    def _enter(self, part: str) -> None:
+        """Enter the next part of a save. If it hangs, the watchdog ends the run."""
+        self._watchdog.follow(f"saving {part}")
 
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
         """Run `action` on every rank (or rank 0), and fail on all of them if it fails on one."""
@@ -359,7 +298,7 @@ class Checkpoints:
 
 
 class WeightTransfer:
-    """Sends all weights from the memory of the ranks to the file that rank 0 writes; none is read again from disk.
+    """Sends all weights from the memory of the ranks to the file that rank 0 writes. None is read from disk again.
 
     On rank 0 `reader` reads all weights once, in the order in which the other ranks send them.
     """
@@ -373,7 +312,7 @@ class WeightTransfer:
         group: Any,
         beat: Callable[[str], None],
     ) -> None:
-        """`held` are the weights by rank, `pieces` this rank's own; `dtype` is that of the file."""
+        """`held` has the weights of each rank, `pieces` those of this rank; `dtype` is that of the file."""
         self._own = {(piece.name, piece.start): piece.tensor for piece in pieces if piece.kind == WEIGHT}
         self._dtype, self._group, self._beat = dtype, group, beat
         self.reader = LocalWeightReader(folder, held, self._fetch)
@@ -387,7 +326,7 @@ class WeightTransfer:
                 dist.send_to_main(self._own[weight.name, weight.start].to(self._dtype), self._group)
 
     def drain(self) -> None:
-        """On rank 0, receive what was not read because writing failed: the senders must not wait forever."""
+        """On rank 0, receive the weights that were not read because writing failed: the senders must not hang."""
         while self._fetched < len(self.reader.order):
             self._fetch(*self.reader.order[self._fetched])
 
@@ -406,7 +345,7 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(snapshot.rng, buffer)  # which reports a full disk without saying so
+    torch.save(snapshot.rng, buffer)  # to a file, it would not say that the disk is full
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.slices)

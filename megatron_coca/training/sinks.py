@@ -27,10 +27,10 @@ UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
 METRICS, OLDER, OWNER = "metrics.jsonl", "metrics_older.jsonl", "metrics_run.json"
 _LARGEST = 1 << 32
-"""Bytes of metrics that are read at the start."""
+"""Maximum bytes of metrics that are read at the start."""
 WANDB_RUN = "wandb.json"
 WANDB_SECONDS = 30
-"""To wait for the server at the start, and for what is still to be sent at the end."""
+"""Seconds to wait for the server at the start, and for the rest to be sent at the end."""
 
 
 def run_folder(config: Config) -> Path:
@@ -39,17 +39,17 @@ def run_folder(config: Config) -> Path:
 
 
 def unsaved_folder(number: int) -> Path:
-    """The folder for the figures of one of several runs at a time without `log_dir` and `save`, counted from 1."""
+    """The folder for the figures of simultaneous runs without `log_dir` and `save`; `number` counts them from 1."""
     return UNSAVED if number == 1 else UNSAVED.with_name(f"{UNSAVED.name}_{number}")
 
 
 def _continues(folder: Path, run: str | None) -> bool:
-    """Whether the lines in a folder are of the run with this id: runs may share a `log_dir` one after the other."""
+    """Return whether the lines in a folder are of the run with this id: runs may use one `log_dir` in turn."""
     if folder.parent == UNSAVED.parent and folder.name.startswith(UNSAVED.name):
         return False
     try:
         return run is None or json.loads(read_regular(folder / OWNER))["run"] == run
-    except FileNotFoundError:  # of an earlier version
+    except FileNotFoundError:  # it is written after the first lines
         return True
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s: cannot be read (%s); the lines beside it are set aside", folder / OWNER, error)
@@ -95,11 +95,11 @@ def open_sinks(config: Config, start: int, run: str | None = None) -> list[Sink]
         except ImportError as error:
             raise ConfigError(f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'") from error
         except OSError as error:
-            if start and key != "log_dir":  # a run that trained yesterday must not stop for it
-                logger.warning("%s: %s; training goes on without it, and %s has all figures", key, error, METRICS)
+            if start and key != "log_dir":  # a resumed run must not stop for it
+                logger.warning("%s: %s; training continues without it, and %s has all figures", key, error, METRICS)
                 continue
-            raise ConfigError(f"{key}: {error}; a folder that can be written is needed") from error
-    return [*opened, Console(config, start)]  # last: it displays a bar, above which lines of the others are put
+            raise ConfigError(f"{key}: {error}; needs a writable folder") from error
+    return [*opened, Console(config, start)]  # last, because the lines of the others go above its bar
 
 
 PERPLEXITY = "validation_perplexity_"
@@ -117,7 +117,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def shown(figures: Figures) -> dict[str, str]:
-    """Label and text of the figures that the console shows."""
+    """Return label and text of the figures that the console shows."""
     values = {name: figures.get(name) for name in COLUMNS}
     texts = {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
     windows = {name: value for name, value in figures.items() if name.startswith(PERPLEXITY) and value is not None}
@@ -132,12 +132,12 @@ BAR: dict[str, Callable[[float], str]] = {
     "lr": "lr {:.3g}".format,
     "grad_norm": "grad {:.3g}".format,
 }
-"""Figures beside the bar of a terminal: the first ones where there is no room for all."""
+"""Figures beside the bar of a terminal; the first ones if there is no room for all."""
 
 
 class Console(Sink):
-    """Progress on standard error: a bar on a terminal, above it a line per validation; elsewhere a line per report,
-    such as in a job's log file.
+    """Progress on standard error. A terminal shows a bar, and a line above it for each validation. Elsewhere, such as
+    in a job's log file, there is a line for each report.
     """
 
     def __init__(self, config: Config, start: int) -> None:
@@ -171,7 +171,7 @@ class Console(Sink):
 
 
 class Unneeded(Sink):
-    """A sink that must not end the training: after a failure a warning is logged, and it gets nothing more."""
+    """A sink that must not end the training: its first failure is logged as a warning, and it is not used again."""
 
     def __init__(self, sink: Sink, key: str) -> None:
         self._sink, self._key, self._failed = sink, key, False
@@ -193,20 +193,20 @@ class Unneeded(Sink):
         except Exception as error:  # each library has its own
             self._failed = True
             logger.warning(
-                "%s: failed (%s); training goes on without it, and %s has all figures", self._key, error, METRICS
+                "%s: failed (%s); training continues without it, and %s has all figures", self._key, error, METRICS
             )
 
 
 class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
-    A resumed run drops the lines of steps that it will repeat, and does not repeat notes of the step that it resumes
-    from, such as that of a stage that begins. A fresh one moves those of older runs to `OLDER`. NaN and infinity, which
+    A resumed run drops the lines of steps that it will repeat. It does not repeat notes of the step that it resumes
+    from, such as the start of a stage. A fresh run moves the lines of older runs to `OLDER`. NaN and infinity, which
     JSON lacks, become null.
     """
 
     def __init__(self, folder: Path, start: int, run: str | None = None, may_fail: bool = False) -> None:
-        """`run` is the id of the run. With `may_fail` a disk that is full delays the lines, else it ends the run."""
+        """`run` is the id of the run. With `may_fail` a full disk delays the lines, else it ends the run."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         kept = [line for line in _read_lines(path) if line["step"] <= start] if start else []
@@ -245,11 +245,15 @@ class JsonLines(Sink):
                     "resume with --auto-resume"
                 ) from error
             if not self._warned:
-                logger.warning("log_dir: %s: cannot be written (%s); its lines wait until it can", self._path, error)
+                logger.warning(
+                    "log_dir: %s: cannot be written (%s); its lines are kept until they can be written",
+                    self._path,
+                    error,
+                )
                 self._warned = True
 
     def _append(self) -> None:
-        """Write what waits. Raises OSError; the file then ends with a whole line."""
+        """Write the lines that wait. Raises OSError; the file then ends with a whole line."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             left = self._waiting
@@ -263,11 +267,11 @@ class JsonLines(Sink):
 
 
 VALIDATED = ("validation_loss", "share/")
-"""Figures of a validation that was reported: every one has the first, the last one of a run has the second."""
+"""Prefixes of the figures of a validation. Every validation has the first, the last one of a run the second."""
 
 
 def is_validated(folder: Path, step: int, run: str) -> bool:
-    """Whether the metrics file in a folder has the validation of a step of the run with this id."""
+    """Return whether the metrics file in a folder has the validation of this step of the run with this id."""
     return _continues(folder, run) and any(
         line["step"] == step and any(map(_of_validation, line)) for line in _read_lines(folder / METRICS)
     )
@@ -278,7 +282,7 @@ def _of_validation(name: str) -> bool:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The valid lines of a metrics file; invalid ones are logged, except half a line at the end, left by a kill."""
+    """Return the valid lines of a metrics file. Invalid ones are logged, except half a line that a kill left."""
     lines = []
     texts = read_regular(path, _LARGEST).decode(errors="replace").split("\n") if path.is_file() else []
     for number, text in enumerate(texts, start=1):
@@ -292,7 +296,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_older(path: Path) -> None:
-    """Append an older run's lines to `OLDER`; a kill can have left half a line at the end."""
+    """Append an older run's lines to `OLDER`; the last one may be half a line that a kill left."""
     text = path.read_bytes()
     if text:
         with open_to_append(path.with_name(OLDER)) as older:
@@ -303,7 +307,7 @@ def _keep_older(path: Path) -> None:
 
 
 class TensorBoard(Sink):
-    """Scalars, and notes as text. Hides what an earlier process wrote for repeated steps."""
+    """Scalars, and notes as text. Hides the figures that an earlier process wrote for repeated steps."""
 
     def __init__(self, folder: str, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # optional dependency
@@ -323,14 +327,14 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk, and so does a server that does not answer.
+    """A run at Weights & Biases. WANDB_MODE=offline keeps it on disk, as does a server that does not answer.
 
     `wandb.json` in the run's folder keeps the run's id and its last step. A resumed run keeps the id, and does not send
     repeated steps again: wandb cannot replace history.
     """
 
     def __init__(self, config: Config, folder: Path, start: int, resumed: bool) -> None:
-        """`start` is the last step of which the run has sent figures; `resumed` that an earlier launch has trained."""
+        """`start` is the last step that the run has sent; `resumed` is True if an earlier launch has trained."""
         import wandb  # optional dependency
 
         keys = config.logging
@@ -350,13 +354,13 @@ class WandB(Sink):
         )
         try:
             self._run = begin(settings=wandb.Settings(init_timeout=WANDB_SECONDS, **host))
-        except ValueError as error:  # of pydantic, which checks the library's settings and its variables
+        except ValueError as error:  # from pydantic, which checks the library's settings and variables
             reason = masked(" ".join(str(error).split()))[:300]
             raise ConfigError(
                 f"use_wandb: wandb_host or a variable WANDB_* is not valid ({reason}); write addresses with https://"
             ) from error
         except wandb.errors.Error as error:
-            # A server that is away is not the user's fault, and a run that trained yesterday must not stop for it.
+            # An unreachable server is not the user's mistake, and a resumed run must not stop for it.
             if not (resumed or isinstance(error, wandb.errors.CommError)):
                 raise ConfigError(
                     f"use_wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
@@ -376,10 +380,10 @@ class WandB(Sink):
         finishing.start()
         finishing.join(WANDB_SECONDS)
         if finishing.is_alive():
-            logger.warning("use_wandb: not everything is sent yet; send it later with `%s`", self._sync())
+            logger.warning("use_wandb: not everything is sent yet; send the rest later with `%s`", self._sync())
 
     def _sync(self) -> str:
-        """The command that sends what is on disk."""
+        """Return the command that sends the data on disk."""
         return f"wandb sync {self._run.settings.sync_dir}"
 
     def _read(self) -> tuple[str, int]:

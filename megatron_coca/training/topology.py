@@ -57,7 +57,7 @@ class Topology:
         return Coordinates(pipe, data, tensor, sequence)
 
     def random_stream(self, rank: int) -> int:
-        """Return the random stream's index of `rank`: tensor-parallel ranks share activations and dropout masks."""
+        """Return the random stream's index of `rank`; tensor-parallel ranks share one, for equal dropout masks."""
         pipe, data, _, sequence = self.coordinates(rank)
         return (pipe * self.data + data) * self.sequence + sequence
 
@@ -70,9 +70,9 @@ def effective_stage(config: Config, ranks: int) -> int:
     """Return the ZeRO stage that runs on `ranks` (data times sequence ranks); it changes results by rounding at most.
 
     In half precision the optimizer keeps float32 copies of the weights in any case, and stage 1 divides them among the
-    ranks, so stage 0 runs as 1. So it does if several ranks hold one model (pipeline, tensor): DeepSpeed computes norms
-    over all of them in its ZeRO optimizers only. On one rank in float32, stages 1 and 2 run as 0, without their buffers
-    and copies, unless they offload. With bfloat16 and `grad_accum_dtype: fp32`, stage 1 runs as 2.
+    ranks, so stage 0 runs as 1. Stage 0 also runs as 1 if several ranks hold one model (pipeline, tensor), because only
+    DeepSpeed's ZeRO optimizers compute norms over all of them. On one rank in float32, stages 1 and 2 run as 0, without
+    their buffers and copies, unless they offload. With bfloat16 and `grad_accum_dtype: fp32`, stage 1 runs as 2.
     """
     stage = config.parallel.stage
     if config.precision.dtype != "fp32" or config.parallel.model_copies > 1:
@@ -84,7 +84,7 @@ def effective_stage(config: Config, ranks: int) -> int:
 
 
 MANY_MICRO_BATCHES = 16
-"""From as many on, the rounding of a bfloat16 sum is larger than that of its terms (docs/training.md)."""
+"""With this many, the rounding of a bfloat16 sum becomes larger than that of its terms (docs/training.md)."""
 
 
 def rounded_sum(config: Config, sizes: BatchSizes) -> str | None:
@@ -103,9 +103,9 @@ def rounded_sum(config: Config, sizes: BatchSizes) -> str | None:
 REDUCE_BUCKET = 30_000_000
 REDUCE_BUCKET_PER_RANK = 1_000_000
 LARGEST_REDUCE_BUCKET = 200_000_000
-"""Gradients that are reduced at a time: 30M, 60 MB in half precision, but 1M for each rank, so that messages do not
-become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which begins at 40M); at most 200M, because a
-buffer has this size. What is left in the last bucket waits for the end of the backward pass. DeepSpeed's default of
+"""Number of gradients that are reduced at a time: at least 30M (60 MB in half precision), and 1M for each rank, so that
+messages do not become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which starts at 40M). At most
+200M, because a buffer has this size. The last bucket is reduced only after the backward pass. DeepSpeed's default of
 500M is the whole gradient of most models.
 """
 PREFETCHED_PARAMETERS = 50_000_000
@@ -117,8 +117,8 @@ def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
     for each that decides how communication runs beside computation.
 
     On CUDA, ZeRO 1 and 2 reduce gradients on a stream of their own during the backward pass, in two alternating
-    buffers. Not on the CPU, which has no streams, and not where DeepSpeed does not support it (pipeline stages) or
-    copies gradients to the host between the reductions (offload). ZeRO 3 always gathers and reduces in streams.
+    buffers. They do not if DeepSpeed does not support it (pipeline stages), or copies gradients to the host between the
+    reductions (offload). The CPU has no streams. ZeRO 3 always gathers and reduces in streams.
     """
     given, stage = config.parallel.zero_optimization or {}, effective_stage(config, ranks)
     pipelined = config.parallel.pipe_parallel_size > 1

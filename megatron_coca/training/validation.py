@@ -26,10 +26,10 @@ MeanLoss = Callable[[Sequence[Batch]], HeldOutLoss]
 
 
 def check_validation(corpus: Corpus) -> None:
-    """Check what `eval_windows` needs of the data.
+    """Check that the data and the position method fit `eval_windows`.
 
     Raises:
-        ConfigError, DataError: naming what is missing.
+        ConfigError, DataError: they do not; the message names the problem.
     """
     config, windows = corpus.config, _windows(corpus.config)
     longest = max(windows.values(), default=0)
@@ -47,13 +47,13 @@ def check_validation(corpus: Corpus) -> None:
 
 
 def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
-    """Return mean losses, in nats per token, of the first batches of the validation data: the same every time. Each is
-    the mean over all labels of its batches; it is left out, with a warning, if there are none.
+    """Return mean losses, in nats per token, of the first batches of the validation data, the same each time.
+    Each is the mean over all labels of its batches. Without labels it is left out, with a warning.
 
     `validation_loss` is that of `eval_iters` batches of the blend. With several sources and `eval_per_source`,
-    `validation_loss/NAME` is that of each source, over the batches that its weight in the blend gives it, at least one:
-    all sources together cost about as much as the blend. `eval_windows` adds `window_perplexities`. Empty if there is
-    nothing to validate. Every rank must call it.
+    `validation_loss/NAME` is that of each source. A source gets batches by its weight in the blend, at least one, so
+    that all sources together cost about as much as the blend. `eval_windows` adds `window_perplexities`. The result is
+    empty if there is nothing to validate. Every rank must call it.
     """
     valid, keys = corpus.valid, corpus.config.logging
     if valid is None or keys.eval_iters == 0:
@@ -77,10 +77,10 @@ def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, f
 def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
     """Return `validation_perplexity_W` for every window W of `eval_windows`.
 
-    Each sample of the longest window ends with S tokens, half of the shortest window, that all windows score: each
-    reads the last W tokens, so every scored token has at least W-S+1 and at most W tokens to read, as in a sliding
-    window of stride S. Windows cross documents as training samples do. The longest window reads about as many tokens as
-    the validation loss.
+    Every sample has the length of the longest window. All windows score its last S tokens, where S is half of the
+    shortest window. A window reads the last W tokens, so every scored token has at least W-S+1 and at most W tokens to
+    read, as in a sliding window of stride S. Windows cross documents as training samples do. The longest window reads
+    about as many tokens as the validation loss.
     """
     keys, length, windows = corpus.config.logging, valid.seq_length, _windows(corpus.config)
     if not windows:

@@ -4,7 +4,7 @@ Ranks started by this project's launcher write their error to a file, and the la
 (`launch/processes.py`). The file has torchrun's name (TORCHELASTIC_ERROR_FILE) and format, so that torchrun finds the
 first error too. All other processes print their errors.
 
-Only the standard library is imported here, because an import of anything else may be what fails.
+Only the standard library is imported here, because the import of another library may be the error to report.
 """
 
 import faulthandler
@@ -34,10 +34,10 @@ STDERR = 2
 
 
 class Heartbeat(NamedTuple):
-    """A heartbeat: its counter, what was reached, and the monotonic time."""
+    """A heartbeat: its number, the point that was reached, and the monotonic time."""
 
     number: int
-    what: str
+    reached: str
     at: float
 
 
@@ -46,8 +46,8 @@ class Watchdog:
     `follow`, makes no progress for that long.
 
     First the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
-    with the host, the last heartbeat and the innermost function of the main thread: these tell a rank that waits in a
-    collective from the rank that it waits for. The process then has `GRACE` seconds; if it makes progress, it
+    with the host, the last heartbeat and the innermost function of the main thread. They show whether a rank waits in a
+    collective, or is the rank that the others wait for. The process then has `GRACE` seconds; if it makes progress, it
     continues.
 
     A daemon thread watches. It needs the GIL, so C code that never releases the GIL would block it too; 3 times GRACE
@@ -85,20 +85,20 @@ class Watchdog:
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
-    def beat(self, what: str) -> None:
-        """Record progress: `what`, such as "step 12" or "saving", is reached. Costs about a microsecond."""
-        self._record("main", what)
+    def beat(self, reached: str) -> None:
+        """Record that the run has reached a point, such as "step 12" or "saving". Costs about a microsecond."""
+        self._record("main", reached)
 
-    def follow(self, what: str | None) -> None:
-        """Record what a background job is doing; None when it has ended."""
-        if what is None:
+    def follow(self, reached: str | None) -> None:
+        """Record that a background job has reached a point, or with None that it has ended."""
+        if reached is None:
             self._beats["job"] = None
         else:
-            self._record("job", what)
+            self._record("job", reached)
 
-    def _record(self, kind: str, what: str) -> None:
+    def _record(self, kind: str, reached: str) -> None:
         before = self._beats[kind]
-        self._beats[kind] = Heartbeat(before.number + 1 if before is not None else 1, what, time.monotonic())
+        self._beats[kind] = Heartbeat(before.number + 1 if before is not None else 1, reached, time.monotonic())
 
     def _watch(self) -> None:
         assert self._timeout is not None
@@ -128,14 +128,14 @@ class Watchdog:
         if now is last:
             self._end(HUNG)
         else:
-            reached = f"continues with {now.what!r}" if now is not None else f"has finished {last.what!r}"
-            self._to_stderr(f"rank {self._rank}: {reached}; set watchdog_timeout higher\n")
+            progress = f"continues with {now.reached!r}" if now is not None else f"has finished {last.reached!r}"
+            self._to_stderr(f"rank {self._rank}: {progress}; set watchdog_timeout higher\n")
 
     def _describe(self, last: Heartbeat) -> str:
         frame = sys._current_frames().get(self._main or 0)
         return (
             f"rank {self._rank} on {socket.gethostname()}: no progress for {time.monotonic() - last.at:.0f} s "
-            f"(watchdog_timeout {self._timeout:g}); last was {last.what!r}, number {last.number}; "
+            f"(watchdog_timeout {self._timeout:g}); last was {last.reached!r}, number {last.number}; "
             f"the main thread {_doing(frame)}\n{_all_stacks()}\n"
         )
 
@@ -183,8 +183,14 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class ErrorReport(NamedTuple):
-    """The reason why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected
-    error, the `traceback`. An error inside of `communication` is usually the consequence of another rank's failure.
+    """The error that ended a process.
+
+    Attributes:
+        summary: the error in one line.
+        text: its message, or the traceback of an unexpected error.
+        traceback: True if `text` is a traceback.
+        communication: True if the process waited for other ranks; the error then usually follows from one of theirs.
+        time: in seconds, as of `time.time`.
     """
 
     summary: str

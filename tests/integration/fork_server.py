@@ -78,7 +78,7 @@ if __name__ == "__main__":
     import torch._inductor
     import torch.utils.tensorboard  # noqa: F401
 
-    import megatron_coca.training.trainer  # noqa: F401
+    import megatron_coca.training.run  # noqa: F401
     from megatron_coca.commands.train import main as train_main
 
     print("ready", flush=True)

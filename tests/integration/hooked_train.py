@@ -15,6 +15,6 @@ if __name__ == "__main__":
 
     train.MAIN = __file__  # what a launcher starts
     if "RANK" in os.environ or "--num_gpus" not in sys.argv:
-        importlib.import_module("megatron_coca.training.trainer")
+        importlib.import_module("megatron_coca.training.run")
         install([Hook(*hook) for hook in json.loads(os.environ["HOOKS"])], int(os.environ.get("RANK", "0")))
     sys.exit(train.main([each for each in sys.argv[1:] if Path(each).name not in ("train.py", "train")]))

@@ -40,7 +40,7 @@ POINTS: dict[str, Point] = {
     "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),
     "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
     "backward done": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward", after=True),
-    "step": Point("megatron_coca.training.trainer", "Trainer._train_step"),
+    "step": Point("megatron_coca.training.trainer", "Trainer.train_step"),
     "stage done": Point("megatron_coca.model.pipeline", "Stage.forward", after=True),
     "evaluation": Point("megatron_coca.training.trainer", "Trainer._mean_loss"),
     "background group": Point(SAVING, "Checkpoints.__init__"),

@@ -52,7 +52,7 @@ def test_two_runs_at_a_time_lose_no_figure(server: Any, train: Any, tmp_path: Pa
         assert first.wait(0.1) is None, first.output()
     second = train(shared | {"save": str(tmp_path / "b")})
     first.send(signal.SIGCONT)
-    assert second.status == 2 and "another run writes its figures into this folder" in second.output, second.output
+    assert second.status == 2 and "another run writes its figures into it" in second.output, second.output
     assert first.end() == [0], first.output()
     assert list(losses(tmp_path / "logs")) == list(range(1, STEPS + 1))
 

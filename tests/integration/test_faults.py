@@ -62,11 +62,11 @@ def test_two_processes_fail_together(live: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_error_of_an_import_is_told_once(train: Any, tmp_path: Path) -> None:
     """The ranks import more than the launching process, so all of them fail, and it prints the first error."""
-    (tmp_path / "resource.py").write_text('raise ImportError("this one is mine")')
+    (tmp_path / "statistics.py").write_text('raise ImportError("this one is mine")')
     finished = train({}, options=("--num_gpus", "2"), environment={"PYTHONPATH": str(tmp_path)})
     assert finished.status == 1 and finished.output.count("Traceback") == 1, finished.output
     assert "the first error, of rank " in finished.output
-    assert finished.output.count("resource.py") == 1 and "this one is mine" in finished.output
+    assert finished.output.count("statistics.py") == 1 and "this one is mine" in finished.output
 
 
 Attempt = Callable[..., tuple[int, str]]
@@ -305,7 +305,7 @@ def test_the_folder_is_locked_before_a_checkpoint_is_chosen(
             free.append(False)
         raise DataError("no data")
 
-    monkeypatch.setattr("megatron_coca.training.run_stages.open_corpus", look)
+    monkeypatch.setattr("megatron_coca.training.opened_stages.open_corpus", look)
     status, output = attempt({"save": str(run_copy), "auto_resume": True, "train_iters": 14})
     assert_one_message(status, output, "no data")
     assert free == [False]

@@ -19,7 +19,7 @@ from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import Batch, DrawnPositions
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.training import saving
+from megatron_coca.training import randomness
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer
@@ -165,7 +165,7 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
     topology = Topology.of(config.parallel, dist.world_size())
     place, copies = topology.coordinates(dist.rank()), topology.data
     model = build_model(config)
-    saving.seed_everything(config.seed, topology.random_stream(dist.rank()))
+    randomness.seed_everything(config.seed, topology.random_stream(dist.rank()))
     engine = Engine(
         LanguageModelLoss(model.train()), build_optimizer(model, config.optimizer), config, config.batch.resolve(copies)
     )

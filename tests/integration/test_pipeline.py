@@ -21,7 +21,7 @@ from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch, DrawnPositions
 from megatron_coca.model import assemble_model
-from megatron_coca.training import saving
+from megatron_coca.training import randomness
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch.environment import free_port
@@ -103,7 +103,7 @@ class Trained:
         self.place = self.topology.coordinates(dist.rank())
         self.sizes = config.batch.resolve(self.topology.data)
         self.packed, self.drawn = config.data.reset_attention_mask, config.training_positions is not None
-        saving.seed_everything(config.seed, dist.rank())
+        randomness.seed_everything(config.seed, dist.rank())
         optimizer = partial(build_optimizer, config=config.optimizer)
         self.engine = build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
 
@@ -161,7 +161,7 @@ def resumed(keys: dict[str, Any], folder: Path) -> dict[str, Any]:
     one, other = Trained(keys), Trained(keys)
     one.steps(0, 2)
     one.write(folder)
-    counters, states = one.engine.counters(), saving.rng_states()
+    counters, states = one.engine.counters(), randomness.rng_states()
     expected, bits = one.steps(2, STEPS), one.bits()
     other.read(folder, counters)
     torch.set_rng_state(states["torch"])

@@ -22,7 +22,7 @@ from megatron_coca.checkpoints.native.state import file_name, write_pieces
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss, assemble_model, build_model
-from megatron_coca.training import saving
+from megatron_coca.training import randomness
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer, parts_of, train_only_parts
@@ -149,7 +149,7 @@ class Run:
         self.config = config_of(keys)
         self.topology = Topology.of(self.config.parallel, dist.world_size())
         self.place = self.topology.coordinates(dist.rank())
-        saving.seed_everything(self.config.seed, self.topology.random_stream(dist.rank()))
+        randomness.seed_everything(self.config.seed, self.topology.random_stream(dist.rank()))
         model = assemble_model(self.config, "cpu").train()
         train_only_parts(model, self.config.optimizer)
         optimizer = partial(build_optimizer, config=self.config.optimizer)
@@ -351,7 +351,7 @@ def test_one_process_goes_on_from_tensor_ranks(alone: Launched) -> None:
 
 def test_a_stage_that_trains_nothing_is_refused_everywhere(together: Launched) -> None:
     for rank in together.ranks:
-        assert "trainable: a stage of pipe_parallel_size 2 has nothing to train with embedding" in rank["idle"]
+        assert "trainable: a stage of pipe_parallel_size 2 has no weights to train with embedding" in rank["idle"]
 
 
 class Reference:

@@ -19,7 +19,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.training import launch, trainer
+from megatron_coca.training import launch, run
 from megatron_coca.training.engine import Engine, group, state
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
@@ -289,7 +289,7 @@ def loop(inputs: Sequence[str]) -> Counters:
     Engine.train_step = train_step  # type: ignore[method-assign]
     with contextlib.suppress(_Measured), tempfile.TemporaryDirectory(dir=BUILT) as save:
         keys = (f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", f"save={save}/run")
-        trainer.fit(load(inputs, *keys))
+        run.fit(load(inputs, *keys))
     print(records[0].text())
     return {f"{name} in {REPORTED} steps": value for name, value in waits(records[0]).items()}
 
@@ -314,7 +314,7 @@ def train(inputs: Sequence[str]) -> Counters:
     prepare()
     with tempfile.TemporaryDirectory(dir=BUILT) as folder:
         with recording() as record:
-            trainer.fit(load(inputs, f"save={folder}/run"))
+            run.fit(load(inputs, f"save={folder}/run"))
         saved = len(list(Path(folder, "run").glob("global_step*")))
     print(record.text())
     return {"missing checkpoints": 1 - saved, "refused": record.total("refused")}

@@ -49,17 +49,13 @@ class GuardState(_Part):
     losses: list[Annotated[float, Field(gt=0.0)]] = []
     norms: list[Annotated[float, Field(gt=0.0)]] = []
     consecutive: Index = 0
-    first_bad: Index | None = None
-    bad_steps: Index = 0
-    rollbacks: Index = 0
 
 
 class Progress(_Part):
-    """The training loop; `skips` has the gaps [begin, steps] of `DataSkips`, `losses` the state of `IntervalMean`."""
+    """The state of the training loop; `losses` is that of `IntervalMean`."""
 
     guard: GuardState = GuardState()
     losses: list[Annotated[float, Field(ge=-1e300, le=1e300)]] = []
-    skips: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
     skipped: Index = 0
     unvalidated: bool = False
 

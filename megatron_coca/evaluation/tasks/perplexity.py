@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
-from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.options import Show, subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.support.console import track
@@ -81,9 +81,9 @@ class PerplexityResult(Result):
     results: list[WindowResult]
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, show: Show) -> int:
     check_windows(args.windows, args.stride)
-    evaluation = Evaluation(subject_options(args), "perplexity")
+    evaluation = Evaluation(subject_options(args, show), "perplexity")
     documents = read_subject_documents(args, evaluation, max(args.windows))
     check_vocabulary(documents.arrays, args.vocabulary)
     task = evaluation.opened.trained.data.synthetic

@@ -12,7 +12,7 @@ import torch
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
-from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.options import Show, subject_options
 from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
@@ -183,20 +183,20 @@ class Unit(NamedTuple):
     tasks: dict[tuple[Any, ...], RetrievalTask]  # by the cell's key
 
 
-def passkey(args: Namespace) -> int:
+def passkey(args: Namespace, show: Show) -> int:
     units = [
         Unit(f"length {length}", length, {(length,): tasks.passkey(args.answer_stub)})
         for length in sorted(set(args.lengths))
     ]
-    evaluation = Evaluation(subject_options(args), "passkey")
+    evaluation = Evaluation(subject_options(args, show), "passkey")
     made = [task for unit in units[:1] for task in unit.tasks.values()]
     fields = protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS, made)
     protocol = RetrievalProtocol(**fields)
     return measure(evaluation, units, protocol, PasskeyResult)
 
 
-def needle(args: Namespace) -> int:
-    evaluation = Evaluation(subject_options(args), "needle")
+def needle(args: Namespace, show: Show) -> int:
+    evaluation = Evaluation(subject_options(args, show), "needle")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
     fields = protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
@@ -208,8 +208,8 @@ def needle(args: Namespace) -> int:
     return measure(evaluation, units, protocol, NeedleResult)
 
 
-def ruler(args: Namespace) -> int:
-    evaluation = Evaluation(subject_options(args), "ruler")
+def ruler(args: Namespace, show: Show) -> int:
+    evaluation = Evaluation(subject_options(args, show), "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     fields = protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack, by_name.values())

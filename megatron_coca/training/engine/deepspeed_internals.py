@@ -1,9 +1,9 @@
-"""Everything inside DeepSpeed that is not its public interface, and that the engine reads, calls or replaces.
+"""Everything inside DeepSpeed, beyond its public interface, that the engine reads, calls or replaces.
 
-The other modules use this one and what DeepSpeed documents: `initialize`, `init_distributed`, `deepspeed.pipe`, and the
-methods of its engines. INTERNALS in tests/unit/training/test_deepspeed_internals.py lists each name, its use and the
-version in which its code was read; the test there names what an upgrade changed (docs/parallelism.md, "Versions of
-DeepSpeed").
+The other modules use this one and the documented parts of DeepSpeed: `initialize`, `init_distributed`, `deepspeed.pipe`
+and the methods of its engines. INTERNALS in tests/unit/training/engine/test_deepspeed_internals.py lists each name, its
+use and the version in which its code was read. The test names the changes of an upgrade (docs/parallelism.md, "Versions
+of DeepSpeed").
 """
 
 import gc
@@ -41,7 +41,7 @@ def use_gloo() -> None:
 
 def sequence_grid(size: int) -> Any:
     """Return the grid of sequence-parallel ranks that `deepspeed.initialize` takes as `mpu`; None for a `size` of 1."""
-    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
+    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # making the same groups twice is an error
         parallel_state_sp.initialize_sequence_parallel(size)
     return parallel_state_sp if size > 1 else None
 
@@ -52,7 +52,7 @@ def all_to_all(group: Any, x: Tensor, scattered: int, gathered: int) -> Tensor:
 
 
 def skip_reduction(engine: Any) -> None:
-    """Let one rank keep its gradients: DeepSpeed would flatten all, reduce them over itself and copy them back."""
+    """Skip the reduction on a single rank: DeepSpeed would flatten all gradients, reduce them and copy them back."""
     engine.enable_backward_allreduce = False
 
 
@@ -67,11 +67,11 @@ def stage_losses(engine: Any) -> list[Tensor]:
 
 
 def stay_on_device(optimizer: Any) -> None:
-    """Let ZeRO 1 and 2 do without waits of the host in a step; other kinds, and offloaded states, are left as they are.
+    """Remove the waits of the host from a step of ZeRO 1 and 2; other kinds, and offloaded states, are not changed.
 
     DeepSpeed reads the norm on the host three times for each parameter group, and launches two kernels for each
-    parameter; the functions here compute the same bits in a few launches. With fp16 DeepSpeed clips: loss scaling needs
-    the norm on the host anyway. Overlapped reductions are awaited by the optimizer's stream.
+    parameter; the functions here compute the same bits in a few launches. With fp16 DeepSpeed clips, because loss
+    scaling needs the norm on the host anyway. The optimizer's stream waits for overlapped reductions.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
         return
@@ -102,7 +102,7 @@ def _group_norm(
         for gradient, parameter in zip(
             (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)), params, strict=False
         )
-        # Of parameters that several ranks of a model hold, one counts.
+        # A parameter that several ranks of a model hold counts once.
         if not getattr(parameter, "ds_pipe_replicated", False)
         and (is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
     ]
@@ -128,7 +128,7 @@ def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
 def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:
     """Free the `weights` and states of an engine that is not used again.
 
-    Hooks of gradients hold ZeRO 3's optimizer in cycles through PyTorch's C++ objects, which nothing collects.
+    Hooks of gradients keep ZeRO 3's optimizer in cycles through PyTorch's C++ objects, which are never collected.
     """
     for weight in weights:
         weight.grad, weight.data = None, weight.data.new_empty(0)
@@ -141,12 +141,12 @@ def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter on this rank, also if ZeRO 3 has partitioned it."""
+    """Return the shape of a parameter on this rank, even if ZeRO 3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def trained_part(parameter: Any) -> tuple[int, Tensor]:
-    """Return where this rank's part of a flattened parameter begins, and the part, which ZeRO 3 pads at its end."""
+    """Return the start of this rank's part of a flattened parameter, and the part without the padding of ZeRO 3."""
     if not hasattr(parameter, "ds_tensor"):
         return 0, parameter.detach().view(-1)
     size = parameter.ds_tensor.ds_numel
@@ -203,7 +203,7 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
     ):
         if flat.numel():
             trained.data.copy_(flat.data)
-    optimizer.checkpoint_event_epilogue()  # gathers those again that always stay whole
+    optimizer.checkpoint_event_epilogue()  # gathers the weights again that are never partitioned
 
 
 class OptimizerLayout(NamedTuple):
@@ -227,7 +227,7 @@ LAYOUTS = {
         _plain, lambda plain: [weight for group in plain.param_groups for weight in group["params"]], lambda plain: None
     ),
 }
-"""By the kind of DeepSpeed's optimizer; without ZeRO it is PyTorch's, which steps the trained weights themselves."""
+"""By the class of DeepSpeed's optimizer. Without ZeRO that is PyTorch's, which steps the trained weights directly."""
 
 
 def layout(optimizer: Any) -> OptimizerLayout:
@@ -241,10 +241,10 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def replica_group(optimizer: Any) -> Any:
-    """Return the group whose ranks hold all weights and share the states (ZeRO 1, 2); None for other kinds."""
+    """Return the group of ranks that hold all weights and share the states (ZeRO 1, 2); None for other kinds."""
     return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
 
 def loss_scaling(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes of fp16's loss scaling, in the dictionary that it works on; empty without ZeRO."""
+    """Return the attributes of fp16's loss scaling as its own dictionary, which can be changed; empty without ZeRO."""
     return vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}

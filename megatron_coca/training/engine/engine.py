@@ -35,22 +35,22 @@ RESERVED = {
     *("train_batch_size", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "checkpoint"),
     *("bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler"),
 }
-"""DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts
-tensor-parallel ranks as data-parallel ones in some places and uses the product for nothing.
+"""DeepSpeed keys for which this project has keys of its own. DeepSpeed computes the total batch itself: it counts
+tensor-parallel ranks as data-parallel ones in some places, and does not use the product.
 """
 PER_HEAD = r".*\.(position_(bias|sinks|factor)|positions\.(others\.\w+\.)?(bias|clex))\..*"
-"""Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
-a part of their gradient.
+"""Learned parameters that every tensor-parallel rank holds in full. Each rank uses them for its own heads only, so it
+computes a part of their gradient.
 """
 HEAD_NORMS = r".*\.(query|key)_layernorm\..*"
-"""Weights of `qk_norm: head`, shared by all heads: the same."""
+"""Weights of `qk_norm: head`, which all heads share. Each rank computes a part of their gradient too."""
 
 
 def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
-    """Build DeepSpeed's own configuration; every value that affects a result is explicit, so that no default decides.
+    """Build DeepSpeed's own configuration. Every value that affects a result is explicit: results depend on no default.
 
     Raises:
-        ConfigError: `deepspeed_extra_args` has a key that a key of ours sets.
+        ConfigError: `deepspeed_extra_args` has a key that this project's keys set.
     """
     data = sizes.total // (sizes.micro * sizes.accumulation)
     zero = zero_section(config, data * config.parallel.sequence_parallel_size, torch.cuda.is_available())
@@ -64,13 +64,13 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         # PyTorch's fused AdamW steps offloaded states too; DeepSpeed's own needs a compiler on every host.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
-        # It waits for the device twice in every micro-batch; `Monitor` measures the speed of whole intervals.
+        # This timer waits for the device twice in every micro-batch; `Monitor` measures the speed of whole intervals.
         "timers": {"throughput": {"enabled": False}},
     }
     if config.parallel.model_parallel_size > 1:
         section["tensor_parallel"] = _tensor_parallel_section(config)
     if config.precision.dtype == "bf16":
-        # The engine refuses a step whose norm is not finite; DeepSpeed would scan every gradient for the same reason.
+        # The engine skips a step if the norm is not finite; DeepSpeed would scan every gradient to find out.
         section["bf16"] = {"check_grad_overflow": False, **(config.precision.bf16 or {}), "enabled": True}
     if config.precision.dtype == "fp16":
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
@@ -103,7 +103,7 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     """Clip gradients in place to the norm `limit`, unless it is 0; returns their norm before, a scalar on the device.
 
-    For training without ZeRO, where the gradients, reduced already, are in the parameters.
+    For training without ZeRO: the parameters then hold their gradients, which are reduced already.
     """
     if limit > 0:
         return nn.utils.clip_grad_norm_(parameters, limit)
@@ -111,9 +111,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 
 
 class StepResult(NamedTuple):
-    """The outcome of one optimizer step: mean loss of its labels over all ranks in nats per token, global gradient norm
-    before clipping (None if fp16's loss scaling found an overflow), if the weights were left unchanged, and the number
-    of labels. Without any the loss is 0, and so are all gradients.
+    """The outcome of one optimizer step.
+
+    Attributes:
+        loss: mean over the labels of all ranks, in nats per token. Without labels it is 0, and so are all gradients.
+        grad_norm: global gradient norm before clipping; None if fp16's loss scaling found an overflow.
+        skipped: True if the weights were left unchanged.
+        labels: the number of labels on all ranks.
     """
 
     loss: float
@@ -126,7 +130,7 @@ class Engine:
     """Forward, backward, gradient reduction, clipping and optimizer step, and access to their state."""
 
     copies: frozenset[str] = frozenset()
-    """Names of the parameters that another rank of this model holds as well, and saves."""
+    """Names of the parameters that another rank of this model also holds, and saves."""
 
     def __init__(
         self,
@@ -140,15 +144,15 @@ class Engine:
 
         Args:
             model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss.
-            names: of the parameters in the whole model, by default those of `model`.
+            names: names of the parameters in the whole model, by default those in `model`.
 
         Raises:
-            ConfigError: DeepSpeed does not support what is configured.
+            ConfigError: DeepSpeed does not support the configuration.
         """
         self._clipping, self._config = config.optimizer.gradient_clipping, config
         self._data_ranks = sizes.total // (sizes.micro * sizes.accumulation)
-        # Of the current step: its labels; the mean of the losses on the device, once all micro-batches are done; loss
-        # and gradient norm, once they are read; and if the optimizer changed weights.
+        # Of the current step: its labels, the mean of the losses on the device after all micro-batches, the loss and
+        # the gradient norm after they are read, and whether the optimizer changed weights.
         self._counted = StepLabels(0, [])
         self._mean: Tensor | None = None
         self._loss: float | None = None
@@ -157,7 +161,7 @@ class Engine:
         section = deepspeed_config(config, sizes)
         apply = optimizer.step
 
-        # DeepSpeed's optimizers call PyTorch's last: refusing the step there leaves all their bookkeeping intact.
+        # DeepSpeed's optimizers call PyTorch's last: skipping the step there leaves all their bookkeeping intact.
         def step(closure: Any = None) -> Any:
             return apply(closure) if self._accepts_step() else None
 
@@ -167,7 +171,8 @@ class Engine:
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
         except internals.DEEPSPEED_ERRORS as error:
             raise ConfigError(
-                f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"
+                f"zero_optimization, fp16, bf16 or deepspeed_extra_args: not supported by DeepSpeed ({error}); change "
+                "the option that its message names"
             ) from error
         assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
@@ -176,7 +181,7 @@ class Engine:
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
                 "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not support; "
-                "remove what reorders them (round_robin_gradients)"
+                "remove the option that reorders them (round_robin_gradients)"
             )
         self.device = self._engine.device
         if names is None:  # in LanguageModelLoss the model is called `model`
@@ -280,12 +285,12 @@ class Engine:
             yield {**self._tensors(batch), "loss_weight": weight}
 
     def _tensors(self, batch: Batch) -> dict[str, Tensor]:
-        """The arrays of a batch: on the module's device what all layers read, on the host what the model first looks
-        into, which would wait for the device.
+        """Return the arrays of a batch as tensors on the module's device. Documents and positions stay on the host: the
+        model looks at their values first, and would have to wait for the device.
         """
         tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
         tensors["samples"] = tensors.pop("tokens")
-        if torch.cuda.is_available():  # only from pinned memory does the copy overlap with computation
+        if torch.cuda.is_available():  # a copy overlaps with computation only if it is from pinned memory
             for name in tensors.keys() - {"documents", "positions"}:
                 tensors[name] = tensors[name].pin_memory().to(self.device, non_blocking=True)
         return tensors
@@ -298,10 +303,10 @@ class Engine:
         return self._applied
 
     def _read_step(self, norm: Tensor) -> None:
-        """Read loss and gradient norm from the device: the only wait for it in a step."""
+        """Read loss and gradient norm from the device. The step waits for the device only here."""
         both = torch.stack((self._mean_loss().to(self.device), torch.as_tensor(norm, device=self.device).double()))
         self._loss, reported = both.tolist()
-        self._norm = reported if reported >= 0 else math.nan  # ZeRO has -1 for a norm that is not finite
+        self._norm = reported if reported >= 0 else math.nan  # ZeRO reports -1 for a norm that is not finite
 
     def _mean_loss(self) -> Tensor:
         """The mean loss of the current step over all ranks, a float64 scalar on the device."""
@@ -309,7 +314,7 @@ class Engine:
         return self._mean
 
     def _step_loss(self) -> float:
-        """The loss of the current step, over all ranks; after an overflow in fp16 it was not read with the norm."""
+        """Return the loss of the current step over all ranks; after an fp16 overflow it was not read with the norm."""
         if self._loss is None:
             self._loss = float(self._mean_loss())
         return self._loss
@@ -317,14 +322,14 @@ class Engine:
     def _step_result(self) -> StepResult:
         loss, norm = self._step_loss(), self._norm
         if norm is None and self.loss_scale is None:
-            norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; only in fp16 are they no fault
+            norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; they are a fault except in fp16
         return StepResult(loss, norm, not self._applied, self._counted.labels)
 
 
 @dataclass(frozen=True)
 class SequenceShard(HeadShard):
-    """The shard of a rank that holds a slice of every sequence; `group` holds the others. With `averaged`, DeepSpeed
-    averages gradients over the group (ZeRO 3) instead of summing them.
+    """The shard of a rank that holds a slice of every sequence; the ranks of `group` hold the other slices. With
+    `averaged`, DeepSpeed averages gradients over the group (ZeRO 3) instead of summing them.
     """
 
     group: dist.ProcessGroup | None = None
@@ -334,7 +339,7 @@ class SequenceShard(HeadShard):
         return tokens.chunk(self.count, -1)[self.index]
 
     def gather(self, x: Tensor) -> Tensor:
-        return internals.all_to_all(self.group, x, 2, 1)  # [batch, length, heads, width]: heads for tokens
+        return internals.all_to_all(self.group, x, 2, 1)  # [batch, length, heads, width]: exchange heads for tokens
 
     def scatter(self, x: Tensor) -> Tensor:
         return internals.all_to_all(self.group, x, 1, 2)
@@ -362,7 +367,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _head_shard(config: Config) -> HeadShard:
-    """This rank's heads and tokens, once DeepSpeed is initialized; the configuration allows at most one kind."""
+    """Return this rank's heads or tokens; the configuration divides at most one. DeepSpeed must be initialized."""
     tensor, sequence = config.parallel.model_parallel_size, config.parallel.sequence_parallel_size
     if tensor > 1:
         return HeadShard(internals.get_tensor_model_parallel_rank(), tensor)
@@ -374,10 +379,10 @@ def _head_shard(config: Config) -> HeadShard:
 
 class PipelineEngine(Engine):
     """An engine for one pipeline stage (ZeRO 0 and 1). Every rank must make the same calls, with the micro-batches of
-    its data-parallel copy: every stage reads them, and only hidden states are sent.
+    its data-parallel copy. Every pipeline stage reads them; only hidden states are sent.
 
-    Only the last stage computes a loss; it is shared when first needed: before the optimizer changes weights, or after
-    an fp16 overflow, for which no optimizer is asked to step on any rank.
+    Only the last pipeline stage computes a loss. The others receive it when it is first needed: before the optimizer
+    changes weights, or after an fp16 overflow, in which no rank's optimizer is called.
     """
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
@@ -386,7 +391,8 @@ class PipelineEngine(Engine):
         self.copies = stage.copies
         if sizes.accumulation < len(stage.spans):
             logger.warning(
-                "gradient_accumulation_steps %d is below pipe_parallel_size %d: stages wait most of the time",
+                "gradient_accumulation_steps: %d is below pipe_parallel_size %d, so pipeline stages wait most of the "
+                "time; raise it",
                 sizes.accumulation,
                 len(stage.spans),
             )
@@ -409,10 +415,10 @@ class PipelineEngine(Engine):
         return HeldOutLoss(float(self._mean_loss()), counted.labels)
 
     def _feed(self, arguments: Iterable[dict[str, Any]]) -> Iterator[tuple[Tensor, None]]:
-        """Give the stage its micro-batches; returns what DeepSpeed's first stage takes for its input."""
+        """Give the pipeline stage its micro-batches; returns the input of DeepSpeed's first stage."""
         inputs = [StageInput(**each) for each in arguments]
         if inputs[0].samples.shape != self._shape:
-            # DeepSpeed sends the next stage a shape once and then assumes that it stays.
+            # DeepSpeed sends a shape to the next stage once, and then assumes that it does not change.
             self._engine.reset_activation_shape()
             self._shape = inputs[0].samples.shape
         self._stage.feed(inputs)
@@ -426,7 +432,7 @@ class PipelineEngine(Engine):
 
 
 def cut(model: GPT, config: Config, index: int) -> Stage:
-    """Return stage `index` of `pipe_parallel_size`. Its layers are taken out of `model`, the others are dropped."""
+    """Return pipeline stage `index` of `pipe_parallel_size`. It takes its layers from `model`; the rest is dropped."""
     weights = layer_weights(model, config.parallel.pipe_partition_method)
     bounds = internals.partition_balanced(weights, config.parallel.pipe_parallel_size)
     return Stage(model, [int(bound) for bound in bounds], index)
@@ -435,9 +441,10 @@ def cut(model: GPT, config: Config, index: int) -> Stage:
 def _pipeline_module(stage: Stage) -> PipelineModule:
     """Wrap `stage` for DeepSpeed.
 
-    The list of layers has for every stage the modules that stages share, which pass hidden states on, and the stage
-    itself: the same number for all, so that a uniform partition gives every rank its own. DeepSpeed sums the gradients
-    of tied layers over the stages that hold them, and counts them once in norms.
+    For every pipeline stage, the list of layers has the modules that several stages share, which only pass hidden
+    states on, and then the stage itself. All stages have the same number of layers, so a uniform partition gives every
+    rank its own stage. DeepSpeed sums the gradients of tied layers over the stages that hold them, and counts them once
+    in norms.
     """
     stages = len(stage.spans)
     layers: list[object] = []
@@ -476,7 +483,7 @@ def build_engine(
     `model` has its weights in host memory; `optimizer` builds the optimizer of the trained parameters of a module.
 
     Raises:
-        ConfigError: DeepSpeed does not support what is configured, or a stage has nothing to train.
+        ConfigError: DeepSpeed does not support the configuration, or a pipeline stage has no weights to train.
     """
     if config.parallel.pipe_parallel_size <= 1:
         whole = LanguageModelLoss(model.to(local_device()))
@@ -484,7 +491,7 @@ def build_engine(
     own = cut(model, config, stage).to(local_device())
     if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):
         raise ConfigError(
-            f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train "
+            f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has no weights to train "
             f"with {', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, "
             "or tensor, sequence or data parallelism"
         )

@@ -42,7 +42,7 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     """Wait at most `timeout` seconds until all ranks have joined; returns their common store.
 
     Raises:
-        NotJoined: some did not join in time; every rank that did names them.
+        NotJoined: some ranks did not join in time; every rank that joined names them.
         ConfigError: the port of rank 0 is in use.
     """
     rank, world_size, address, port, agent = rendezvous
@@ -66,7 +66,7 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
             " see its message"
         ) from error
     if serves:
-        time.sleep(GRACE_SECONDS)  # the store ends with this process, and the others read it
+        time.sleep(GRACE_SECONDS)  # the store ends with this process, and the others still read it
     raise NotJoined(
         f"{len(missing)} of {world_size} processes did not join within {limit}: ranks {', '.join(map(str, missing))}."
         f" Processes of these hosts joined: {', '.join(sorted(hosts))}. Check that the missing ones were started, and"
@@ -84,7 +84,7 @@ def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
 
 
 def _serve(rendezvous: Rendezvous, deadline: float) -> dist.TCPStore:
-    """Serve the store; this rank reaches it at the loopback address, as the name of a pod may not resolve yet."""
+    """Serve the store. This rank reaches it at the loopback address: the name of a pod may not resolve yet."""
     port, left = rendezvous.port, max(0.0, deadline - time.monotonic())
     options: dict[str, Any] = {"timeout": timedelta(seconds=left + GRACE_SECONDS)}
     try:
@@ -102,7 +102,7 @@ def _serve(rendezvous: Rendezvous, deadline: float) -> dist.TCPStore:
 
 
 def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPStore:
-    """Connect to the store, once rank 0 serves it; names of pods appear some time after these."""
+    """Connect to the store once rank 0 serves it. The name of a pod may resolve only some time after its start."""
     rank, _, address, port, _ = rendezvous
     reason: OSError | None = None
 
@@ -127,13 +127,13 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
 
 
 def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, watch: bool = False) -> Peers:
-    """Join the process group of the environment, as launchers set it and `launch.complete_environment` completes it.
-    Returns what notices the loss of another rank.
+    """Join the process group of the environment, which `launch.complete_environment` has completed. Returns the
+    connections that notice the loss of another rank.
 
     Args:
         timeout: seconds after which a collective fails, None for DeepSpeed's default.
         join_timeout: seconds to wait for all processes.
-        watch: notice the loss of another rank; then every rank must call `leave` of the result at its end.
+        watch: notice the loss of another rank; every rank must then call `leave` of the result at its end.
 
     Raises:
         NotJoined, ConfigError: as `join`.
@@ -196,7 +196,7 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Return True on rank 0, which writes what is written once."""
+    """Return True on rank 0, which writes the files that a run has once."""
     return rank() == 0
 
 
@@ -225,7 +225,7 @@ def everyone_succeeded(succeeded: bool, group: dist.ProcessGroup | None = None) 
 
 
 def anyone(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> tuple[bool, ...]:
-    """Return for each flag if it is set on any rank. `group` is a background group. The device is not asked."""
+    """Return for each flag if it is set on any rank. `group` is a background group. The device is not used."""
     values = torch.tensor(flags, dtype=torch.int32)
     if world_size() > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group or _host_group())
@@ -233,7 +233,7 @@ def anyone(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> tup
 
 
 def sum_on_host(value: int) -> int:
-    """Return the sum of `value` over all ranks. The device is not asked."""
+    """Return the sum of `value` over all ranks. The device is not used."""
     total = torch.tensor(value, dtype=torch.int64)
     if world_size() > 1:
         dist.all_reduce(total, group=_host_group())
@@ -262,7 +262,7 @@ def gather_floats(values: list[float]) -> list[list[float]]:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the text of every rank, by rank; `group` is a background group. Bytes are sent: pickles would run code."""
+    """Return the text of every rank, by rank; `group` is a background group. No pickles: they could run code."""
     if world_size() == 1:
         return [text]  # without a wait for the device
     device = "cpu" if group is not None else local_device()

@@ -26,7 +26,7 @@ class StepLabels(NamedTuple):
 
 
 def label_weights(counts: Sequence[int], total: int, parts: int) -> list[float]:
-    """Return weights with which the plain average of `parts` means is the mean over all `total` labels.
+    """Return weights that turn the plain average of `parts` means into the mean over all `total` labels.
 
     `counts` are the labels of some of the parts. A weight is exactly 1 if its part has the average number, and 0 if
     there are no labels at all.
@@ -35,9 +35,9 @@ def label_weights(counts: Sequence[int], total: int, parts: int) -> list[float]:
 
 
 def step_labels(micro_batches: Sequence[Batch], data_ranks: int) -> StepLabels:
-    """Count the labels of a step, of which this rank has `micro_batches` and each of `data_ranks` ranks as many.
+    """Count the labels of a step. Each of `data_ranks` ranks has as many micro-batches as this rank.
 
-    Every rank must call it. Only with loss masks do the ranks communicate, on the host.
+    Every rank must call it. The ranks communicate only if there are loss masks, on the host.
     """
     parts = len(micro_batches) * data_ranks
     masks = [batch.loss_mask for batch in micro_batches if batch.loss_mask is not None]

@@ -1,4 +1,4 @@
-"""Notice that another rank has ended, whatever started it, and end this one before its collectives time out.
+"""Notice that another rank has ended, with any launcher, and end this process before its collectives time out.
 
 A launcher that sees a process die stops the others. Without one (processes started by hand, by mpirun or srun without
 `--kill-on-bad-exit`), the others may wait in a collective, or for an entry of the store, until a timeout of minutes.
@@ -19,18 +19,18 @@ from megatron_coca.training.exit_status import FAILED
 logger = logging.getLogger(__name__)
 
 GRACE = 20.0
-"""Seconds between the loss of a rank and the exit of the others, which their own errors may end earlier."""
+"""Seconds from the loss of a rank to the exit of the others. Their own errors may end them earlier."""
 POLL = 1.0
 CONNECT_SECONDS = 10.0
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A host that does not answer for 25 s is lost. The kernel answers, also for a process that is suspended."""
+"""A host that does not answer for 25 s is lost. The kernel answers even for a suspended process."""
 LONGEST_LINE = 1024
 FAREWELL = "bye"
 LOST = "lost "
 
 
 class Store(Protocol):
-    """What is used of a store of `torch.distributed`."""
+    """The methods of a `torch.distributed` store that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -38,13 +38,13 @@ class Store(Protocol):
 
 
 class Peers:
-    """A connection of every rank to rank 0, which lasts as long as the processes.
+    """A connection of every rank to rank 0, for as long as the processes run.
 
     A connection that ends without a farewell means that the process at its other end has ended. Rank 0 tells the other
-    ranks. Each then has `GRACE` seconds to end by itself, and is ended with status FAILED and a message.
+    ranks. Each has `GRACE` seconds to end by itself; after that it exits with a message and the status FAILED.
 
     Attributes:
-        lost: the rank that ended and its host, as text; None while all are there.
+        lost: the rank that ended and its host, as text; None while all ranks run.
     """
 
     def __init__(self, rank: int, grace: float = GRACE, end: Callable[[int], object] = os._exit) -> None:
@@ -57,8 +57,8 @@ class Peers:
         self._watches = False
 
     def join(self, store: Store, address: str, loopback: bool) -> None:
-        """Connect to rank 0, which listens at `address`; every rank must call it once. Without a connection a warning
-        says so, and the watchdog remains.
+        """Connect to rank 0, which listens at `address`; every rank must call it once. After a failure, which is logged
+        as a warning, a lost rank is noticed only by timeouts.
         """
         try:
             if self._rank == 0:
@@ -81,7 +81,7 @@ class Peers:
     def _connect(self, store: Store, address: str) -> None:
         text = store.get("peers").decode()
         if not text:
-            raise ConnectionRefusedError("it listens to none")
+            raise ConnectionRefusedError("it does not listen")
         port, secret, host = text.split()
         connection = socket.create_connection((address, int(port)), timeout=CONNECT_SECONDS)
         _keep_alive(connection)
@@ -100,13 +100,13 @@ class Peers:
             error.add_note(f"{self.lost} had ended before; see its message")
 
     def leave(self, orderly: bool) -> None:
-        """End the watch, with a farewell if the run of this rank ended as intended."""
+        """Close the connections, with a farewell if the run of this rank ended in an orderly way."""
         self._over.set()
         for connection in list(self._members):
             with suppress(OSError):
                 if orderly:
                     connection.sendall(f"{FAREWELL}\n".encode())
-                connection.shutdown(socket.SHUT_RDWR)  # the thread may be reading, which would delay a mere `close`
+                connection.shutdown(socket.SHUT_RDWR)  # a thread that is reading would delay `close`
             connection.close()
 
     def _serve(self, listener: socket.socket, secret: str) -> None:
@@ -138,7 +138,7 @@ class Peers:
         self._end_if_lost()
 
     def _listen_to(self, connection: socket.socket) -> None:
-        """On other ranks: wait for the end of rank 0, or for what it says."""
+        """On other ranks: wait for the end of rank 0, or for its message that a rank is lost."""
         begun = ""
         while not self._over.is_set() and self.lost is None:
             text, ended = _received(connection)
@@ -187,7 +187,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _received(connection: socket.socket) -> tuple[str, bool]:
-    """Read what has arrived; also returns if the connection has ended."""
+    """Return the text that has arrived, and True if the connection has ended."""
     try:
         data = connection.recv(LONGEST_LINE)
     except TimeoutError:

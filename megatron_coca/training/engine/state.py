@@ -78,7 +78,7 @@ def _moments(optimizer: Any) -> tuple[str, ...]:
 
 
 def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
-    """The optimizer's state of a tensor, created as its first step would if there is none."""
+    """Return the optimizer's state of a tensor; if there is none, create it as the first step would."""
     state, moments = internals.torch_optimizer(optimizer).state[flat], _moments(optimizer)
     if not state and moments:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=flat.device)
@@ -106,8 +106,8 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
 
 
 def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter, int | None]]:
-    """The parameters that no optimizer steps, and which rank of the optimizer's group lists each under ZeRO 1 and 2;
-    None if all do, because each has its own range (ZeRO 3) or only the first is saved (without ZeRO).
+    """Yield the parameters that no optimizer steps, each with the rank of the optimizer's group that lists it (ZeRO 1
+    and 2). The rank is None if all list it: each has its own range (ZeRO 3), or only the first is saved (without ZeRO).
     """
     group = internals.replica_group(optimizer)
     frozen = [parameter for parameter in names if not parameter.requires_grad]
@@ -138,7 +138,7 @@ def counters(optimizer: Any) -> dict[str, float]:
 
 
 def set_counters(optimizer: Any, values: Mapping[str, float]) -> None:
-    """Restore what `counters` returned."""
+    """Restore the values of `counters`."""
     for flat in internals.layout(optimizer).flat_tensors(optimizer):
         state = _state(optimizer, flat)
         if STEP in state:

@@ -24,7 +24,7 @@ DEFAULT_PORT = 29500
 LARGEST_PORT = 65535
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 20000, 32767
-"""Below Linux's ephemeral ports: seconds pass until rank 0 listens, and an outgoing connection could take the port."""
+"""Below Linux's ephemeral ports, one of which an outgoing connection could take before rank 0 listens."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: step ids from here on are batch scripts, interactive shells, ...
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -64,7 +64,7 @@ def interface_towards(address: str) -> str | None:
 
 
 class RankLocation(NamedTuple):
-    """The rank of a process and the address of rank 0 (None if the variables do not say).
+    """The rank of a process and the address of rank 0 (None if the variables do not give it).
 
     `sole_on_host`: the scheduler started one process per host, which may start the others there.
     """
@@ -79,7 +79,7 @@ class RankLocation(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A launcher or scheduler: detection, and the rank by its variables."""
+    """A launcher or scheduler: how to detect it, and how to read the rank from its variables."""
 
     name: str
     started: Callable[[Variables], bool]
@@ -87,7 +87,7 @@ class Launcher(NamedTuple):
 
 
 INCOMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables of which a launcher sets the first and the last at least."""
+"""A launcher sets at least the first and the last of these variables."""
 
 
 def find_location(environment: Variables) -> RankLocation | None:
@@ -120,7 +120,7 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
     """
     location = find_location(environment) or RankLocation(0, 1, 0, 1, LOOPBACK, None)
     port = location.port or (free_port() if location.world_size == 1 else DEFAULT_PORT)
-    # RANK and LOCAL_RANK alone do not say how many processes each host has.
+    # RANK and LOCAL_RANK do not tell how many processes each host has.
     local_size_known = "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or "LOCAL_SIZE" in environment
     one_host = (
         location.world_size == 1
@@ -178,7 +178,9 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
     for name in names:
         if name in environment:
             if not re.fullmatch(r"\s*\d{1,18}\s*", environment[name]):
-                raise ConfigError(f"{name}: {shown(environment[name])} is not a whole number of at most 18 digits")
+                raise ConfigError(
+                    f"{name}: {shown(environment[name])} is not a whole number of at most 18 digits; correct it"
+                )
             return int(environment[name])
     if default is None:
         raise ConfigError(f"{names[0]}: not set in the environment; the launcher must set it for every process")
@@ -188,26 +190,31 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
 def _port(environment: Variables) -> int | None:
     port = _number(environment, "MASTER_PORT", default=DEFAULT_PORT)
     if not 1 <= port <= LARGEST_PORT:
-        raise ConfigError(f"MASTER_PORT: {port} is not a port; ports are 1 to {LARGEST_PORT}")
+        raise ConfigError(f"MASTER_PORT: {port} is not a port; set one from 1 to {LARGEST_PORT}")
     return port if "MASTER_PORT" in environment else None
 
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
     if not 0 <= location.rank < location.world_size:
-        raise ConfigError(f"{name}: rank {location.rank} is not below the world size {location.world_size}")
+        raise ConfigError(
+            f"{name}: rank {location.rank} is not below the world size {location.world_size}; correct the variables"
+        )
     if not 0 <= location.local_rank < location.local_world_size:
         raise ConfigError(
-            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"
+            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}; "
+            "correct the variables"
         )
     given = _number(environment, "WORLD_SIZE", default=location.world_size)
     if given != location.world_size:
         raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
     if not location.master and location.world_size > location.local_world_size:
-        raise ConfigError(f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one")
+        raise ConfigError(
+            f"MASTER_ADDR: not set, but {name} started processes on several hosts; set it to the first one"
+        )
 
 
 def _by_rank(environment: Variables) -> RankLocation:
-    """Read RANK and its like: torchrun and deepspeed set all, pods of Kubernetes no LOCAL_RANK."""
+    """Read RANK and related variables: torchrun and deepspeed set all of them; Kubernetes pods lack LOCAL_RANK."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
@@ -283,21 +290,21 @@ NEEDS = {
     "distributed_backend": ("asks for GPUs", ON_THE_CPU),
     "precision": ("fp16 needs a GPU", "set fp16=null precision=bfloat16 (or fp32)"),
 }
-"""What a key of `Config.gpu_keys` needs, and what to do without it."""
+"""The problem of each key of `Config.gpu_keys` without a GPU, and the remedy."""
 
 
 def check_devices(config: Config, environment: Variables) -> None:
     """Check that this process can use the GPU that the configuration asks for; warn if a GPU cannot be used.
 
     Raises:
-        ConfigError: it cannot, or the host has fewer GPUs than processes.
+        ConfigError: the GPU cannot be used, or the host has fewer GPUs than processes.
     """
     import torch
 
     if torch.cuda.is_available():
         count, local_rank = torch.cuda.device_count(), int(environment["LOCAL_RANK"])
         if local_rank >= count:
-            problem = f"the process with local rank {local_rank} sees {count} GPU(s): one is needed for each process"
+            problem = f"the process with local rank {local_rank} sees {count} GPU(s), and each process needs one"
             raise ConfigError(f"num_gpus: {problem}; start fewer processes on this host")
         return
     try:
@@ -316,7 +323,7 @@ def check_devices(config: Config, environment: Variables) -> None:
 
 
 def unused_gpus(config: Config, world_size: int) -> str | None:
-    """Return a warning for one process on a host with several GPUs, all of which GPT-NeoX would take; else None."""
+    """Return a warning if one process runs on a host with several GPUs, else None. GPT-NeoX would use all of them."""
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -30,7 +30,7 @@ FORWARDED = (*SIGNALS, signal.SIGINT)
 SETTLE = 5.0
 """Seconds the other processes have to end after one failed: long enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
-"""The same where the first one ended as it was asked to: the others may still be saving."""
+"""The same if the first one ended because it was asked to: the others may still be saving."""
 NAMED = 4
 """Ranks listed by name when many report the same error."""
 INTERVAL = 0.05
@@ -41,8 +41,8 @@ class LocalProcess:
     """A child process in its own session that is killed when this process dies.
 
     The terminal's Ctrl-C does not reach it, so it receives every signal exactly once, through `send`. `translated` maps
-    signals that mean something else to this command. If it `reports`, it may write its error to a file in memory, which
-    ends with this process. What it prints is appended to `log`, if given.
+    signals that mean something else to this command. With `reports` it can write its error to a file in memory, which
+    lasts as long as this process. Its output is appended to `log`, if given.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class LocalProcess:
             self.process.send_signal(self._translated.get(number, number))
 
     def report(self) -> ErrorReport | None:
-        """The error that the process wrote, None where it wrote none."""
+        """The error that the process wrote, or None if it wrote none."""
         return None if self._error is None else ErrorReport.read(Path(f"/proc/self/fd/{self._error.fileno()}"))
 
 
 def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle: float = SETTLE) -> int:
     """Wait for all processes and return the exit status of the run: 0, or that of the process that failed first.
 
-    Signals are forwarded without a time limit of our own: the scheduler that sent one has its own. A second Ctrl-C
-    kills. The status is then INTERRUPTED, and PREEMPTED after other signals, unless a process failed. After a failure
-    the others have `settle` seconds before they are killed. The first error is printed in full, the others in one line
-    each.
+    Signals are forwarded without a time limit: the scheduler that sent one has its own. A second Ctrl-C kills the
+    processes. Unless a process failed, the status is INTERRUPTED after Ctrl-C, and PREEMPTED after other signals. After
+    a failure the others have `settle` seconds before they are killed. The first error is printed in full, the others in
+    one line each.
     """
     running, sent, status, heaviest = list(processes), list[int](), DONE, 0
     deadline, shown = math.inf, None
@@ -114,13 +114,13 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
                 process.send(sent[-1])
         ended = {process.label: code for process in running if (code := process.poll()) is not None}
         running = [process for process in running if process.label not in ended]
-        # Of several that ended at once, one killed by a signal caused the others.
+        # If several ended at once, one that was killed by a signal caused the others to end.
         for label, code in sorted(ended.items(), key=lambda item: -item[1]):
-            # A process without a handler yet dies of the stop signal; nothing is lost by that.
+            # A process that has no handler yet dies of the stop signal, and loses nothing.
             asked = code == PREEMPTED or (bool(sent) and (code == INTERRUPTED or code - 128 in sent))
             if asked:
                 code = INTERRUPTED if signal.SIGINT in sent else PREEMPTED
-            # A failure goes before an end that was asked for. A rank that was interrupted alone makes others fail.
+            # A failure has priority over a requested end. If only one rank is interrupted, it makes the others fail.
             weight = 0 if code == DONE else 1 if asked else 3 if code == INTERRUPTED else 2
             if weight <= heaviest:
                 continue

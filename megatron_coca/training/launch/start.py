@@ -82,7 +82,7 @@ def start(launch: LaunchConfig, environment: Mapping[str, str], script: Script) 
     """Start the processes that the configuration requests and wait for them.
 
     Returns:
-        The run's exit status, or None if this process is to train: a launcher has started it, or one process is
+        The run's exit status, or None if this process must train: a launcher has started it, or one process is
         requested.
 
     Raises:
@@ -100,7 +100,7 @@ def start(launch: LaunchConfig, environment: Mapping[str, str], script: Script) 
 
 
 def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Starter | None:
-    """The way in which processes are started; None where this process trains."""
+    """Choose how to start the processes; None if this process trains."""
     location = find_location(environment)
     count = launch.num_gpus or 1
     if location is not None:
@@ -127,9 +127,9 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Sta
 
 
 def without_missing_hostfile(launch: LaunchConfig) -> LaunchConfig:
-    """Return the keys without a hostfile that does not exist, with a warning, as GPT-NeoX runs on this host then.
+    """Drop a hostfile that does not exist, with a warning: as in GPT-NeoX, the run then uses this host only.
 
-    It is kept, and an error, if `num_nodes` asks for several hosts.
+    If `num_nodes` asks for several hosts, the hostfile is kept, and `chosen_hosts` raises an error.
     """
     path = launch.hostfile
     if path is None or launch.num_nodes > 1 or Path(path).is_file():
@@ -139,7 +139,7 @@ def without_missing_hostfile(launch: LaunchConfig) -> LaunchConfig:
 
 
 def ranks_of_host(location: RankLocation, count: int) -> LocalRanks:
-    """The `count` ranks of a host where a scheduler started one process (a pod, a Slurm task per node)."""
+    """The `count` ranks of a host on which a scheduler started one process (a pod, a Slurm task per node)."""
     first, world_size = location.rank * count, location.world_size * count
     master, port = location.master or "127.0.0.1", location.port or DEFAULT_PORT
     return LocalRanks(count, first, world_size, master, port)
@@ -160,7 +160,7 @@ def chosen_hosts(launch: LaunchConfig) -> list[Host]:
     """The hosts that train and the processes on each, in rank order.
 
     Raises:
-        ConfigError: the hostfile cannot be read or lacks what num_nodes or num_gpus ask for.
+        ConfigError: the hostfile cannot be read, or has fewer hosts or slots than num_nodes or num_gpus ask for.
     """
     launch = without_missing_hostfile(launch)
     if launch.hostfile is None and launch.num_nodes > 1:
@@ -169,11 +169,16 @@ def chosen_hosts(launch: LaunchConfig) -> list[Host]:
         return [Host("localhost", launch.num_gpus or 1)]
     hosts = read_hostfile(Path(launch.hostfile))
     if launch.num_nodes > len(hosts):
-        raise ConfigError(f"num_nodes: {launch.num_nodes}, but there are {len(hosts)} hosts in {launch.hostfile}")
+        raise ConfigError(
+            f"num_nodes: {launch.num_nodes}, but there are {len(hosts)} hosts in {launch.hostfile}; lower it, or add "
+            "hosts"
+        )
     hosts = hosts[: launch.num_nodes] if launch.num_nodes > 0 else hosts
     for host in hosts:
         if launch.num_gpus is not None and launch.num_gpus > host.slots:
-            raise ConfigError(f"num_gpus: {launch.num_gpus}, but {host.name} has {host.slots} slots to use")
+            raise ConfigError(
+                f"num_gpus: {launch.num_gpus}, but {host.name} has {host.slots} slots to use; lower it, or add slots"
+            )
     return [Host(host.name, launch.num_gpus or host.slots) for host in hosts]
 
 
@@ -245,7 +250,7 @@ def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Scrip
             "launcher: pdsh is not installed here; install it, start train.py on every host with torchrun, or use "
             "`launcher: slurm`"
         )
-    # DeepSpeed joins what pdsh receives to one line and quotes only arguments with spaces.
+    # DeepSpeed joins the arguments of pdsh to one line, and quotes only those with spaces.
     for text in (os.getcwd(), sys.executable, *script):
         if re.search(r"[$`;&|<>()\\\n]", text):
             raise ConfigError(

@@ -22,12 +22,12 @@ from megatron_coca.config import load_config
 from megatron_coca.training.corpus import differing_data
 from megatron_coca.training.loss_guard import LossGuard
 from megatron_coca.training.monitor import IntervalMean
-from megatron_coca.training.run_stages import differing_stages
-from megatron_coca.training.saving import load_rng_states, rng_states
+from megatron_coca.training.opened_stages import differing_stages
+from megatron_coca.training.randomness import load_rng_states, rng_states
 from tests.checkpoint_files import NEEDED, TINY, write_checkpoint
 
 SHARE = {"source": "a", "weight": 1.0, "samples": 8, "fraction": 1.0, "tokens": 128, "epochs": 0.5}
-GUARD = {"losses": [1.0], "norms": [2.0], "consecutive": 0, "first_bad": None, "bad_steps": 0, "rollbacks": 1}
+GUARD = {"losses": [1.0], "norms": [2.0], "consecutive": 0}
 WHOLE: dict[str, Any] = {
     "step": 7,
     "run": "abc",
@@ -39,7 +39,7 @@ WHOLE: dict[str, Any] = {
     "topology": {"pipe": 1, "data": 1, "tensor": 1, "sequence": 1},
     "zero_stage": 1,
     "counters": {"step": 7.0, "loss_scaler.cur_scale": 1024.0},
-    "progress": {"guard": GUARD, "losses": [9.5, 3, 10], "skips": [[3, 2]], "skipped": 1, "unvalidated": False},
+    "progress": {"guard": GUARD, "losses": [9.5, 3, 10], "skipped": 1, "unvalidated": False},
     "mixture": [SHARE],
     "stages": [{"last": 9, "tokens_per_step": 64, "changes": {"seq_length": 16}, "read": {"a": 128}}],
     "versions": {"torch": "2"},
@@ -161,7 +161,7 @@ def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> N
         (("counters", "step"), 2.5, "counters: step is no whole number"),
         (("progress",), [], "progress: expected a valid dictionary or .*, got \\[\\]"),
         (("progress", "guard", "losses"), [0.0], r"progress.guard.losses.0: expected greater than 0, got 0.0"),
-        (("progress", "skips"), [[1]], r"progress.skips.0: List should have at least 2 items"),
+        (("progress", "skipped"), -1, "progress.skipped: expected greater than or equal to 0, got -1"),
         (("step",), "7", "step: expected a valid integer, got '7'"),
     ],
 )
@@ -203,7 +203,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
     path = tmp_path / "rank_0.pt"
     torch.save(rng_states() | changes if changes else {}, path)
     try:
-        with pytest.raises(CheckpointError, match="rank_0.pt: is no random state of a rank"):
+        with pytest.raises(CheckpointError, match="rank_0.pt: not the random state of a rank"):
             load_rng_states(path)
     finally:
         random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.cli import TASKS
-from megatron_coca.evaluation.options import SubjectOptions
+from megatron_coca.evaluation.options import SubjectOptions, show_nothing
 from megatron_coca.evaluation.report import tables_of_result
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject
@@ -85,7 +85,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval_tasks, "Evaluation", OneSubject)
-        assert getattr(retrieval_tasks, task)(args) == 0
+        assert getattr(retrieval_tasks, task)(args, show_nothing) == 0
     return stores[0].result
 
 

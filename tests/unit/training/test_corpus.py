@@ -75,7 +75,7 @@ def test_a_split_divides_the_documents_without_overlap(tmp_path: Path) -> None:
 def test_a_split_rounds_as_gpt_neox_does(
     tmp_path: Path, documents: int, shares: tuple[int, ...], sizes: list[int]
 ) -> None:
-    """Each share is rounded, and the first has what is over."""
+    """Each share is rounded, and the first takes the difference."""
     parts = split_shard(Shard(write_shard(tmp_path / "s", documents)), shares)
     assert [part.documents if part else 0 for part in parts] == sizes
 
@@ -119,7 +119,7 @@ def test_the_vocabulary_comes_from_the_tokenizer_beside_the_shards(tmp_path: Pat
         open_corpus(config(data_path=prefix, vocab_size=100))
 
 
-def test_shards_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_shards_of_different_tokenizers_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, other = write_shard(tmp_path / "a" / "s"), write_shard(tmp_path / "b" / "s", tokenizer=False)
@@ -130,13 +130,13 @@ def test_shards_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     load_tokenizer("HFTokenizer", pieces).save(tmp_path / "b")
     for train, valid, test in ((one, one, other), (one, other, one), (other, one, one)):
         keys = {"train_data_paths": [str(train)], "valid_data_paths": [str(valid)], "test_data_paths": [str(test)]}
-        with pytest.raises(DataError, match="tokenizers of .* differ"):
+        with pytest.raises(DataError, match="/.*: the tokenizers differ; prepare"):
             open_corpus(config(**keys))
 
 
-def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_are_errors_when_they_are_read(tmp_path: Path) -> None:
     corpus = open_corpus(config(data_path=str(write_shard(tmp_path / "s", tokenizer=False)), vocab_size=4, split="1"))
-    assert corpus.config.model.padded_vocab_size > 10, "what the padding holds is refused as well"
+    assert corpus.config.model.padded_vocab_size > 10, "ids in the padding are an error too"
     with (
         open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
         pytest.raises(DataError, match=r"/s: token id [4-9] lies outside the model's vocabulary of vocab_size=4"),
@@ -145,7 +145,7 @@ def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path
             loader.micro_batches(step)
 
 
-def test_the_first_id_of_the_padding_is_refused(tmp_path: Path) -> None:
+def test_the_first_id_of_the_padding_is_an_error(tmp_path: Path) -> None:
     blend = Blend([Shard(write_shard(tmp_path / "s", documents=5, tokenizer=False))], [1], 16, seed=0)
     with (
         Loader(blend, 4, 4, 0, 1, vocab_size=4) as loader,
@@ -158,7 +158,7 @@ def test_the_first_id_of_the_padding_is_refused(tmp_path: Path) -> None:
     assert max(int(batch.tokens.max()) for batch in batches) == 4
 
 
-def test_negative_ids_are_refused_too(tmp_path: Path) -> None:
+def test_negative_ids_are_errors_too(tmp_path: Path) -> None:
     prefix = write_shard(tmp_path / "s", tokenizer=False)
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     ids = np.fromfile(tokens, dtype="<i2")
@@ -216,7 +216,7 @@ def test_a_type_that_needs_no_file_names_a_tokenizer(tmp_path: Path) -> None:
 def test_a_named_type_must_agree_with_the_shards(tmp_path: Path) -> None:
     prefix = write_shard(tmp_path / "s", tokenizer=False)
     train_bpe(["some text"], 285, tmp_path / "t.json").save(tmp_path)
-    with pytest.raises(DataError, match="tokenizers of .*, tokenizer_type CharLevelTokenizer differ"):
+    with pytest.raises(DataError, match=", tokenizer_type CharLevelTokenizer: the tokenizers differ"):
         open_corpus(config(data_path=str(prefix), tokenizer_type="CharLevelTokenizer"))
 
 
@@ -230,7 +230,7 @@ def test_shards_without_a_tokenizer_are_named(tmp_path: Path) -> None:
     assert open_corpus(config(data_path=str(known))).unverified == ()
 
 
-def test_one_split_alone(tmp_path: Path) -> None:
+def test_one_split_only(tmp_path: Path) -> None:
     train, other = write_shard(tmp_path / "s"), write_shard(tmp_path / "t", documents=3)
     keys = paths(train, train, train) | {"test_data_paths": [str(train), str(other)], "test_data_weights": [1, 3]}
     found = open_split(config(**keys), "test")
@@ -266,7 +266,7 @@ def test_missing_validation_data_is_told(tmp_path: Path) -> None:
     for keys, told in (
         ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no document of .*/s to validate on"),
         (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no shards to validate on"),
-        (lists | {"valid_data_paths": [one]}, "validation reads test data .*/s.: choices made"),
+        (lists | {"valid_data_paths": [one]}, "valid_data_paths: .*/s: also in test_data_paths"),
     ):
         corpus = open_corpus(config(**keys))
         assert re.search(told, validation_note(corpus) or "")
@@ -298,5 +298,8 @@ def test_epochs_read_every_sample_as_often(tmp_path: Path) -> None:
     assert (resolved.schedule.train_iters, resolved.schedule.train_epochs) == (93 // 4, None)
     shares = open_corpus(resolved).train.mixture(3 * 62)
     assert [share.epochs for share in shares] == pytest.approx([3, 3], rel=0.04)
-    with pytest.raises(DataError, match="train_epochs: 62 samples are fewer than a step of 64 reads"):
+    with pytest.raises(
+        DataError,
+        match="train_epochs: the data has 62 samples, fewer than one step of 64 reads; lower train_batch_size",
+    ):
         with_train_iters(config(**keys, train_epochs=1), BatchSizes(64, 1, 64))

@@ -1,4 +1,4 @@
-"""Label shards and samples of whole documents: every mask and sample against a loop by hand."""
+"""Label shards and samples of whole documents: every mask and sample is compared with a loop by hand."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_packed_labels_mask_the_loss_of_a_loop_by_hand(pair: tuple[Path, Path]) 
 @pytest.mark.parametrize("chopped", [True, False])
 @pytest.mark.parametrize("labelled", [True, False])
 def test_whole_documents_by_hand(pair: tuple[Path, Path], pack_impl: str, chopped: bool, labelled: bool) -> None:
-    """An epoch has every usable document once; samples start with documents, end padded, and mask what is padded."""
+    """An epoch has every usable document once. Samples start with a document, end with padding, and mask it."""
     shard, labels = Shard(pair[0], pair[1] if labelled else None), Shard(pair[1])
     blend = Blend([shard], [1], LENGTH, 3, pack_impl, chopped)
     wanted: dict[tuple[int, ...], int] = {}
@@ -103,7 +103,7 @@ def test_whole_documents_by_hand(pair: tuple[Path, Path], pack_impl: str, choppe
 
 @pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked"])
 def test_an_end_token_with_the_id_of_padding_is_learned(pack_impl: str, tmp_path: Path) -> None:
-    """GPT-NeoX's end of text and padding both have the id 0: padding is known by its place."""
+    """GPT-NeoX's end of text and padding both have the id 0: padding is recognized by its place."""
     writer = ShardWriter(tmp_path / "t", 512)
     for length in (6, 4, 7, 5) * 4:
         writer.add([*range(9, 9 + length - 1), 0])
@@ -124,7 +124,7 @@ def test_samples_overflow_only_when_the_next_document_does_not_fit(tmp_path: Pat
     assert not tokens[:, 15:].any()
 
 
-def test_wrong_labels_are_refused(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+def test_wrong_labels_are_errors(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(DataError, match="not as long as those of"):
         Shard(pair[0], write_chats(tmp_path / "other", LENGTHS[::-1])[1])
@@ -158,7 +158,7 @@ def test_the_keys_reach_the_loader_and_the_identity(pair: tuple[Path, Path]) -> 
 @pytest.mark.parametrize("parts", [1, 3, 7, 256, 1000])
 @pytest.mark.parametrize("each", [1, 3, 511, 8192])
 def test_equal_numbers_of_labels_have_the_weight_1(parts: int, each: int) -> None:
-    """Exactly, so that losses without masks keep their bits."""
+    """Exactly 1, so that losses without masks keep their bits."""
     assert label_weights([each] * parts, each * parts, parts) == [1.0] * parts
 
 
@@ -177,13 +177,13 @@ def test_weights_make_the_mean_over_all_labels(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_masks_no_rank_communicates() -> None:
-    """No process group is there to ask, and no array is counted."""
+    """There is no process group to ask, and no array is counted."""
     batch = Batch(np.zeros((2, LENGTH + 1), dtype=np.int64))
     assert step_labels([batch] * 3, 4) == (2 * LENGTH * 3 * 4, [1.0] * 3)
 
 
 def test_all_batches_of_partly_labelled_data_have_a_mask(pair: tuple[Path, Path]) -> None:
-    """So all ranks agree on whether to count labels."""
+    """So that all ranks agree on whether to count labels."""
     blend = Blend([Shard(*pair), Shard(pair[0])], [1, 1], LENGTH, 3)
     masks = [blend.read(np.array([number])).loss_mask for number in range(12)]
     assert all(mask is not None for mask in masks) and {bool(np.all(mask)) for mask in masks} == {True, False}
@@ -197,6 +197,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_wrong_keys_are_refused(pair: tuple[Path, Path], changes: dict[str, Any], message: str) -> None:
+def test_wrong_keys_are_errors(pair: tuple[Path, Path], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([], given(pair, **changes))

@@ -27,7 +27,7 @@ TOKENS = 64
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test moves on."""
 
     now = 0.0
 
@@ -95,7 +95,7 @@ def test_reports_at_the_interval_and_at_the_last_step(
 
 
 def test_the_loss_of_a_report_is_the_mean_of_its_interval() -> None:
-    """As in GPT-NeoX: over the steps that changed weights. Also where a run is resumed within the interval."""
+    """As in GPT-NeoX, over the steps that changed weights, even if a run is resumed within the interval."""
     losses, skipped = [4.0, 2.0, math.nan, 3.0, 1.0, 8.0], [False, False, True, False, False, False]
     whole, resumed = IntervalMean(4), IntervalMean(4)
     means = [
@@ -109,8 +109,8 @@ def test_the_loss_of_a_report_is_the_mean_of_its_interval() -> None:
     assert other.add(3, math.nan, True) == 3.0 and other.add(4, 3.0, False) == means[3]
     longer = IntervalMean(3)
     longer.restore(resumed.state())
-    assert longer.add(3, 7.0, False) == 7.0, "with another log_interval, of the steps since then"
-    assert math.isnan(IntervalMean(4).add(1, math.nan, True)), "the loss itself, if no step has counted"
+    assert longer.add(3, 7.0, False) == 7.0, "with another log_interval, the mean of the steps since then"
+    assert math.isnan(IntervalMean(4).add(1, math.nan, True)), "the loss itself, as no step has counted"
     assert IntervalMean(1).add(7, 2.5, False) == 2.5
 
 
@@ -245,6 +245,6 @@ def test_other_ranks_trace_when_asked(tmp_path: Path, ranks: list[int], traced: 
     assert (tmp_path / "profile" / "trace_steps_2-2_rank_1.json").is_file() == traced
 
 
-def test_an_empty_window_is_refused() -> None:
+def test_an_empty_window_is_an_error() -> None:
     with pytest.raises(ConfigError, match="profile_step_stop: 5 is not after profile_step_start 5"):
         load_config([], SHAPE | {"profile": True, "profile_step_start": 5, "profile_step_stop": 5})

@@ -1,19 +1,13 @@
-"""Which parameters decay, and that the configured numbers reach the optimizer."""
+"""The parameters that decay, and the configured numbers in the optimizer."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.engine import deepspeed_internals, state
-from megatron_coca.training.engine.deepspeed_internals import stay_on_device
 from megatron_coca.training.optimizer import OPTIMIZERS, build_optimizer, parameter_groups
 
 SHAPE = {
@@ -90,49 +84,3 @@ def test_lion_takes_the_steps_of_its_formula() -> None:
         momentum = 0.99 * momentum + 0.01 * grad
         torch.testing.assert_close(layer.weight.detach().double(), weight, rtol=0, atol=1e-6)
     torch.testing.assert_close(optimizer.state[layer.weight]["exp_avg"].double(), momentum, rtol=0, atol=1e-7)
-
-
-def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's epilogue of ZeRO 1 and 2 would make the host wait for the device."""
-    accelerator, optimizer = get_accelerator(), object.__new__(DeepSpeedZeroOptimizer)
-    waited: list[object] = []
-    monkeypatch.setattr(accelerator, "synchronize", lambda: waited.append("host"))
-    monkeypatch.setattr(accelerator, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
-    optimizer.overlap_comm, optimizer.cpu_offload, optimizer.reduction_stream = True, True, "reductions"
-    optimizer.dtype, optimizer.clip_grad = torch.bfloat16, 1.0
-    epilogue = optimizer.independent_gradient_partition_epilogue = lambda: accelerator.synchronize()
-    stay_on_device(optimizer)
-    assert optimizer.independent_gradient_partition_epilogue is epilogue, "the host reads offloaded gradients"
-    optimizer.cpu_offload = False
-    stay_on_device(optimizer)
-    optimizer.independent_gradient_partition_epilogue()
-    assert waited == ["reductions"]
-    accelerator.synchronize()
-    assert waited == ["reductions", "host"]
-
-
-def test_loss_scaling_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it grows next depends on steps since the last overflow, not on the scale alone."""
-
-    def optimizer() -> Any:
-        scaler = DynamicLossScaler(2**16, scale_window=4, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
-        return SimpleNamespace(loss_scaler=scaler)
-
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
-    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
-    monkeypatch.setattr(deepspeed_internals, "layout", lambda _: SimpleNamespace(flat_tensors=lambda _: []))
-    monkeypatch.setattr(deepspeed_internals, "torch_optimizer", lambda _: SimpleNamespace(state={}))
-    overflows = [True, True, False, True, False, False, False, False, False, False, True, False, False]
-    whole, scales = optimizer(), []
-    for overflow in overflows:
-        whole.loss_scaler.update_scale(overflow)
-        scales.append(whole.loss_scaler.cur_scale)
-    assert len(set(scales)) > 2
-    for stop in range(1, len(overflows)):
-        first, second = optimizer(), optimizer()
-        for overflow in overflows[:stop]:
-            first.loss_scaler.update_scale(overflow)
-        state.set_counters(second, state.counters(first))
-        for overflow in overflows[stop:]:
-            second.loss_scaler.update_scale(overflow)
-        assert vars(second.loss_scaler) == vars(whole.loss_scaler)

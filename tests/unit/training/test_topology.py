@@ -52,7 +52,7 @@ def test_ranks_that_cannot_be_divided() -> None:
 
 @pytest.mark.parametrize(("precision", "stage"), [("bfloat16", 2), ("fp16", 1), ("fp32", 1)])
 def test_gradients_summed_in_float32(precision: str, stage: int) -> None:
-    """DeepSpeed's stage 1 would take an optimizer for bfloat16 whose state no checkpoint has."""
+    """DeepSpeed's stage 1 would use an optimizer for bfloat16 that checkpoints do not support."""
     keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "precision": precision}
     config = load_config([], keys | {"zero_stage": 1, "data_types": {"grad_accum_dtype": "fp32"}})
     assert effective_stage(config, 2) == stage
@@ -101,7 +101,7 @@ def test_no_configured_cluster_sums_many_gradients_in_bfloat16(cluster: str, gpu
 def test_gradients_are_reduced_during_the_backward_pass(
     keys: dict[str, Any], ranks: int, cuda: bool, overlaps: bool
 ) -> None:
-    """Where there are streams and other ranks, DeepSpeed supports it, and the configuration does not decide."""
+    """If there are streams and other ranks, if DeepSpeed supports it, and unless the configuration says otherwise."""
     assert zero_section(load_config([], ZERO | keys), ranks, cuda)["overlap_comm"] is overlaps
 
 

@@ -1,4 +1,4 @@
-"""What the loop does with steps that go wrong, with an engine that does what the test says."""
+"""The training loop after steps that go wrong, with an engine that the test controls."""
 
 import json
 import math
@@ -11,27 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece
-from megatron_coca.config import load_config
 from megatron_coca.data import Batch
-from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import HeldOutLoss, StepResult
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
-from megatron_coca.training.topology import Topology
 from megatron_coca.training.trainer import Trainer
-from megatron_coca.training.watchdog import Watchdog
-from tests.checkpoint_files import run_alone
-
-ALONE = Topology(1, 1, 1, 1)
-LAYOUT = {"batch": 4, "dtype": "fp32"}
+from tests.one_rank import context_of_one_rank, only_stage
 
 
 class CountingEngine:
-    """An engine whose weight is the number of steps that changed it, and whose losses the test gives."""
+    """An engine with losses from the test. Its weight counts the steps that changed it."""
 
     copies: frozenset[str] = frozenset()
     partitioned, loss_scale, module, labels = False, None, torch.nn.Linear(1, 1), 1
@@ -64,33 +57,21 @@ class CountingEngine:
         pass
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of one process, without a process group."""
-    run_alone(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def opened(small: dict[str, Any]) -> Corpus:
-    return open_corpus(load_config([], small))
-
-
 Run = Callable[..., CountingEngine]
 
 
 @pytest.fixture
-def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
+def run(opened: Corpus, tmp_path: Path, one_rank: None) -> Run:
     """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
 
     def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
         fixed = {"save": str(tmp_path / "run"), "eval_interval": 100}
         keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, **keys}
         config = opened.config.override(keys)
-        corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
-        sizes = config.batch.resolve(1)
-        checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
-        told = preemption or CaughtSignals(), Watchdog(None, None, 0)
-        Trainer(corpus, engine, checkpoints, sizes, ALONE, *told).run()  # type: ignore[arg-type]
+        opened_stage = only_stage(Corpus(config, opened.train, opened.valid, opened.tokenizer))
+        engine, context = CountingEngine(loss), context_of_one_rank(config.checkpoint, preemption)
+        checkpoints = Checkpoints(opened_stage, engine, context)  # type: ignore[arg-type]
+        Trainer(opened_stage, engine, checkpoints, context).run()  # type: ignore[arg-type]
         return engine
 
     return train
@@ -131,28 +112,6 @@ def test_too_many_skipped_steps_stop_the_run(run: Run, tmp_path: Path) -> None:
 def test_a_run_that_stops_without_a_checkpoint_names_none(run: Run) -> None:
     with pytest.raises(Diverged, match=r"stopped at step 1: loss is nan; nothing is saved$"):
         run(nan_at(0), nonfinite_policy="stop", checkpoint_factor=5)
-
-
-def test_data_left_out_by_an_earlier_version_cannot_be_left_out(run: Run, tmp_path: Path, opened: Corpus) -> None:
-    """A rollback of it changed the order of the data; without one, its checkpoints are resumed."""
-    run(nan_at(), train_iters=2)
-    folder = native.step_folder(tmp_path / "run", 2)
-    path = folder / native.META
-    meta, keys = native.read_json(path), {"save": str(tmp_path / "run"), "train_iters": 2, "checkpoint_factor": 1}
-    corpus = Corpus(opened.config.override(keys), opened.train, opened.valid, opened.tokenizer)
-    engine = CountingEngine(nan_at())
-    checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
-    told = CaughtSignals(), Watchdog(None, None, 0)
-    trainer = Trainer(corpus, engine, checkpoints, corpus.config.batch.resolve(1), ALONE, *told)  # type: ignore[arg-type]
-    for skips in ([], [[1, 1]]):
-        guard = meta["progress"]["guard"] | {"first_bad": None, "bad_steps": 1, "rollbacks": len(skips)}
-        path.write_text(json.dumps(meta | {"progress": meta["progress"] | {"skips": skips, "guard": guard}}))
-        if skips:
-            with pytest.raises(CheckpointError, match="an earlier version rolled this run back and left out data"):
-                trainer.restore(folder)
-        else:
-            trainer.restore(folder)
-            assert trainer.step == 2
 
 
 def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:

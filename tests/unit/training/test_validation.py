@@ -1,4 +1,4 @@
-"""Which samples a validation reads, what its figures are called, perplexity at longer windows."""
+"""The samples that a validation reads, the names of its figures, and perplexity at longer windows."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ LAYOUT = (4, 2, 0, 1)
 
 
 def shard(prefix: Path, token: int) -> Shard:
-    """Of one token only, so that a mean over tokens tells the share of its samples."""
+    """A shard of one token only, so that a mean over tokens gives the share of its samples."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(prefix, 512)
     writer.add(np.full(400, token))
@@ -38,7 +38,7 @@ def shard(prefix: Path, token: int) -> Shard:
 
 
 class Mean:
-    """Stands for the engine: the loss is the mean token; keeps what it was given."""
+    """A stand-in for the engine: the loss is the mean token. It keeps its inputs."""
 
     def __init__(self) -> None:
         self.seen: list[np.ndarray] = []
@@ -87,7 +87,7 @@ def test_a_small_source_has_a_batch(two: list[Shard]) -> None:
         (2, {"eval_iters": 0}, []),
     ],
 )
-def test_what_is_left_out(two: list[Shard], number: int, keys: dict[str, Any], names: list[str]) -> None:
+def test_validation_that_is_left_out(two: list[Shard], number: int, keys: dict[str, Any], names: list[str]) -> None:
     losses, _ = losses_of(two[:number], [1.0] * number, **({"eval_iters": 2} | keys))
     assert list(losses) == names
 
@@ -200,7 +200,7 @@ BYTES = load_tokenizer("CharLevelTokenizer")
         (BYTES, {"eval_windows": [399], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}, None),
     ],
 )
-def test_what_the_data_must_have(
+def test_requirements_on_the_data(
     tmp_path: Path, tokenizer: Tokenizer | None, keys: dict[str, Any], message: str | None
 ) -> None:
     corpus = corpus_of(random_shard(tmp_path / "text"), tokenizer, **keys)

@@ -1,5 +1,6 @@
-"""The watchdog, in processes of their own that really hang."""
+"""The watchdog, in processes of their own that really hang, and the report of the error that ends a process."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_coca.training import watchdog
 from megatron_coca.training.exit_status import HUNG
 from megatron_coca.training.watchdog import Watchdog
 
@@ -105,7 +108,7 @@ print("done")
 
 
 def test_a_full_pipe_does_not_keep_the_process(tmp_path: Path) -> None:
-    """What nobody reads is the cause of the hang, and would be that of another in the report."""
+    """The full pipe causes the hang, and writing the report to it would hang again."""
     process = start("stuck(lambda: os.write(2, b'x' * 2**20))", tmp_path)
     assert process.wait(timeout=30) == HUNG
     assert "last was 'step 12'" in (tmp_path / "hang_rank_3.txt").read_text()
@@ -113,8 +116,8 @@ def test_a_full_pipe_does_not_keep_the_process(tmp_path: Path) -> None:
 
 
 def test_a_suspended_process_has_not_hung(tmp_path: Path) -> None:
-    """Sleeps in small pieces, because one that ends during the suspension would be followed by a beat at once. Of the
-    suspension half the timeout counts at most, and the pieces take less than a third of it.
+    """The process sleeps in small pieces: a single sleep could end during the suspension, and a beat would follow at
+    once. Of the suspension, at most half of the timeout counts; the pieces take less than a third of it.
     """
     code = f"""
 with watchdog(grace=2.0) as dog:
@@ -185,3 +188,33 @@ with watchdog(grace=2.0) as dog:
         time.sleep({TIMEOUT / 10})
 """
     assert run(code, tmp_path) == (0, "", "")
+
+
+def ended(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process that reports its errors and then runs `body`."""
+    code = f"from megatron_coca.training import watchdog\nwatchdog.install()\n{body}"
+    variables = {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+
+
+def test_a_launching_process_gets_the_report_in_place_of_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    finished = ended("raise ValueError('wrong\\nat length')", **{watchdog.ERROR_FILE: str(file)})
+    assert finished.returncode == 1 and finished.stderr == ""
+    report = watchdog.ErrorReport.read(file)
+    assert report is not None and report.summary == "ValueError: wrong" and report.traceback
+    assert report.text.startswith("Traceback") and report.text.endswith("ValueError: wrong\nat length\n")
+
+
+def test_torchrun_reads_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    finished = ended("raise ValueError('wrong')", **{watchdog.ERROR_FILE: str(file), "TORCHELASTIC_RUN_ID": "none"})
+    assert "ValueError: wrong" in finished.stderr, "torchrun shows little of it"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert failure.message["extraInfo"]["py_callstack"].endswith("ValueError: wrong\n") and failure.timestamp > 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"message": "torch's own"})])
+def test_half_a_report_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(content)
+    assert watchdog.ErrorReport.read(tmp_path / "error.json") is None

@@ -126,7 +126,7 @@ def test_rank_location(
         (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 is not below the local world size 2"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
         (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE: 8, but srun started 4"),
-        ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "MASTER_ADDR: not set; Open MPI"),
+        ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "MASTER_ADDR: not set, but Open MPI"),
     ],
 )
 def test_incomplete_environment_names_the_missing_variables(environment: dict[str, str], message: str) -> None:
@@ -190,7 +190,7 @@ def test_threads_are_shared_among_the_processes_of_a_host(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is not a port; ports are 1 to 65535"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is not a port; set one from 1 to 65535"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT: 0 is not a port"),
         ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT: '9{79}.* is not a whole number of at most 18 digits"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT: '-1' is not a whole number"),

@@ -1,4 +1,4 @@
-"""The scripts for schedulers: what they start is what the launch understands."""
+"""The scripts for schedulers start processes in a way that the launch understands."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED, UNAVAIL
 from megatron_coca.training.launch.environment import find_location
 from megatron_coca.training.launch.start import ranks_of_host
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"
 MANIFEST = ROOT / "configs/cluster/kubernetes.yaml"
 
@@ -26,7 +26,7 @@ def executable(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("status", "requeued"), [(0, False), (1, False), (2, False), (UNAVAILABLE, True), (PREEMPTED, True)]
 )
-def test_the_batch_script_requeues_what_was_preempted(tmp_path: Path, status: int, requeued: bool) -> None:
+def test_the_batch_script_requeues_preempted_jobs(tmp_path: Path, status: int, requeued: bool) -> None:
     executable(tmp_path / "srun", f'printf "%s\\n" "$@" > "{tmp_path}/arguments"; exit {status}')
     executable(tmp_path / "scontrol", f'echo "$@" > "{tmp_path}/requeued"')
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHON": "python3"}

@@ -55,7 +55,7 @@ def write(folder: Path, start: int, stop: int) -> None:
     sink.close()
 
 
-def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_the_lines_that_it_repeats(tmp_path: Path) -> None:
     write(tmp_path, 0, 7)
     write(tmp_path, 5, 9)
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 10))
@@ -71,7 +71,7 @@ def test_a_fresh_run_begins_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_a_link_in_a_downloaded_folder_is_not_followed(tmp_path: Path) -> None:
-    """Its lines would be appended to a file of the user's, such as one that a shell runs."""
+    """The lines would be appended to another file of the user, such as one that a shell runs."""
     folder, own = tmp_path / "run", tmp_path / "own"
     write(folder, 0, 2)
     own.write_text("mine")
@@ -145,7 +145,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_lines_wait_while_the_disk_of_the_logs_is_full(tmp_path: Path, warnings: Any) -> None:
-    """The checkpoints are elsewhere: training goes on, and nothing is lost once there is space."""
+    """The checkpoints are in another folder: training continues, and no line is lost once there is space."""
     sink = JsonLines(tmp_path, 0, may_fail=True)
     sink.report(1, {"loss": 1.0})
     own = sink._file
@@ -173,7 +173,7 @@ def test_another_run_in_the_same_folder_is_not_continued(tmp_path: Path) -> None
     assert not is_validated(tmp_path / "logs", 9, "second")
 
 
-def test_what_json_has_no_word_for_is_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_null_in_json(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path, 0)
     sink.report(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     sink.note(1, "the loss is nan")
@@ -227,7 +227,7 @@ def test_a_run_without_a_folder_continues_no_other(tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; a folder that can be written is needed"):
+    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; needs a writable folder"):
         open_sinks(configured(log_dir=str(tmp_path / "file" / "run")), 0)
 
 
@@ -262,7 +262,7 @@ def test_a_bar_keeps_the_latest_of_every_figure(tmp_path: Path, monkeypatch: pyt
     assert "loss 3.5000 val 3.2500" in stream.getvalue()
 
 
-def test_what_a_person_is_shown() -> None:
+def test_figures_on_the_console() -> None:
     figures = {"lr": 3e-4, "mfu": 0.4567, "loss": 2.0, "peak_memory_gib": 12.345, "grad_norm": None, "data_wait": 0.5}
     assert shown(figures) == {"loss": "2.0000", "lr": "0.0003", "MFU": "45.7%", "memory": "12.35GiB"}
     assert list(shown(figures)) == [label for name, (label, _) in COLUMNS.items() if figures.get(name) is not None]
@@ -313,7 +313,7 @@ def test_only_the_first_rank_logs() -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a folder."""
+    """The scalars of a folder that TensorBoard shows."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder))
     events.Reload()
@@ -331,7 +331,7 @@ def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
 
 
 class FakeWandB:
-    """Stands for the library: what runs it was asked for, and what they were given."""
+    """A stand-in for the library that records the runs and their figures."""
 
     class errors:  # noqa: N801
         class Error(Exception): ...
@@ -375,7 +375,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pyt
 def test_a_server_that_is_away_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any, kind: str, start: int, stops: bool
 ) -> None:
-    """Only a run that begins is told to log in; one that is resumed has trained with the same keys."""
+    """Only a new run must log in: a resumed one has trained with the same keys."""
     fake = FakeWandB(getattr(FakeWandB.errors, kind)("it said no"))
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     config = configured(save=str(tmp_path), use_wandb=True)
@@ -402,7 +402,7 @@ def test_a_host_that_is_no_address_is_one_message(tmp_path: Path, monkeypatch: p
 
 
 class Broken(Sink):
-    """A sink whose library fails."""
+    """A sink with a library that fails."""
 
     calls = 0
 
@@ -420,7 +420,8 @@ def test_a_sink_that_fails_is_left_out(warnings: Any) -> None:
         sink.report(step, {"loss": 1.0})
     sink.close()
     assert (
-        broken.calls == 1 and warnings.text.count("tensorboard_dir: failed (the library failed); training goes on") == 1
+        broken.calls == 1
+        and warnings.text.count("tensorboard_dir: failed (the library failed); training continues") == 1
     )
 
 

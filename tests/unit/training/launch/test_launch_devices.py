@@ -1,4 +1,4 @@
-"""Devices: what a run that asks for GPUs is told on a host without, and the line that names them."""
+"""Devices: the error of a run that asks for GPUs on a host without them, and the line that names the devices."""
 
 import logging
 from typing import Any
@@ -31,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with nvidia-smi, whose driver PyTorch cannot use."""
+    """A host with nvidia-smi and a driver that PyTorch cannot use."""
 
     def fail() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
@@ -41,13 +41,13 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", fail)
 
 
-def test_a_process_of_another_launcher_is_refused_too(no_gpu: None) -> None:
+def test_a_process_of_another_launcher_gets_the_error_too(no_gpu: None) -> None:
     for keys in ({"num_gpus": 2}, {"distributed_backend": "nccl"}):
         with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but PyTorch .* can use none here"):
             check_devices(configured(**keys), RANK)
 
 
-def test_fp16_is_refused_together_with_the_devices(no_gpu: None) -> None:
+def test_errors_about_fp16_and_devices_come_together(no_gpu: None) -> None:
     with pytest.raises(ConfigError) as refused:
         check_devices(configured(num_gpus=2, precision="fp16"), RANK)
     devices_line, dtype_line = str(refused.value).splitlines()[-2:]

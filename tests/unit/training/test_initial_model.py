@@ -1,4 +1,4 @@
-"""The model that a run begins with: drawn, or with weights of a checkpoint, whose position method may be another."""
+"""The model at step 0: with random weights, or with those of a checkpoint, perhaps of another position method."""
 
 import logging
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_the_weights_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
         ({"pos_emb": "learned"}, ["embedding.position_embeddings.weight"]),
     ],
 )
-def test_what_a_method_learns_is_drawn(
+def test_weights_that_a_method_learns_are_drawn(
     tmp_path: Path, keys: dict[str, Any], drawn: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, weights = source(tmp_path / "run")
@@ -82,7 +82,7 @@ def test_what_a_method_learns_is_drawn(
 
 
 @pytest.mark.parametrize("method", ["kerple_power", "rpe", "learned"])
-def test_what_the_former_method_learned_is_left_out(
+def test_weights_of_the_former_method_are_left_out(
     tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, weights = source(tmp_path / "run", pos_emb=method)
@@ -109,8 +109,8 @@ def test_weights_of_one_name_and_another_meaning_are_drawn(
     with caplog.at_level(logging.INFO):
         found = begun(folder, **after)
     assert not torch.equal(found[drawn], weights[drawn])
-    assert caplog.text.count(drawn) == 2, "it is named as left out, and as drawn"
-    assert torch.equal(begun(folder, **before)[drawn], weights[drawn]), "of the same meaning they are taken"
+    assert caplog.text.count(drawn) == 2, "the message names it as left out, and as drawn"
+    assert torch.equal(begun(folder, **before)[drawn], weights[drawn]), "weights with the same meaning are taken"
 
 
 def test_the_origin_is_told(tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def test_the_origin_is_told(tmp_path: Path) -> None:
         ({"rotary_pct": 0.5, "pos_emb": "coca"}, "rotary_pct (saved 1.0, now 0.5)"),
     ],
 )
-def test_another_architecture_is_refused(tmp_path: Path, keys: dict[str, Any], named: str) -> None:
+def test_another_architecture_is_an_error(tmp_path: Path, keys: dict[str, Any], named: str) -> None:
     folder, _ = source(tmp_path / "run")
     with pytest.raises(CheckpointError) as caught:
         begun(folder, **keys)
     assert named in str(caught.value) and str(folder) in str(caught.value)
 
 
-def test_another_shape_is_refused(tmp_path: Path) -> None:
+def test_another_shape_is_an_error(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now an inner width of 64\)"):
         begun(folder, intermediate_size=64)
@@ -152,7 +152,7 @@ FOREIGN: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_run_starts_from_weights_alone_and_does_not_go_on_from_them(
+def test_a_run_starts_from_an_export_but_does_not_resume_from_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_alone(monkeypatch)
@@ -160,7 +160,7 @@ def test_a_run_starts_from_weights_alone_and_does_not_go_on_from_them(
     FOREIGN[kind](own, tmp_path / "foreign")
     found = begun(tmp_path / "foreign", pos_emb="coca")
     assert all(torch.equal(found[name], weights[name]) for name in weights)
-    if kind != "GPT-NeoX":  # whose optimizer state can be read: tests/integration/test_neox_resume.py
+    if kind != "GPT-NeoX":  # its optimizer state can be read: tests/integration/test_neox_resume.py
         with pytest.raises(CheckpointError, match="set finetune=true to start"):
             first_valid(candidates(configured(load=str(tmp_path / "foreign")).checkpoint))
 
@@ -175,13 +175,13 @@ def test_one_step_of_a_foreign_folder(kind: str, step: int, tmp_path: Path) -> N
         begun(tmp_path / "foreign", iteration=3)
 
 
-def test_what_no_rotation_reads_may_differ(tmp_path: Path) -> None:
+def test_keys_of_rotation_may_differ_for_a_method_without_it(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run", rotary_pct=0.5)
     assert begun(folder, pos_emb="alibi")
 
 
-def test_weights_of_another_tokenizer_are_refused_by_the_names_of_both(tmp_path: Path) -> None:
-    """Also where the embeddings have one size, in which training would go on with tokens that mean something else."""
+def test_an_error_about_another_tokenizer_names_both(tmp_path: Path) -> None:
+    """Even if the embeddings have one size: training would then continue with tokens of another meaning."""
     texts = [f"a boat {i} lay near the shore until morning came over the hills" for i in range(200)]
     trained = train_bpe(texts, 296, tmp_path / "trained.json")
     other = train_bpe([text[::-1] for text in texts], 296, tmp_path / "other.json")

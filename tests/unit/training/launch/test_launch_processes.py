@@ -50,7 +50,7 @@ def test_exit_statuses_are_kept(launch: Launch, body: str, status: int, message:
 
 
 def test_one_failure_ends_the_others(launch: Launch) -> None:
-    """Those that do not answer any more are killed."""
+    """Processes that do not answer are killed."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN) if rank else os.kill(os.getpid(), 9)\nwait()"
     status, output, seconds = finish(launch(body))
     assert status == 137 and seconds < 50, "the other would sleep for 60 seconds"
@@ -76,7 +76,7 @@ def test_the_cause_is_named_not_its_consequences(launch: Launch, tmp_path: Path)
     waited = time.time() - float((tmp_path / "last").read_text())
     assert status == 137 and "rank 1 was ended by SIGKILL" in output and "rank 0" not in output
     assert "connection closed by peer" in output, "the others may print their own errors"
-    assert waited < SETTLE, "nobody waits for those that have ended"
+    assert waited < SETTLE, "the launcher does not wait for processes that have ended"
 
 
 REPORTING = """
@@ -123,7 +123,7 @@ def test_an_error_of_communication_without_another_is_shown_whole(launch: Launch
     assert output.count("RuntimeError: connection closed by peer") == 1, output
 
 
-def test_a_refusal_is_told_once(launch: Launch) -> None:
+def test_an_input_error_is_told_once(launch: Launch) -> None:
     body = 'watchdog.tell("hidden_size: must be even\\nheads: must divide it")\nsys.exit(2)'
     status, output, _ = finish(launch(REPORTING + body, "num_gpus=3"))
     assert status == 2 and output.splitlines()[1:] == ["hidden_size: must be even", "heads: must divide it"], output
@@ -149,7 +149,7 @@ def test_a_failure_while_saving_is_a_failure(launch: Launch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preempted_before_anything_could_be_saved(launch: Launch, tmp_path: Path, number: int) -> None:
-    """The signal ends processes that have no handler yet; that is no failure."""
+    """The signal ends processes that have no handler yet, which is not a failure."""
     process = launch("wait()")
     all_ready(tmp_path)
     process.send_signal(number)
@@ -188,9 +188,7 @@ def test_a_second_ctrl_c_kills(launch: Launch, tmp_path: Path) -> None:
     assert finish(process)[0] == 130
 
 
-def test_a_rank_that_was_interrupted_alone_is_the_cause_of_what_the_others_report(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_a_single_interrupted_rank_is_the_cause_of_the_errors_of_others(launch: Launch, tmp_path: Path) -> None:
     body = """
     write("ready")
     sys.exit(1) if rank else time.sleep(0.5)
@@ -218,7 +216,7 @@ def test_a_killed_launcher_leaves_nobody_and_no_file_behind(launch: Launch, tmp_
     assert not list(temporary.iterdir())
 
 
-def test_what_is_ignored_stays_ignored(launch: Launch, tmp_path: Path) -> None:
+def test_ignored_signals_stay_ignored(launch: Launch, tmp_path: Path) -> None:
     """nohup ignores SIGHUP for whatever it starts."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

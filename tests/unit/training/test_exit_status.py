@@ -53,7 +53,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
 def test_handlers_are_restored_after_an_error_too() -> None:
     before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
     with pytest.raises(KeyError), CaughtSignals():
-        assert signal.getsignal(signal.SIGINT) == before[-1], "Ctrl-C goes on raising KeyboardInterrupt"
+        assert signal.getsignal(signal.SIGINT) == before[-1], "Ctrl-C still raises KeyboardInterrupt"
         raise KeyError
     assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
 
@@ -104,7 +104,7 @@ with CaughtSignals() as preemption:
 
 
 @pytest.mark.parametrize(("kind", "status"), [(Preempted, 75), (Diverged, 77), (Unsaved, 78)])
-def test_what_ends_a_run_in_good_order_knows_its_status(kind: type[Stopped], status: int) -> None:
+def test_orderly_ends_of_a_run_know_their_status(kind: type[Stopped], status: int) -> None:
     with pytest.raises(Stopped) as caught:
         raise kind("SIGTERM")
     assert caught.value.status == status and status in EXIT_STATUSES

@@ -1,6 +1,6 @@
-"""What is relied on inside DeepSpeed is in the installed version, and only one module relies on it.
+"""The internals of DeepSpeed that are used exist in the installed version, and only one module uses them.
 
-The first test names what an upgrade of DeepSpeed changed: docs/parallelism.md, "Versions of DeepSpeed".
+The first test names the changes of an upgrade of DeepSpeed: docs/parallelism.md, "Versions of DeepSpeed".
 """
 
 import ast
@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 HOME = Path("megatron_coca/training/engine/deepspeed_internals.py")
 TESTED = ("0.19.6", "0.19.8")
 """The oldest and the newest version of DeepSpeed that the tests were run with."""
@@ -33,7 +33,7 @@ _SWAP = "sequence.layer._SeqAllToAll"
 INTERNALS = (
     ("ops", "__compatible_ops__", "deepspeed_shm_comm is compiled unless this says no", "0.19.8"),
     ("constants", "default_pg_timeout", "time limit of collectives", "0.19.8"),
-    ("runtime.config", "DeepSpeedConfigError", "raised for what is not supported", "0.19.8"),
+    ("runtime.config", "DeepSpeedConfigError", "raised for unsupported options", "0.19.8"),
     ("launcher.runner", "main(args)", "`python -m` calls it; training/launch/start.py does", "0.19.8"),
     ("comm.comm", "all_reduce(...)", "where a rank waits; training/watchdog.py finds it", "0.19.8"),
     (_GRID, "_SEQUENCE_PARALLEL_GROUP", "None until the groups are made", "0.19.8"),
@@ -70,9 +70,9 @@ INTERNALS = (
     (_ZERO_3, "checkpoint_event_prologue(self), checkpoint_event_epilogue(self)", "around a change", "0.19.8"),
     ("runtime.fp16.loss_scaler.DynamicLossScaler", "cur_scale", "its state is numbers in attributes", "0.19.8"),
 )
-"""What is relied on: a module or class below `deepspeed`; the names that it defines or sets, a function with its
+"""For each internal: a module or class below `deepspeed`; the names that it defines or sets, a function with its
 parameters ("..." leaves out further optional ones); their use; the newest version in which their code was read.
-"?" marks what the oldest tested version does without.
+"?" marks names that the oldest tested version does not have.
 """
 
 NAME = re.compile(r"(?P<name>\w+)(?P<optional>\??)(?:\((?P<parameters>[^)]*)\))?")
@@ -95,7 +95,7 @@ PUBLIC = {
 }
 """Attributes that DeepSpeed documents, by the object as it is written in training/engine/."""
 OF_OTHERS = {"clip_grad", "device", "dtype", "main", "numel", "optimizer", "start", "all_reduce", "forward", "__init__"}
-"""Names of the table that other objects have as well."""
+"""Names in the table that other objects also have."""
 
 
 def listed() -> Iterator[tuple[str, re.Match[str]]]:
@@ -120,7 +120,7 @@ def source(owner: Any) -> str:
 
 
 def change(owner: str, match: re.Match[str]) -> str | None:
-    """What is no longer true of a name of the table; None if nothing."""
+    """Return the difference between a name of the table and the installed version; None if there is none."""
     name, parameters = match["name"], match["parameters"]
     try:
         found = resolved(owner)
@@ -146,7 +146,7 @@ def change(owner: str, match: re.Match[str]) -> str | None:
     return None if same else f"deepspeed.{owner}.{name} takes ({', '.join(takes)}), not ({parameters})"
 
 
-def test_deepspeed_has_what_is_relied_on() -> None:
+def test_deepspeed_has_the_internals() -> None:
     changes = [problem for owner, match in listed() if (problem := change(owner, match))]
     assert not changes, "\n".join([f"DeepSpeed {version('deepspeed')} differs from {TESTED[-1]}:", *changes])
 
@@ -188,7 +188,7 @@ def test_every_name_that_the_module_uses_is_in_the_table() -> None:
 
 
 def uses(code: str, in_engine: bool) -> Iterator[str]:
-    """What a module uses of DeepSpeed beside its public interface. Only files of training/engine have its objects."""
+    """Yield the uses of DeepSpeed beyond its public interface. Only files of training/engine have its objects."""
     names = {match["name"] for _, match in listed()} - OF_OTHERS
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -209,11 +209,11 @@ def uses(code: str, in_engine: bool) -> Iterator[str]:
             yield from [f"line {node.lineno}: {ast.unparse(node)}"] * by_name
 
 
-def test_one_module_relies_on_what_deepspeed_does_not_document() -> None:
+def test_one_module_uses_internals_of_deepspeed() -> None:
     files = [file.relative_to(ROOT) for folder in ("megatron_coca", "tools") for file in (ROOT / folder).rglob("*.py")]
     found = {file: list(uses((ROOT / file).read_text(), file.parent == HOME.parent)) for file in files}
-    assert len(found.pop(HOME)) > 30, "the check sees what the one module does"
-    assert not {str(file): what for file, what in found.items() if what}
+    assert len(found.pop(HOME)) > 30, "the check sees the uses of the one module"
+    assert not {str(file): lines for file, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""Norms and clipping of ZeRO 1 and 2: the bits of DeepSpeed's own functions, for gradients finite and not."""
+"""The functions of ZeRO 1 and 2 that are replaced: norms and clipping give the same bits as DeepSpeed's own."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -16,7 +18,7 @@ SHAPES = ((1,), (7, 33), (64, 1021), (5,))
 
 
 class Optimizer(DeepSpeedZeroOptimizer):
-    """One rank's optimizer with what norms and clipping read of it."""
+    """One rank's optimizer with the attributes that norms and clipping read."""
 
     loss_scale = 1.0
 
@@ -75,3 +77,22 @@ def test_fp16_keeps_deepspeeds_clipping_and_others_everything() -> None:
     for other in (offloaded, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)):
         stay_on_device(other)
         assert not {"get_grad_norm_direct", "unscale_and_clip_grads"} & vars(other).keys()
+
+
+def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's epilogue of ZeRO 1 and 2 would make the host wait for the device."""
+    accelerator, optimizer = get_accelerator(), object.__new__(DeepSpeedZeroOptimizer)
+    waited: list[object] = []
+    monkeypatch.setattr(accelerator, "synchronize", lambda: waited.append("host"))
+    monkeypatch.setattr(accelerator, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    optimizer.overlap_comm, optimizer.cpu_offload, optimizer.reduction_stream = True, True, "reductions"
+    optimizer.dtype, optimizer.clip_grad = torch.bfloat16, 1.0
+    epilogue = optimizer.independent_gradient_partition_epilogue = lambda: accelerator.synchronize()
+    stay_on_device(optimizer)
+    assert optimizer.independent_gradient_partition_epilogue is epilogue, "the host reads offloaded gradients"
+    optimizer.cpu_offload = False
+    stay_on_device(optimizer)
+    optimizer.independent_gradient_partition_epilogue()
+    assert waited == ["reductions"]
+    accelerator.synchronize()
+    assert waited == ["reductions", "host"]

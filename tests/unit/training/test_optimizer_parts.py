@@ -1,4 +1,4 @@
-"""Which weights are trained: names, counts, projections in three layers, and what of it reaches the optimizer."""
+"""The weights that are trained: names, counts, projections in three layers, and the optimizer's parameters."""
 
 from itertools import chain, combinations
 from pathlib import Path
@@ -82,7 +82,7 @@ def prepared(config: Config, device: str = "cpu") -> GPT:
 
 
 def counted(model: nn.Module) -> tuple[int, int]:
-    """Numbers that are trained, and all."""
+    """The numbers of trained parameters, and of all."""
     sizes = [(parameter.numel() * parameter.requires_grad, parameter.numel()) for parameter in model.parameters()]
     return sum(trained for trained, _ in sizes), sum(size for _, size in sizes)
 
@@ -99,7 +99,7 @@ def counted(model: nn.Module) -> tuple[int, int]:
         (["positions"], {}, "positions have no weights"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(given: Any, changes: dict[str, Any], problem: str) -> None:
+def test_parts_that_cannot_be_trained_are_errors(given: Any, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         tiny(given, **changes)
 
@@ -138,7 +138,7 @@ def test_counts_are_those_of_the_model(shape: dict[str, Any], parts: tuple[Train
 
 
 @pytest.mark.parametrize("shape", ["learned", "kerple", "rpe", "clex"])
-def test_what_positions_learn_is_a_part(shape: str) -> None:
+def test_learned_positions_are_a_part(shape: str) -> None:
     config = tiny(["positions"], **SHAPES[shape])
     assert trainable_share(config).trained == parameter_count(config).position > 0
     assert counted(prepared(config, "meta")) == tuple(trainable_share(config))
@@ -163,7 +163,7 @@ SPLITS = [parts for count in (1, 2) for parts in combinations(PACKED, count)]
 
 @pytest.mark.parametrize("shape", ["plain", "grouped", "one key head"])
 @pytest.mark.parametrize("parts", SPLITS, ids=" ".join)
-def test_three_layers_compute_what_the_packed_one_does(shape: str, parts: tuple[TrainablePart, ...]) -> None:
+def test_three_layers_compute_the_same_as_the_packed_one(shape: str, parts: tuple[TrainablePart, ...]) -> None:
     config = tiny(list(parts), **SHAPES[shape])
     tokens = torch.arange(34).view(2, 17) * 3 % 100
     packed, split = build_model(config).train(), prepared(config).train()
@@ -181,7 +181,7 @@ def test_three_layers_compute_what_the_packed_one_does(shape: str, parts: tuple[
 
 
 def _rows(packed: Tensor, config: Config) -> dict[str, Tensor]:
-    """As the import of foreign checkpoints takes packed weights apart."""
+    """In the same way as the import of foreign checkpoints divides packed weights."""
     heads = Heads(config.model.num_attention_heads, config.model.num_kv_heads)
     return dict(zip(PACKED, BY_HEAD.split(packed, heads, 3), strict=True))
 
@@ -230,7 +230,7 @@ def test_stretches_of_a_part_lie_where_its_rows_do(queries: int, keys: int, widt
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("parts", [["key"], ["norms"], ["mlp"]], ids=" ".join)
 def test_recomputation_loses_no_gradient(policy: str, parts: list[TrainablePart]) -> None:
-    """The hidden states that enter the first block need none where the embedding is not trained."""
+    """The hidden states that enter the first block need no gradient if the embedding is not trained."""
     tokens, gradients = torch.arange(34).view(2, 17) * 3 % 100, []
     for recomputed in (False, True):
         config = tiny(parts, checkpoint_activations=recomputed, checkpoint_policy=policy)
@@ -241,7 +241,7 @@ def test_recomputation_loses_no_gradient(policy: str, parts: list[TrainablePart]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_the_optimizer_has_what_trains_alone() -> None:
+def test_the_optimizer_has_only_trained_parameters() -> None:
     config = tiny(["key", "norms"])
     model = prepared(config)
     groups = build_optimizer(model, config.optimizer).param_groups
@@ -251,7 +251,7 @@ def test_the_optimizer_has_what_trains_alone() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("split", [{}, {"model_parallel_size": 4}, {"pipe_parallel_size": 4}], ids=str)
-def test_the_estimate_has_states_of_what_trains_alone(stage: int, split: dict[str, Any]) -> None:
+def test_the_estimate_has_only_states_of_trained_parameters(stage: int, split: dict[str, Any]) -> None:
     keys = LLAMA | split | {"zero_optimization": {"stage": stage, "stage3_max_live_parameters": 0}}
     if "pipe_parallel_size" in split and stage > 1:
         return

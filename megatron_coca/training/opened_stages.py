@@ -1,4 +1,4 @@
-"""The stages of a run with their data: where each begins in it, and what a resumed run must share with a saved one."""
+"""The stages of a run with their data, and the values that a resumed run must share with the saved one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from megatron_coca.training.topology import Topology
 
 
 class OpenedStage(NamedTuple):
-    """A stage, its data, its batch, and a record for JSON of every stage up to it, empty in a run without stages."""
+    """A stage, its data, its batch sizes, and a record for JSON of every stage up to it, if the run has stages."""
 
     stage: RunStage[Config]
     corpus: Corpus
@@ -26,10 +26,10 @@ class OpenedStage(NamedTuple):
 
 
 def open_stages(config: Config, topology: Topology) -> list[OpenedStage]:
-    """Open the data of all stages, so that what a later one lacks is reported at the start.
+    """Open the data of all stages, so that missing data of a later stage is reported at the start.
 
-    A stage with the sources, weights and length of the one before continues its order; any other reads each source from
-    as many tokens on as the run has read of it.
+    A stage with the sources, weights and length of the stage before continues its order. Any other stage begins in each
+    source after the tokens that the run has read of it.
 
     Raises:
         ConfigError, DataError: as `open_corpus`, or the stages have different tokenizers.
@@ -44,7 +44,10 @@ def open_stages(config: Config, topology: Topology) -> list[OpenedStage]:
         if opened:
             before, previous = opened[-1], opened[-1].corpus
             if _vocabulary(corpus) != _vocabulary(previous):
-                raise DataError(f"{name}its data has another tokenizer or vocabulary than the stage before")
+                raise DataError(
+                    f"{name}its data has another tokenizer or vocabulary than the stage before; prepare the data of "
+                    "all stages with one tokenizer"
+                )
             sample = previous.start[1] + (stage.first - previous.start[0]) * before.sizes.total
             if _order(corpus.train) == _order(previous.train):
                 first, earlier = previous.train.first, previous.earlier
@@ -68,12 +71,12 @@ def _vocabulary(corpus: Corpus) -> tuple[int | None, str | None]:
 
 
 def _order(samples: Samples) -> tuple[Any, ...]:
-    """What the order of samples depends on, besides the seed of the run."""
+    """Return the values that decide the order of samples, besides the seed of the run."""
     return samples.seq_length, samples.weights, [(str(shard.prefix), shard.len_tokens) for shard in samples.shards]
 
 
 def differing_stages(saved: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the stages up to a saved step differ from those wanted; the last of them may still change."""
+    """Return the differences between the saved stages up to a saved step and the wanted ones; the last may change."""
     if max(1, len(saved)) != max(1, len(wanted)):
         return [
             f"list of stages (the step was saved in stage {max(1, len(saved))}, now it is in {max(1, len(wanted))})"

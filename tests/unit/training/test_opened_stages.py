@@ -14,7 +14,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.training.corpus import open_loader
-from megatron_coca.training.run_stages import OpenedStage, differing_stages, open_stages
+from megatron_coca.training.opened_stages import OpenedStage, differing_stages, open_stages
 from megatron_coca.training.topology import Topology
 
 KEYS: dict[str, Any] = {
@@ -35,7 +35,7 @@ ALONE = Topology(1, 1, 1, 1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of 1,000 tokens, each of another id, so that a sample tells where it is from."""
+    """Two shards of 1,000 tokens, each with one id of its own, so that a sample shows its source."""
     folder = tmp_path_factory.mktemp("shards")
     for name, first in (("a", 0), ("b", 10000)):
         writer = ShardWriter(folder / name, 20000)
@@ -65,10 +65,10 @@ def test_stages_of_the_same_data_are_one_order(folder: Path) -> None:
     assert list(samples(opened(folder, {"until": 4}, larger)))[: len(whole)] == whole
 
 
-def test_other_weights_read_on_behind_what_was_read(folder: Path) -> None:
+def test_other_weights_read_on_after_the_tokens_that_were_read(folder: Path) -> None:
     stages = opened(folder, {"until": 6}, {"until": 9, "train_data_weights": [0.1, 0.9]}, {})
     found = list(samples(stages))
-    assert len(set(found)) == len(found) == 48, "no sample twice"
+    assert len(set(found)) == len(found) == 48, "no sample is read twice"
     of_a = [sum(sample[0] < 10000 for sample in found[24 * n : 24 * n + 12]) for n in range(2)]
     assert of_a == [6, 1]
 
@@ -93,7 +93,7 @@ def test_a_source_of_an_earlier_stage_stays_in_the_mixture(folder: Path) -> None
     ]
 
 
-def test_what_a_stage_lacks_is_named(folder: Path, tmp_path: Path) -> None:
+def test_missing_data_of_a_stage_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"stages\[1\]: .*nowhere"):
         opened(folder, {"until": 6}, {"train_data_paths": ["nowhere"]})
     writer = ShardWriter(tmp_path / "c", 300)
@@ -121,7 +121,7 @@ def test_finished_stages_are_compared() -> None:
 
 
 def test_stages_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sample is that of the stage that reads it, and the mixture is told at every border."""
+    """A sample is read in the stage that it belongs to, and the mixture is reported at every border."""
     for name in "ab":
         writer = ShardWriter(tmp_path / name, 512)
         writer.add(np.full(1000, ord(name)))

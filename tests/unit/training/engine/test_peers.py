@@ -1,4 +1,4 @@
-"""The loss of a rank is noticed by all others, and an orderly end by none; ranks are threads here."""
+"""All ranks notice the loss of another, and none an orderly end. Ranks are threads here."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ SOON = 10.0
 
 
 class Store(dict[str, bytes]):
-    """What the ranks share."""
+    """The store that the ranks share."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

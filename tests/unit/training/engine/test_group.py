@@ -1,4 +1,4 @@
-"""How processes meet at start: who is missing is said by all, and nobody else is let in."""
+"""How processes meet at the start: all name the missing ones, and no others can join."""
 
 import socket
 import time
@@ -15,7 +15,7 @@ from megatron_coca.training.exit_status import EXIT_STATUSES, NotJoined
 from megatron_coca.training.launch.environment import free_port
 
 LISTEN = "0A"
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def listeners() -> set[tuple[str, int]]:
@@ -36,7 +36,7 @@ def members(ranks: list[int], world_size: int, address: str = "127.0.0.1") -> li
 
 
 def joined(present: list[Rendezvous], timeout: float) -> list[dist.Store | Exception]:
-    """What becomes of processes (here threads) that join together."""
+    """Results or errors of processes (here threads) that join together."""
     with ThreadPoolExecutor(len(present)) as pool:
         futures = [pool.submit(join, member, timeout) for member in present]
         return [future.exception() or future.result() for future in futures]  # type: ignore[misc]
@@ -45,7 +45,7 @@ def joined(present: list[Rendezvous], timeout: float) -> list[dist.Store | Excep
 def test_processes_of_one_host_meet_where_no_other_host_can_come() -> None:
     present = members([0, 1, 2], 3)
     stores = joined(present, 20.0)
-    assert [address for address, port in listeners() if port == present[0].port] == ["0100007F"], "127.0.0.1 alone"
+    assert [address for address, port in listeners() if port == present[0].port] == ["0100007F"], "127.0.0.1 only"
     stores[2].set("from", "rank 2")  # type: ignore[union-attr]
     assert stores[0].get("from") == b"rank 2"  # type: ignore[union-attr]
 
@@ -60,7 +60,7 @@ def test_every_process_names_those_that_did_not_come() -> None:
     present = members([0, 1, 4], 6)
     errors = joined(present, 1.0)
     assert all(isinstance(error, NotJoined) for error in errors), errors
-    assert len(set(map(str, errors))) == 1, "they say the same"
+    assert len(set(map(str, errors))) == 1, "all give the same message"
     host = socket.gethostname()
     assert str(errors[0]).startswith(
         f"3 of 6 processes did not join within 1 s (`join_timeout`): ranks 2, 3, 5."
@@ -87,7 +87,7 @@ def test_a_late_process_is_waited_for() -> None:
 
 
 def test_processes_that_torchrun_starts_again_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store has the keys of the first attempt."""
+    """The store of torchrun still has the keys of the first attempt."""
     port = free_port()
     agent = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
     for attempt, ranks in (("0", [0, 1]), ("1", [0])):
@@ -98,7 +98,7 @@ def test_processes_that_torchrun_starts_again_wait_for_each_other(monkeypatch: p
 
 
 def test_the_first_process_ends_while_others_join() -> None:
-    """As after Ctrl-C there: the store is gone, and with it the only one who knows who is missing."""
+    """As after Ctrl-C of rank 0: its store, which knows the missing ranks, is gone."""
     first, second, _ = members([0, 1, 2], 3)
     store = dist.TCPStore("127.0.0.1", first.port, 3, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(1) as pool:
@@ -127,7 +127,7 @@ def test_an_address_that_does_not_resolve() -> None:
 
 
 def test_an_address_that_resolves_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of pods appear after these; rank 0 needs no name for itself."""
+    """The name of a pod may resolve only after its start; rank 0 needs no name for itself."""
     resolve, began = socket.getaddrinfo, time.monotonic()
 
     def late(host: str, *arguments: object, **keywords: object) -> object:
@@ -141,7 +141,7 @@ def test_an_address_that_resolves_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_exchange_no_pickles() -> None:
-    """Unpickling runs what a peer sends; texts and numbers are enough."""
+    """Unpickling would run code that a peer sends; texts and numbers are enough."""
     pickling = {
         "all_gather_object",
         "gather_object",
@@ -155,7 +155,7 @@ def test_ranks_exchange_no_pickles() -> None:
 
 
 def test_flags_go_through_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NCCL as the default group too, so that no step waits for the device; its group is made once."""
+    """Even if the default group is NCCL, so that no step waits for the device; the Gloo group is made once."""
     made, reduced = [], []
     monkeypatch.setattr(group, "world_size", lambda: 2)
     monkeypatch.setattr(group, "_host_groups", [])

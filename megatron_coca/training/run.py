@@ -1,0 +1,224 @@
+"""A training run in one process: its start, and its stages in turn."""
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_coca.checkpoints.load import find_native
+from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.config import Config, stage_at
+from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
+from megatron_coca.support.console import set_up_logging
+from megatron_coca.support.program import InputError
+from megatron_coca.training import launch
+from megatron_coca.training.collectives import FolderLock, from_main, require_writable
+from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
+from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.exit_status import CaughtSignals, Stopped
+from megatron_coca.training.initial_model import initial_model
+from megatron_coca.training.neox_resume import starts_from_neox, take_over
+from megatron_coca.training.opened_stages import OpenedStage, open_stages
+from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
+from megatron_coca.training.randomness import compute_deterministically, seed_everything
+from megatron_coca.training.remote_checkpoints import use_local_folders
+from megatron_coca.training.resume import (
+    candidates,
+    check_same_run,
+    first_valid,
+    quarantine_newer,
+    verify_distributed,
+)
+from megatron_coca.training.run_context import RunContext
+from megatron_coca.training.saving import Checkpoints
+from megatron_coca.training.sinks import run_folder
+from megatron_coca.training.topology import Topology, rounded_sum
+from megatron_coca.training.trainer import Trainer
+from megatron_coca.training.validation import check_validation
+from megatron_coca.training.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
+    """Train in the process group of the environment, from step 0 or from a checkpoint, as the configuration says.
+
+    `without_effect` are the given GPT-NeoX keys that have no effect; they are logged.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, BackendError: an input is invalid; nothing was overwritten.
+        Stopped: the run ended in an orderly way before its last step; its `status` gives the reason.
+    """
+    launch.complete_environment(os.environ)
+    launch.check_devices(config, os.environ)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+        torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
+    # Until there is something to save, a signal ends the process as usual: other ranks may never join.
+    peers = dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout, watch=True)
+    orderly = False
+    try:
+        set_up_logging(dist.is_main())
+        _log_devices(config, without_effect)
+        config, remotes = use_local_folders(config)
+        lock = FolderLock(config.checkpoint.save)
+        config = lock.choose_log_dir(config)
+        watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
+        answer = "stopping after this step, with a checkpoint if `save` is set; a second Ctrl-C ends the run at once"
+        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog, lock:
+            remotes.attend(watchdog.beat, lambda: preemption.requested is not None)
+            topology = Topology.of(config.parallel, dist.world_size())
+            _train_stages(config, lock, RunContext(topology, remotes, preemption, watchdog))
+        orderly = True
+    except Exception as error:
+        orderly = isinstance(error, Stopped)
+        if not isinstance(error, Stopped | InputError):
+            peers.explain(error)
+        error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
+        raise
+    finally:
+        dist.shut_down()
+        peers.leave(orderly)
+
+
+def _log_devices(config: Config, without_effect: Sequence[str]) -> None:
+    """Log the devices and attention backends of the run, and the notes on its configuration."""
+    chosen = [choose_backends(stage.config, dist.local_device()) for stage in config.run_stages()]
+    backends = ", ".join(dict.fromkeys(name for names in chosen for name in names.values()))
+    logger.info(launch.describe_devices(config, dist.world_size(), backends))
+    if (note := launch.unused_gpus(config, dist.world_size())) is not None:
+        logger.warning(note)
+    if without_effect:
+        logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
+    if (note := config.model.narrow_mlp) is not None:
+        logger.warning(note)
+
+
+def _train_stages(config: Config, lock: FolderLock, context: RunContext) -> None:
+    """Train the remaining stages of the run, each from the checkpoint of the one before."""
+    stages, folder = _open_run(config, lock, context)
+    start = 0 if folder is None else int(native.read_meta(folder)["step"])
+    last = config.logging.last_step(start, stages[-1].stage.last)
+    for opened in stages:
+        step = _train_stage(opened, folder, context)
+        if step < opened.stage.last or step == last:
+            break
+        folder = None if config.checkpoint.save is None else native.step_folder(Path(config.checkpoint.save), step)
+
+
+def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[list[OpenedStage], Path | None]:
+    """Open the data and choose the checkpoint to resume from; returns the remaining stages and that checkpoint."""
+    keys, data_ranks = config.checkpoint, context.topology.data
+    if config.schedule.train_epochs is not None:
+        config = with_train_iters(config, config.batch.resolve(data_ranks))
+    for stage in config.run_stages():
+        stage.config.batch.resolve(data_ranks)
+    lock.take()  # if the folder exists, so that no other run changes it after it is read
+    context.remotes.prepare()
+    folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
+    stages = open_stages(config, context.topology)
+    _check_corpora([opened.corpus for opened in stages])
+    if not folders and starts_from_neox(keys):
+        require_writable(stages[0].corpus.config)
+        lock.take()
+        folders = [Path(from_main(lambda: str(take_over(stages))))]
+    chosen, number = first_valid(folders, context.watchdog.beat), 0
+    if chosen.folder is not None:
+        meta = native.read_meta(chosen.folder, resumable=True)
+        number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
+        check_same_run(chosen.folder, stages[number].corpus, stages[number].shared)
+        # If the validation at a border was postponed, it belongs to the stage that ends there.
+        finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
+        number += finished and number + 1 < len(stages)
+    require_writable(stages[number].corpus.config)
+    lock.take()  # if the folder was just created
+    lock.take_figures(stages[number].corpus.config)
+    context.watchdog.beat("data and checkpoint are checked")
+    quarantine_newer(keys, chosen)
+    return stages[number:], chosen.folder
+
+
+def _check_corpora(corpora: Sequence[Corpus]) -> None:
+    """Check the data that validation needs, and log the properties of the data that could not be verified."""
+    unverified = dict.fromkeys(name for corpus in corpora for name in corpus.unverified)
+    if dist.is_main() and unverified:
+        names = ", ".join(unverified)
+        logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
+    for line in dict.fromkeys(line for corpus in corpora for line in corpus.left_out) if dist.is_main() else ():
+        logger.warning(line)
+    for note, absent in {validation_note(corpus): corpus.valid is None for corpus in corpora}.items():
+        if note is not None:
+            logger.log(logging.WARNING if absent else logging.INFO, note)
+    for corpus in corpora:
+        check_validation(corpus)
+
+
+def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) -> int:
+    """Build the engine and train one stage, from the checkpoint in `folder` if there is one; returns the last step.
+
+    A stage starts from the checkpoint at its border in the same way as a resumed run, so that both compute the same.
+    """
+    context.watchdog.beat("building the model")
+    engine, origin = _build_engine(opened, folder is not None, context)
+    context.watchdog.beat("the model is built")
+    checkpoints = Checkpoints(opened, engine, context, origin)
+    trainer = Trainer(opened, engine, checkpoints, context)
+    if folder is not None:
+        trainer.restore(folder)
+        checkpoints.catch_up(trainer.step)
+    _log_summary(opened, trainer.step)
+    context.preemption.save_on_interrupt()  # before this, there is nothing to save
+    try:
+        trainer.run()
+    except BaseException:
+        checkpoints.leave()
+        raise
+    if trainer.step == opened.stage.last:
+        engine.close()
+    return trainer.step
+
+
+def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tuple[Engine, str | None]:
+    """Build the engine; also returns the identity of the checkpoint that gave a fresh run its weights, if any."""
+    config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
+    if resumed:  # the weights come from the checkpoint's state
+        model, origin = assemble_model(config, device), None
+    else:
+        given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
+        if given is not None:
+            verify_distributed(given, context.watchdog.beat)
+            context.watchdog.beat("the given weights are verified")
+        model, origin = initial_model(config, device, opened.corpus.tokenizer, verify=False)
+    train_only_parts(model, config.optimizer)
+    seed_everything(config.seed, context.topology.random_stream(dist.rank()))
+    compute_deterministically(config.general.deterministic)
+    model.train()
+    optimizer = partial(build_optimizer, config=config.optimizer)
+    pipe = context.topology.coordinates(dist.rank()).pipe
+    return build_engine(model, optimizer, config, opened.sizes, pipe), origin
+
+
+def _log_summary(opened: OpenedStage, step: int) -> None:
+    """Log the model, the batch, the first step, and the tokens that the stage reads of each source."""
+    stage, corpus, total = opened.stage, opened.corpus, opened.sizes.total
+    logger.info(
+        "%s: %s, %s, %d process(es), %d x %d tokens a step; %s",
+        stage.config.position.pos_emb,
+        trainable_share(corpus.config).text(),
+        stage.config.precision.dtype,
+        dist.world_size(),
+        total,
+        stage.config.model.seq_length,
+        f"resuming at step {step}" if step else "from step 0",
+    )
+    if dist.is_main() and (note := rounded_sum(stage.config, opened.sizes)) is not None:
+        logger.warning(note)
+    shares = corpus.mixture(stage.last, total)
+    logger.info(mixture_table(shares))
+    for line in repeated_sources(shares) if dist.is_main() else ():
+        logger.warning(line)

@@ -1,0 +1,29 @@
+"""A run of one process for tests of the training loop, without a process group."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_coca.config import CheckpointConfig
+from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.exit_status import CaughtSignals
+from megatron_coca.training.opened_stages import OpenedStage
+from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
+from megatron_coca.training.run_context import RunContext
+from megatron_coca.training.topology import Topology
+from megatron_coca.training.watchdog import Watchdog
+
+
+def only_stage(corpus: Corpus) -> OpenedStage:
+    """The whole run on `corpus` as one stage."""
+    return OpenedStage(corpus.config.run_stages()[0], corpus, corpus.config.batch.resolve(1), ())
+
+
+def context_of_one_rank(keys: CheckpointConfig, preemption: CaughtSignals | None = None) -> RunContext:
+    """The context of a run whose only rank is this process."""
+    remotes, topology = RemoteCheckpoints(keys, keys), Topology(1, 1, 1, 1)
+    return RunContext(topology, remotes, preemption or CaughtSignals(), Watchdog(None, None, 0))
+
+
+def changed(corpus: Corpus, **values: Any) -> Corpus:
+    """`corpus` with some keys of its configuration changed."""
+    return replace(corpus, config=corpus.config.override(values))
