@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca.support.atomic_write import write_file
 
 MODEL = "configs/350M/roformer_coca.yml"
-SPEED = f"megatron-coca evaluate speed --config {MODEL} --device cuda --dtype bfloat16 --overwrite --output FILE"
+SPEED = f"-m megatron_coca evaluate speed --config {MODEL} --device cuda --dtype bfloat16 --overwrite --output FILE"
 ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
 STEP = f"tools/bench_train.py {MODEL} configs/cluster/gpu1.yml {ONE}"
 NEOX = "seq_length=2048 max_position_embeddings=2048 rotary_pct=0.25 gpt_j_residual=true"
