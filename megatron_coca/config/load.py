@@ -78,7 +78,7 @@ class Problems:
         self.keys: set[str] = set()
 
     def add(self, key: str, message: str) -> None:
-        """Add an error of `key`; checks that read the key are skipped from then on."""
+        """Add an error of `key`; the messages of checks that read the key are dropped from then on."""
         self.lines.append(f"{self._location(key)}: {key}: {message}")
         self.keys.add(_owner_of(key))
 
@@ -188,9 +188,7 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
         problems.lines.append(f"{source.label}: describes no model ({', '.join(absent)} missing); {NO_MODEL}")
         return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems.lines
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
-    unreliable = problems.keys | ({"num_kv_heads"} if "num_attention_heads" in problems.keys else set())
-    unreliable |= {"max_position_embeddings"} if "seq_length" in problems.keys else set()
-    for key, message in find_faults(Settings.model_validate(groups), frozenset(unreliable)):
+    for key, message in find_faults(Settings.model_validate(groups), frozenset(problems.keys)):
         problems.add(key, message)
     return groups, problems.lines
 

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from megatron_coca.config.base import (
@@ -21,6 +22,7 @@ from megatron_coca.config.base import (
     Size,
     WholeNumber,
     key,
+    shown,
 )
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd", "lion": "lion"}
@@ -246,10 +248,20 @@ class PrecisionConfig(ConfigGroup):
         return next(iter(self.requested), "fp32")
 
 
+def _with_valid_stage(section: dict[str, Any]) -> dict[str, Any]:
+    stage = section.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        message = f"stage {shown(stage)} is not one of 0 | 1 | 2 | 3"
+        raise PydanticCustomError("option", "{message}", {"message": message})
+    return section
+
+
 class ParallelConfig(ConfigGroup):
     """Data, tensor, pipeline and sequence parallelism."""
 
-    zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's section, passed through; stage is 0 to 3.")
+    zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
+        None, "DeepSpeed's section, passed through; stage is 0 to 3."
+    )
     pipe_parallel_size: Annotated[int, Field(ge=0, le=2**20)] = key(
         0, "Pipeline stages; 0 and 1 both disable the pipeline."
     )

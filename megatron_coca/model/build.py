@@ -15,7 +15,7 @@ from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_b
 from megatron_coca.attention.inputs import BackendError, Needs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
 from megatron_coca.config import Config, ConfigError, ModelConfig
-from megatron_coca.config.checks import compile_refusal
+from megatron_coca.config.checks.parallelism import compile_refusal
 from megatron_coca.model.gpt import GPT, resolve_positions
 from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
 

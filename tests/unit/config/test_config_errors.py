@@ -34,7 +34,8 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
 """
     expected = {
         "run.yml:1: num_layers: expected an integer, got '2'; remove the quotes",
-        "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100",
+        "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100; change one of them, or set"
+        " kv_channels",
         "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
         "run.yml: seq_length: required, but missing",
         "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | xpos"
@@ -212,7 +213,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         ("pos_emb: rpe\nrpe_max_distance: 16", "rpe_max_distance: 16 must exceed 16, the number of buckets"),
         ("rope_scaling: {type: ntk}", "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?"),
-        ('attention_config: [[["gmlp"], "all"]]', "attention_config: attention type gmlp is not supported"),
+        ('attention_config: [[["gmlp"], "all"]]', "attention_config: unknown attention type gmlp; use global"),
         ('attention_config: [[["flash"], 3]]', "attention_config: covers 3 layers, but num_layers is 2"),
         ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 contradicts optimizer.params.lr 0.0001"),
         ("optimizer: {params: {weight_decay: 0.1}}", "optimizer.params.weight_decay: belongs at the top level"),
@@ -229,11 +230,11 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pipe_parallel_size: 2\nmodel_parallel_size: 2",
-            "pipe_parallel_size: not available with model_parallel_size",
+            "pipe_parallel_size: not supported with model_parallel_size",
         ),
         (
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",
-            "pipe_parallel_size: DeepSpeed's pipelines have no axis for sequence parallelism",
+            "pipe_parallel_size: DeepSpeed's pipelines have no sequence axis",
         ),
         ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least as many blocks, but num_layers is 2"),
         (
@@ -252,15 +253,15 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "model_parallel_size: 2\ntorch_compile: true",
-            "torch_compile: not available with model_parallel_size: DeepSpeed's",
+            "torch_compile: not supported with model_parallel_size: DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\ntorch_compile: true",
-            "torch_compile: not available with sequence_parallel_size: DeepSpeed's",
+            "torch_compile: not supported with sequence_parallel_size: DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\nmodel_parallel_size: 2",
-            "model_parallel_size: not available with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP)",
+            "model_parallel_size: not supported with sequence_parallel_size: the process grid of DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\nzero_optimization: {stage: 3, reduce_scatter: false}",

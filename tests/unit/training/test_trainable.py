@@ -95,8 +95,8 @@ def counted(model: nn.Module) -> tuple[int, int]:
         ("key", {}, "trainable: expected a list"),
         (["output_head"], {}, r"output_head is tied to the embedding \(no_weight_tying is false\); use embedding"),
         (["embedding", "output_head"], {}, "no_weight_tying is false"),
-        (["norms"], {"norm": "non_parametric_layernorm"}, "norms have no weights"),
-        (["positions"], {}, "positions have no weights"),
+        (["norms"], {"norm": "non_parametric_layernorm"}, "norm non_parametric_layernorm has no weights"),
+        (["positions"], {}, "this position method has no weights"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(given: Any, changes: dict[str, Any], problem: str) -> None:
