@@ -13,6 +13,7 @@ from typing_extensions import Self
 from megatron_coca import methods
 from megatron_coca.config.base import ConfigError, ConfigGroup, nearest, shown
 from megatron_coca.config.checks import find_faults
+from megatron_coca.config.data import TrainingPositions
 from megatron_coca.config.neox_keys import (
     ALIAS_VALUES,
     ALIASES,
@@ -38,7 +39,6 @@ from megatron_coca.config.source import (
     read_overrides,
     yaml_value,
 )
-from megatron_coca.config.training import TrainingPositions
 
 EXPECTED: dict[str, str] = {
     "int_type": "expected an integer",

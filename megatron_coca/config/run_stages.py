@@ -10,8 +10,9 @@ from fractions import Fraction
 from typing import Any, Generic, TypeVar, get_args
 
 from megatron_coca.config.base import ConfigError
+from megatron_coca.config.optimization import TrainablePart
+from megatron_coca.config.schedule import ScheduleConfig, learning_rate
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS, Settings
-from megatron_coca.config.training import ScheduleConfig, TrainablePart, learning_rate
 
 STAGE_GROUPS = frozenset({"data", "batch", "schedule"})
 STAGE_KEYS = (

@@ -7,25 +7,13 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_coca import methods
 from megatron_coca.config.base import ConfigGroup
+from megatron_coca.config.data import DataConfig, SyntheticConfig, TrainingPositions
 from megatron_coca.config.model import ModelConfig
+from megatron_coca.config.optimization import BatchConfig, Bf16, Fp16, OptimizerConfig, PrecisionConfig
+from megatron_coca.config.parallelism import LaunchConfig, ParallelConfig
 from megatron_coca.config.position import ORIGINAL, PositionConfig
-from megatron_coca.config.training import (
-    BatchConfig,
-    Bf16,
-    CheckpointConfig,
-    DataConfig,
-    FaultConfig,
-    Fp16,
-    GeneralConfig,
-    LaunchConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    SyntheticConfig,
-    TrainingPositions,
-)
+from megatron_coca.config.running import CheckpointConfig, FaultConfig, GeneralConfig, LoggingConfig
+from megatron_coca.config.schedule import ScheduleConfig
 
 
 class Settings(BaseModel):

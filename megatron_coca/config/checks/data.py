@@ -4,8 +4,8 @@ from functools import partial
 
 from megatron_coca.config.base import shown
 from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.data import split_shares
 from megatron_coca.config.schema import Settings
-from megatron_coca.config.training import split_shares
 
 SETS = ("train", "valid", "test")
 

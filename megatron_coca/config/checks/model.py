@@ -3,8 +3,8 @@
 from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
 from megatron_coca.config.model import GAU, GLOBAL
+from megatron_coca.config.optimization import QUERY_KEY_VALUE
 from megatron_coca.config.schema import Settings
-from megatron_coca.config.training import QUERY_KEY_VALUE
 
 
 def _heads(settings: Settings) -> str | None:

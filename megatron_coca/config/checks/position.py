@@ -6,9 +6,9 @@ from megatron_coca import methods
 from megatron_coca.config.base import shown
 from megatron_coca.config.checks.layers import types_of
 from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.data import window_tokens
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.schema import SELECTORS, Settings
-from megatron_coca.config.training import window_tokens
 
 
 def _length(settings: Settings) -> str | None:

@@ -5,8 +5,8 @@ from functools import partial
 
 from megatron_coca.config.base import shown
 from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.data import window_tokens
 from megatron_coca.config.schema import Settings
-from megatron_coca.config.training import window_tokens
 
 
 def _checkpoint_factor(settings: Settings) -> str | None:

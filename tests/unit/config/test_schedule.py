@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_coca.config import ConfigError, ScheduleConfig, load_config
-from megatron_coca.config.training import DECAYS, WSD_DECAYS, learning_rate
+from megatron_coca.config.schedule import DECAYS, WSD_DECAYS, learning_rate
 
 PEAK, LOW, STEPS = 1e-3, 1e-4, 100
 

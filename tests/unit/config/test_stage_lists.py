@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config, stage_at
-from megatron_coca.config.training import learning_rate
+from megatron_coca.config.schedule import learning_rate
 
 MODEL = "configs/350M/roformer.yml"
 KEYS = {

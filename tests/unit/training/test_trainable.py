@@ -14,7 +14,7 @@ from megatron_coca.attention.layer import SplitProjection, packed_rows
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_model
 from megatron_coca.checkpoints.huggingface.weight_map import BY_HEAD, Heads
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.config.training import TrainablePart
+from megatron_coca.config.optimization import TrainablePart
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, empty_model
 from megatron_coca.model.cost import parameter_count, trained_count
 from megatron_coca.training.estimate import estimate
