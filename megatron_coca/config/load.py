@@ -20,7 +20,6 @@ from megatron_coca.config.neox_keys import (
     HUGGING_FACE,
     INERT,
     MISPLACED,
-    RENAMED_CHOICES,
     UNSUPPORTED,
     UNSUPPORTED_CHOICES,
     is_inert,
@@ -274,8 +273,6 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
                 problems.add(key, f"{feature} is not supported; leave the key out")
         elif key not in KEYS and key not in INERT:
             problems.add(key, unknown_key(key))
-        elif hashable and choice in RENAMED_CHOICES.get(key, {}):
-            known[key] = RENAMED_CHOICES[key][choice]
         elif hashable and choice in UNSUPPORTED_CHOICES.get(key, {}):
             names = [str(name) for name in _choices_of(key)]
             choices = f" ({' | '.join(names)})" if names else ""

@@ -36,14 +36,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = _TABLES["unsupported_choices"]
 """Unsupported values of supported keys, in lower case, with the feature."""
 
-RENAMED_CHOICES: dict[str, dict[str, Any]] = {
-    "launcher": {"ssh": "pdsh"},
-    "torch_compile": {"tune": True},
-    "nonfinite_policy": {"rollback": "stop"},
-    "loss_spike_policy": {"rollback": "skip"},
-}
-"""Values of earlier versions, in lower case, with what they mean now; checkpoints hold them in their config.yml."""
-
 
 def is_inert(value: Any, default: Any) -> bool:
     """Return whether the value of an unsupported key leaves its feature disabled."""

@@ -83,9 +83,7 @@ def _error(*faults: InitErrorDetails) -> ValidationError:
 
 
 def read_choice(key: str, value: Any) -> Any:
-    """Validate a choice given as a mapping, or by its name alone.
-
-    Options of other choices that have their defaults are dropped: configurations of earlier versions have them.
+    """Validate a choice that is given as a mapping or only by its name.
 
     Raises:
         ValidationError: the choice is not declared, or an option is unknown, out of range, or of another choice.
@@ -109,7 +107,7 @@ def read_choice(key: str, value: Any) -> Any:
             continue  # not set
         if option in (selector, ORIGINAL) or choice.option(option) is not None or not readers:
             kept[option] = given
-        elif any(given != reader.option(option).default for reader in readers):
+        else:
             listed = " | ".join(reader.name for reader in readers)
             message = f"{option} has no effect with {selector} {name}; it is an option of {listed}"
             faults.append(_fault("option", message, given))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.config import FaultConfig, load_config
+from megatron_coca.config import FaultConfig
 from megatron_coca.training.loss_guard import Limits, LossGuard, Verdict, bad_reason, spike_limit
 
 NAN, INF = math.nan, math.inf
@@ -182,15 +182,6 @@ def test_the_state_of_earlier_versions_is_read() -> None:
     resumed = guard(loss_spike_policy="skip")
     resumed.restore(json.loads(json.dumps(earlier)))
     assert resumed.state() == watched.state() and resumed.limits() == watched.limits()
-
-
-@pytest.mark.parametrize(
-    ("key", "now"), [("nonfinite_policy", "stop"), ("loss_spike_policy", "skip")], ids=["nonfinite", "spike"]
-)
-def test_a_configuration_that_rolls_back_is_read(key: str, now: str) -> None:
-    """Checkpoints of earlier versions hold it in their config.yml."""
-    keys = {key: "rollback", "rollback_margin": 50, "max_rollbacks": 3, "skip_limit_policy": "rollback"}
-    assert getattr(load_config([], SHAPE | keys).faults, key) == now
 
 
 @pytest.mark.parametrize(("timeout", "collective"), [(1200.0, 2400.0), (None, None)])
