@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
+from megatron_coca.support.errors import UNUSABLE, InputError, report
 from megatron_coca.support.plain_text import PlainFormatter
-from megatron_coca.support.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report, safe_path
+from megatron_coca.support.processes import TOO_MANY_FILES, allow_open_files, safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),

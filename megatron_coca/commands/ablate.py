@@ -13,8 +13,8 @@ from functools import partial
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, job_count
+from megatron_coca.support.arguments import local_path
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import local_path
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.program import local_path
+from megatron_coca.support.arguments import local_path
 
 CONFIGS = Path(__file__).resolve().parents[1].joinpath("configs").resolve()
 """In a checkout a link to its folder `configs`, whose files the wheel contains."""

@@ -20,8 +20,8 @@ from megatron_coca.evaluation.options import (
     whole_number,
 )
 from megatron_coca.evaluation.results import EvaluationError, check_writable, out_of_memory, write_atomically
+from megatron_coca.support.arguments import expanded, local_path
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path
 from megatron_coca.support.remote_files import hub_hint, is_url
 
 EPILOG = """\

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
+from megatron_coca.support.arguments import expanded
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

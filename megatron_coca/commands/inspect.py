@@ -28,10 +28,10 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
 from megatron_coca.evaluation.options import token_count
+from megatron_coca.support.arguments import expanded, local_path
 from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.markdown_tables import format_table, percent
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology

@@ -28,8 +28,8 @@ from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sent
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
+from megatron_coca.support.arguments import expanded, local_path, part_of
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path, part_of
 from megatron_coca.support.remote_files import is_url
 
 MOST_WORKERS = 1024

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.evaluation.options import slug
-from megatron_coca.support.program import PROGRAM
+from megatron_coca.support.processes import PROGRAM
 
 # PyTorch takes seconds to import: that is done after the options are read.
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.program import MAIN, InputError, expanded
+from megatron_coca.support.arguments import expanded
+from megatron_coca.support.errors import InputError
+from megatron_coca.support.processes import MAIN
 from megatron_coca.support.remote_files import HUB, hub_hint
 from megatron_coca.training import watchdog
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from megatron_coca.support.errors import InputError
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import InputError
 
 
 class ConfigError(InputError, ValueError):

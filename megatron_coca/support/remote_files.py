@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_coca.support.atomic_write import flush
+from megatron_coca.support.errors import UNAVAILABLE, InputError
 from megatron_coca.support.plain_text import password
-from megatron_coca.support.program import UNAVAILABLE, InputError
 
 logger = logging.getLogger(__name__)
 
