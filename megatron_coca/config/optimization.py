@@ -22,7 +22,7 @@ def _normalise_optimizer(name: Any) -> Any:
 
 
 def _sort_parts(parts: Any) -> Any:
-    """Sort valid lists, and drop repetitions, so that equal selections compare equal."""
+    """Sort a valid list and drop repetitions, so that equal selections compare equal."""
     known = get_args(TrainablePart)
     return (
         sorted(set(parts), key=known.index)
@@ -39,16 +39,18 @@ class OptimizerConfig(ConfigGroup):
     )
     lr: Positive | None = key(None, "Peak learning rate.", "optimizer.params.lr")
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = key(
-        (0.9, 0.999), "beta1 and beta2 of Adam and Lion; by default Lion has 0.9 and 0.99.", "optimizer.params.betas"
+        (0.9, 0.999),
+        "beta1 and beta2 of Adam and Lion. The default for Lion is `[0.9, 0.99]`.",
+        "optimizer.params.betas",
     )
     eps: Positive = key(1.0e-8, "Adam's epsilon.", "optimizer.params.eps")
-    weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings; decoupled, except with sgd.")
+    weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings. It is decoupled, except with sgd.")
     gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
-        "List of the parts of the model to train; all other weights are frozen. null trains everything. `key` is CoCA's"
-        " T projection, `attention_output` the output projection, `positions` the weights of the position method;"
-        " `embedding` includes the output head if they are tied.",
+        "List of the parts of the model to train; null trains everything. All other weights are frozen. `key` is also"
+        " CoCA's T projection, `attention_output` is the output projection, and `positions` are the weights of the"
+        " position method. `embedding` includes the output head if they are tied.",
     )
 
     @model_validator(mode="before")
@@ -64,7 +66,7 @@ class OptimizerConfig(ConfigGroup):
 
 
 class BatchSizes(NamedTuple):
-    """Samples per micro-batch and rank, micro-batches per optimizer step, and samples per step over all ranks."""
+    """Samples per micro-batch on each rank, micro-batches per optimizer step, and samples per step over all ranks."""
 
     micro: int
     accumulation: int
@@ -77,14 +79,14 @@ class BatchConfig(ConfigGroup):
     train_micro_batch_size_per_gpu: Size | None = key(None, "Samples per micro-batch on each rank.")
     train_batch_size: Size | None = key(None, "Samples per optimizer step over all ranks.")
     gradient_accumulation_steps: Size | None = key(
-        None, "Micro-batches per optimizer step; null derives it from the two batch sizes, else 1."
+        None, "Micro-batches per optimizer step; null: derived from the two batch sizes if both are set, else 1."
     )
 
     def resolve(self, data_parallel_size: int) -> BatchSizes:
         """Return the sizes for `data_parallel_size` ranks.
 
         Raises:
-            ConfigError: neither size is set, or the product does not match.
+            ConfigError: neither size is set, or train_batch_size is not the product of the others.
         """
         micro, total = self.train_micro_batch_size_per_gpu, self.train_batch_size
         steps = self.gradient_accumulation_steps
@@ -98,7 +100,7 @@ class BatchConfig(ConfigGroup):
         product = micro * steps * data_parallel_size
         if total is not None and total != product:
             raise ConfigError(
-                f"train_batch_size {total} is not micro {micro} x accumulation {steps} x {data_parallel_size} ranks"
+                f"train_batch_size: {total} is not micro {micro} x accumulation {steps} x {data_parallel_size} ranks"
                 f" (= {product}); change train_batch_size, train_micro_batch_size_per_gpu,"
                 " gradient_accumulation_steps or the number of ranks"
             )
@@ -130,14 +132,14 @@ class PrecisionConfig(ConfigGroup):
     """dtype of forward and backward pass; the optimizer state is fp32."""
 
     precision: Literal["fp16", "fp32", "bfloat16"] | None = key(
-        None, "dtype; null means the one that the fp16 or bf16 section enables, else fp32."
+        None, "dtype; null: the one that the fp16 or bf16 section enables, else fp32."
     )
     fp16: Fp16 | None = key(None, "DeepSpeed's fp16 section (loss scaling).")
     bf16: Bf16 | None = key(None, "DeepSpeed's bf16 section.")
 
     @property
     def requested(self) -> frozenset[Dtype]:
-        """Every dtype that one of the three keys selects; more than one is a contradiction."""
+        """Every dtype that one of the three keys selects. More than one is an error."""
         named: dict[str | None, Dtype] = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
         dtypes: set[Dtype] = {named[self.precision]} if self.precision in named else set()
         dtypes |= {"fp16"} if (self.fp16 or {}).get("enabled") else set()

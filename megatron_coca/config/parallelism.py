@@ -20,32 +20,32 @@ class ParallelConfig(ConfigGroup):
     """Data, tensor, pipeline and sequence parallelism."""
 
     zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
-        None, "DeepSpeed's section, passed through; stage is 0 to 3."
+        None, "DeepSpeed's section of ZeRO, passed through; `stage` is 0 to 3."
     )
     pipe_parallel_size: Annotated[int, Field(ge=0, le=2**20)] = key(
         0, "Pipeline stages; 0 and 1 both disable the pipeline."
     )
     pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
         "type:transformer|mlp",
-        "Balance pipeline stages by number of blocks, by parameters, or by layers "
-        "(embedding and head count as one each).",
+        "Balance pipeline stages by the number of blocks, by parameters, or by layers (the embedding and the head each"
+        " count as one).",
     )
     model_parallel_size: Size = key(
         1, "Tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."
     )
     sequence_parallel_size: Size = key(
-        1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide the heads and seq_length."
+        1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide num_attention_heads, num_kv_heads and seq_length."
     )
     sequence_parallel: bool = key(
         False,
-        "Megatron's sequence parallelism of norms and dropouts: accepted, and each tensor rank keeps their activations"
-        " whole; results are the same. For long sequences see sequence_parallel_size.",
+        "Accepted without effect: in Megatron it divides the activations of norms and dropouts among tensor ranks, with"
+        " the same results. For long sequences see sequence_parallel_size.",
     )
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: Literal["nccl", "gloo"] | None = key(
         None,
-        "nccl: train on GPUs, an error without one; gloo: train on the CPU; null: on GPUs if the host has any, else on"
-        " the CPU (with num_gpus, as nccl).",
+        "nccl: train on GPUs (an error if there are none); gloo: train on the CPU; null: as nccl if num_gpus is set,"
+        " else on GPUs if the host has any, else on the CPU.",
     )
 
     @property
@@ -55,7 +55,7 @@ class ParallelConfig(ConfigGroup):
 
     @property
     def accumulates_in_fp32(self) -> bool:
-        """True if `data_types: {grad_accum_dtype: fp32}` asks to sum the gradients of micro-batches in float32."""
+        """True if `data_types: {grad_accum_dtype: fp32}` is set: gradients of micro-batches are summed in float32."""
         types = (self.deepspeed_extra_args or {}).get("data_types") or {}
         return isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
 
@@ -66,28 +66,28 @@ class ParallelConfig(ConfigGroup):
 
 
 MOST_SLOTS = 9999
-"""Processes of one host."""
+"""Most processes of one host."""
 
 
 class LaunchConfig(ConfigGroup):
-    """Starting the processes; see docs/launch.md."""
+    """Launch of the processes; see docs/launch.md."""
 
     hostfile: PathName | None = key(
-        None, "File of host names and slots; if it does not exist, the run warns and uses this host, as in GPT-NeoX."
+        None, "File with host names and slots. If it does not exist, the run warns and uses this host, as in GPT-NeoX."
     )
     num_nodes: int = Field(
-        default=-1, ge=-1, le=2**20, description="Number of hosts to use; -1 means all of the hostfile."
+        default=-1, ge=-1, le=2**20, description="Number of hosts to use; -1: all hosts of the hostfile."
     )
     num_gpus: Annotated[int, Field(ge=1, le=MOST_SLOTS)] | None = key(
         None,
-        "Processes per host, one on each GPU (on the CPU with distributed_backend gloo); null means one, or one per"
-        " slot with a hostfile.",
+        "Processes per host, one on each GPU, or on the CPU with distributed_backend gloo; null: one, or with a"
+        " hostfile one per slot.",
     )
     master_addr: str | None = key(None, "Address of rank 0.")
     master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
-    join_timeout: Seconds = key(600.0, "Seconds to wait at start for all processes.")
+    join_timeout: Seconds = key(600.0, "Seconds to wait for all processes at the start.")
     launcher: Literal["pdsh", "slurm"] = key("pdsh", "Multi-host launcher; docs/launch.md compares them.")
     no_ssh_check: bool = key(False, "pdsh: skip the check that the hosts are reachable.")
     comment: str | None = key(None, "Comment of the Slurm job.")
     account: str | None = key(None, "Account of the Slurm job.")
-    deepspeed_slurm: bool = key(False, "Same as `launcher: slurm`.")
+    deepspeed_slurm: bool = key(False, "The same as `launcher: slurm`.")

@@ -139,9 +139,9 @@ def test_batch_sizes(
 
 def test_batch_sizes_that_do_not_multiply_out() -> None:
     batch = make(train_micro_batch_size_per_gpu=4, train_batch_size=16, gradient_accumulation_steps=2).batch
-    with pytest.raises(ConfigError, match="train_batch_size 16 is not micro 4 x accumulation 2 x 1 ranks"):
+    with pytest.raises(ConfigError, match="train_batch_size: 16 is not micro 4 x accumulation 2 x 1 ranks"):
         batch.resolve(1)
-    with pytest.raises(ConfigError, match="train_batch_size 10 is not micro 3 x accumulation 1 x 3 ranks"):
+    with pytest.raises(ConfigError, match="train_batch_size: 10 is not micro 3 x accumulation 1 x 3 ranks"):
         make(train_batch_size=10).batch.resolve(3)
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: not set"):
         make().batch.resolve(1)
