@@ -110,9 +110,7 @@ def _groups() -> Iterator[str]:
 def _options(key: str) -> Iterator[tuple[str, ...]]:
     """Yield a row for every option with the choices that read it. Equal options of several choices share a row."""
     if key == "rope_scaling":
-        meaning = (
-            "L in the formula; null: seq_length. For a model fine-tuned at seq_length: its earlier length."
-        )
+        meaning = "L in the formula; null: seq_length. For a model fine-tuned at seq_length: its earlier length."
         yield f"`{key}.{ORIGINAL}`", "all", "int", "`null`", meaning
     readers: dict[Option, list[str]] = {}
     for choice in methods.TABLES[key].values():

@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "CLEX": (
         {"rope_scaling": {"rope_type": "clex"}},
         1,
-        "GPT-NeoX's layout cannot hold it: rope_scaling clex: it learns frequencies",
+        "GPT-NeoX's layout cannot hold it: rope_scaling clex: GPT-NeoX's model",
     ),
     "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
     "attention": (

@@ -142,7 +142,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: "),
         (
             "pos_emb: alibi\nrope_scaling: {rope_type: ntk}",
-            "rope_scaling: rope_type ntk is not available with pos_emb al",
+            "rope_scaling: rope_type ntk is not supported with pos_emb al",
         ),
         ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor has no effect with rope_type default"),
         (
@@ -169,7 +169,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: proportional, proportion: 0.06}",
-            "rope_scaling: proportion 0.06 of 16 pairs rotates none",
+            "rope_scaling: proportion 0.06 of 16 pairs is less than one pair",
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",
@@ -181,7 +181,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: alibi\nrelative_positions: {type: rerope}",
-            "relative_positions: rerope needs rotary positions, and pos_emb is alibi",
+            "relative_positions: rerope needs rotary positions, but pos_emb is alibi",
         ),
         (
             "pos_emb: coca\nrelative_positions: {type: streaming}",
@@ -209,7 +209,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: clex}\nrelative_positions: {type: rerope}",
-            "relative_positions: not available with rope_type clex",
+            "relative_positions: not supported with rope_type clex",
         ),
         ("pos_emb: rpe\nrpe_max_distance: 16", "rpe_max_distance: 16 must exceed 16, the number of buckets"),
         ("rope_scaling: {type: ntk}", "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?"),
