@@ -454,7 +454,7 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
     Args:
         sources: one file or mapping, or several. Later ones win, mappings are merged key by key, and null (None) means
             "not set".
-        overrides: a mapping of dotted keys to values, or strings `key=value` whose values are parsed as YAML.
+        overrides: a mapping of dotted keys to values, or strings `key=value` with values in YAML.
 
     Returns:
         The configuration. Hyphens and underscores in keys are equivalent.

@@ -56,12 +56,12 @@ def is_url(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def local_folder(url: str, cache: str | Path, refused: type[InputError]) -> Path:
+def local_folder(url: str, cache: str | Path, error: type[InputError]) -> Path:
     """Return the folder in `cache` for files of `url`: CACHE/s3/a/b for s3://a/b."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
-        raise refused(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
+        raise error(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
     parts[0] = re.sub(r":.*@", "@", parts[0])  # a password must not be part of a folder's name
     return Path(cache, scheme, *parts)
 
@@ -76,19 +76,19 @@ class RemoteFiles:
     """The objects below a URL. Names are relative to the URL.
 
     A failed transfer is repeated until it succeeds, until `timeout` seconds have passed since its first failure, or
-    until `hurry` is set. Then it is an error of the class `away` with the URL. A permanent error, such as a missing
-    permission, is raised at once as an error of the class `refused`.
+    until `hurry` is set. Then it is an error of the class `unavailable`, with the URL. A permanent error, such as a
+    missing permission, is raised at once as an error of the class `permanent`.
 
     Attributes:
         hurry: an event that makes the next failure final.
         activity: a number that grows with every attempt and while bytes are transferred.
     """
 
-    refused: type[InputError] = InputError
-    away: type[InputError] = UnavailableError
+    permanent: type[InputError] = InputError
+    unavailable: type[InputError] = UnavailableError
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        """Open the file system. Raises `refused` if no installed library supports the scheme of `url`."""
+        """Open the file system. Raises `permanent` if no installed library supports the scheme of `url`."""
         import fsspec
         from fsspec.callbacks import Callback
 
@@ -100,7 +100,7 @@ class RemoteFiles:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
         except (ImportError, ValueError, OSError) as error:
-            raise self.refused(
+            raise self.permanent(
                 f"{url}: cannot be opened ({error}); check the address and the network; s3:// needs the package s3fs, "
                 "gs:// needs gcsfs"
             ) from error
@@ -211,8 +211,8 @@ class RemoteFiles:
         """Return the result of `action`, which is repeated while the store does not answer.
 
         Raises:
-            away: the store did not answer for the timeout.
-            refused: a permanent error of the store, or the local disk is full or read-only.
+            unavailable: the store did not answer for the timeout.
+            permanent: a permanent error of the store, or the local disk is full or read-only.
         """
         pause, first_failure = FIRST_PAUSE, None
         while True:
@@ -223,13 +223,13 @@ class RemoteFiles:
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 reason = reason if (secret := password(self.url)) is None else reason.replace(secret, "***")
                 if getattr(error, "errno", None) in PERMANENT_NUMBERS or type(error).__name__ in PERMANENT_CLASSES:
-                    raise self.refused(f"{self.url}: {problem} ({reason})") from error
+                    raise self.permanent(f"{self.url}: {problem} ({reason})") from error
                 now = time.monotonic()
                 first_failure = now if first_failure is None else first_failure
                 left = first_failure + self._timeout - now
                 if left <= 0 or self.hurry.is_set():
                     since = f"for {now - first_failure:.0f} s" if first_failure < now else "now"
-                    raise self.away(f"{self.url}: {problem} {since} ({reason})") from error
+                    raise self.unavailable(f"{self.url}: {problem} {since} ({reason})") from error
                 pause = min(pause, left)
                 logger.warning("%s: %s (%s); retrying in %.3g s", self.url, problem, reason, pause)
                 self.hurry.wait(pause)
