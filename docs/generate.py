@@ -50,24 +50,23 @@ config.to_yaml()                               # every resolved key, flat
 ```
 
 - Later values win. Mappings are merged key by key: `optimizer: {params: {lr: 1e-3}}` keeps the betas. Another choice in
-  `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier one,
-  which belong to it; the run's log names them.
-- Paths are relative to the folder of the command; a data path in a file that begins with `./` is relative to the file.
-  A leading `~` is the home folder.
+  `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier choice. The run's log names
+  the dropped options.
+- Paths are relative to the working folder. A data path in a file that begins with `./` is relative to the file. A
+  leading `~` is the home folder.
 - `null` means "not set": the default applies, even if an earlier file set the key.
 - Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.
-- A duplicate key in one file, an unknown key, a wrong type, an invalid choice and an invalid combination are errors.
-  All errors are reported at once, one line each, as `file:line: key: message`.
-- Types are strict: an integer is accepted for a number, a string or boolean is not. Numbers have a range
-  that a machine can hold, for example at most 2^31 - 1 steps or tokens and 2^20 features, samples or ranks.
-- Of GPT-NeoX's 59 configuration files, 35 models and 8 files for after a model load unchanged; 16 are refused by the
-  keys that `tests/neox/upstream_files.yaml` lists: Mamba, RWKV, mixtures of experts, Transformer Engine, bitsandbytes,
-  sparse attention, gMLP, Comet, misspelled keys, and 20B for tensor ranks within pipeline stages, which DeepSpeed's
-  AutoTP does not have. The end of this page lists GPT-NeoX's keys that have no effect here and those
-  of unsupported features, which may only be set to GPT-NeoX's default.
+- Duplicate keys in a file, unknown keys, wrong types, invalid choices and invalid combinations are errors. All errors
+  are reported at once, with a line `file:line: key: message` for each.
+- Types are strict: an integer is valid for a number, but a string or boolean is not. Numbers are limited, for example
+  to 2^31 - 1 steps or tokens, and to 2^20 features, samples or ranks.
+- Choices are case-sensitive, except optimizer types.
 
-A key that GPT-NeoX has means here what it means there. "GPT-NeoX's keys that mean something else", at the end, has
-every difference. Choices are case-sensitive (except optimizer types).
+GPT-NeoX's keys have the same meaning here. The end of this page lists every difference, the keys without effect, and
+the keys of unsupported features, which accept only GPT-NeoX's default. Of GPT-NeoX's 59 configuration files, 35 models
+and 8 overlays load unchanged. The other 16 are errors, because of keys that `tests/neox/upstream_files.yaml` lists:
+Mamba, RWKV, mixtures of experts, Transformer Engine, bitsandbytes, sparse attention, gMLP, Comet, misspelled keys, and
+in 20B tensor ranks within pipeline stages, which DeepSpeed's AutoTP does not support.
 
 ## Keys
 """
@@ -82,13 +81,13 @@ OPTION_TYPES = {
     "flag": "true \\| false",
     "positives": "list",
 }
-"""Names of the types of declared options."""
+"""Types of declared options, as the tables name them."""
 CHOSEN = ("pos_emb", "logit_scaling", "forgetting_gate")
-"""Keys whose value is the name of a declared choice."""
+"""Keys that have the name of a declared choice as their value."""
 
 
 def config_page() -> str:
-    """Every key: docs/config.md."""
+    """Return docs/config.md, the page of every key."""
     return "\n".join([CONFIG_INTRODUCTION, *_groups(), *_other_keys()]) + "\n"
 
 
@@ -99,7 +98,7 @@ def _groups() -> Iterator[str]:
     for key, selector in SELECTORS.items():
         choices = methods.TABLES[key]
         if any(choice.options for choice in choices.values()):
-            yield f"### {key}\n\nOptions of the choices that `{key}.{selector}` names; attention.md has the formulas.\n"
+            yield f"### {key}\n\nThe choice `{key}.{selector}` and its options. attention.md has the formulas.\n"
             named = " \\| ".join(choices)
             first = (f"`{key}.{selector}`", "", named, f"`{DEFAULTS[key]}`" if key in DEFAULTS else "required", "")
             yield _table(("key", "of", "type", "default", "meaning"), [first, *_options(key)])
@@ -109,9 +108,9 @@ def _groups() -> Iterator[str]:
 
 
 def _options(key: str) -> Iterator[tuple[str, ...]]:
-    """A row for every option, with the choices that read it; those of equal meaning together."""
+    """Yield a row for every option with the choices that read it. Equal options of several choices share a row."""
     if key == "rope_scaling":
-        meaning = "L in the formula; null uses seq_length. For a model fine-tuned at seq_length, its length before."
+        meaning = "L in the formula; null: seq_length. For a model fine-tuned at seq_length: its earlier length."
         yield f"`{key}.{ORIGINAL}`", "all", "int", "`null`", meaning
     readers: dict[Option, list[str]] = {}
     for choice in methods.TABLES[key].values():
@@ -158,8 +157,12 @@ def _default(field: FieldInfo) -> str:
 
 
 def _value(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
-    return f"`{_escaped(text)}`"
+    return f"`{_escaped(_plain(value))}`"
+
+
+def _plain(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
 
 
 def _escaped(value: Any) -> str:
@@ -170,12 +173,12 @@ def _escaped(value: Any) -> str:
 def _other_keys() -> Iterator[str]:
     yield "## Aliases\n"
     yield _table(("alias", "key"), ((f"`{alias}`", f"`{key}`") for alias, key in ALIASES.items()))
-    yield "## GPT-NeoX's keys that mean something else\n"
-    yield "Compared with the code of its commit ea7aefd8. Its other keys in the tables above mean the same.\n"
+    yield "## GPT-NeoX's keys with another meaning\n"
+    yield "Compared with the code of GPT-NeoX's commit ea7aefd8.\n"
     yield _table(("key", "difference"), ((f"`{key}`", _escaped(words)) for key, words in sorted(DIFFERENT.items())))
-    yield f"These mean the same: {', '.join(f'`{key}`' for key in sorted(SAME))}.\n"
+    yield f"These keys mean the same: {', '.join(f'`{key}`' for key in sorted(SAME))}.\n"
     yield "## GPT-NeoX's keys without effect\n"
-    yield _table(("key", "reason"), ((f"`{key}`", reason) for key, reason in INERT.items()))
+    yield _grouped("reason", "keys", ((reason, f"`{key}`") for key, reason in INERT.items()))
     yield "## GPT-NeoX's values that are not supported\n"
     choices = (
         (f"`{key}: {choice}`", why)
@@ -184,8 +187,16 @@ def _other_keys() -> Iterator[str]:
     )
     yield _table(("value", "feature"), choices)
     yield "## GPT-NeoX's keys that are not supported\n"
-    unsupported = ((f"`{key}`", f"`{default!r}`", feature) for key, (default, feature) in UNSUPPORTED.items())
-    yield _table(("key", "accepted value", "feature"), unsupported)
+    accepted = ((feature, f"`{key}: {_plain(default)}`") for key, (default, feature) in UNSUPPORTED.items())
+    yield _grouped("feature", "keys with their accepted values", accepted)
+
+
+def _grouped(head: str, members: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a table with a row for each first column, and all second columns of it in this row."""
+    groups: dict[str, list[str]] = {}
+    for first, second in rows:
+        groups.setdefault(first, []).append(second)
+    return _table((head, members), ((first, ", ".join(found)) for first, found in groups.items()))
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from megatron_coca.model import Attention, Sampling, build_model
     from megatron_coca.model.generate import generate
-    from megatron_coca.support.program import InputError
+    from megatron_coca.support.errors import InputError
     from megatron_coca.text_generation import load_generator
     from megatron_coca.training.corpus import open_corpus, open_loader
 
@@ -41,7 +41,7 @@ _NAMES = {
         "register",
     ),
     "model": ("Attention", "Sampling", "build_model", "generate"),
-    "support.program": ("InputError",),
+    "support.errors": ("InputError",),
     "text_generation": ("load_generator",),
     "training.corpus": ("open_corpus", "open_loader"),
 }

@@ -1,4 +1,4 @@
-"""`python -m megatron_coca` is `megatron-coca`. Commands start others through this file's path (program.py)."""
+"""`python -m megatron_coca` is `megatron-coca`. Commands start others by this file's path (support/processes.py)."""
 
 import sys
 from pathlib import Path

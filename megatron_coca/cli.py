@@ -1,5 +1,6 @@
-"""The command `megatron-coca`. A subcommand's module is imported only when it runs, so that help and errors of the
-command line answer at once.
+"""The command `megatron-coca`.
+
+The module of a subcommand is imported only when the subcommand runs, so that help and errors appear at once.
 """
 
 import errno
@@ -12,23 +13,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
+from megatron_coca.support.errors import UNUSABLE, InputError, report
 from megatron_coca.support.plain_text import PlainFormatter
-from megatron_coca.support.program import TOO_MANY_FILES, UNUSABLE, InputError, allow_open_files, report, safe_path
+from megatron_coca.support.processes import TOO_MANY_FILES, allow_open_files, safe_path
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
-    "evaluate": ("evaluation.cli", "measure checkpoints, and report"),
+    "evaluate": ("evaluation.cli", "measure checkpoints, and write reports"),
     "generate": ("commands.generate", "continue prompts"),
     "prepare": ("commands.prepare", "turn text files into training data"),
-    "inspect": ("commands.inspect", "show and verify prepared data, samples of a run, and checkpoints"),
+    "inspect": ("commands.inspect", "show and verify prepared data, samples of a run and checkpoints"),
     "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
-    "estimate": ("commands.estimate", "parameters, memory and days of a run"),
+    "estimate": ("commands.estimate", "estimate parameters, memory and days of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
-    "quickstart": ("commands.quickstart", "train small models, kill and resume one, evaluate all"),
+    "quickstart": ("commands.quickstart", "train small models, kill and resume one, and evaluate all"),
     "configs": ("commands.configs", "copy the configuration files"),
 }
-"""Module with `main`, and help, of every subcommand."""
+"""Module with `main`, and help text, of every subcommand."""
 
 RESUMABLE = ("prepare", "ablate")
 
@@ -41,8 +43,9 @@ EPILOG = """for example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status: 2 for wrong input or a missing library, 69 if an object store does
-    not answer, 130 after Ctrl-C.
+    """Run one subcommand and return its exit status.
+
+    It is 2 for wrong input or a missing library, 69 if an object store does not answer, and 130 after Ctrl-C.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
@@ -71,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Return the name of the subcommand; argparse exits after --help, --version and errors."""
+    """Return the name of the subcommand. argparse exits after --help, --version and errors."""
     parser = ArgumentParser(
         prog="megatron-coca",
-        description="Training and evaluating position methods for long context.",
+        description="Train and evaluate position methods for long context.",
         epilog=EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -85,13 +88,13 @@ def command(arguments: Sequence[str]) -> str:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         from megatron_coca.config.base import nearest
 
-        hint = nearest(arguments[0], COMMANDS) or f"; known are {', '.join(COMMANDS)}"
+        hint = nearest(arguments[0], COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
         parser.error(f"{arguments[0]!r} is not a command{hint}")
     return str(parser.parse_args(arguments).command)
 
 
 def outside(missing: Sequence[str]) -> str:
-    """Say how to enter the environment that has the missing libraries."""
+    """Return the error for missing libraries, with the way to an environment that has them."""
     root = Path(__file__).resolve().parents[1]
     if (root / ".venv/bin/python").exists():
         remedy = f"run {root}/.venv/bin/python instead of python, or `source {root}/.venv/bin/activate` first"
@@ -99,7 +102,7 @@ def outside(missing: Sequence[str]) -> str:
         remedy = f"`make quickstart` in {root} creates the environment .venv; then run .venv/bin/python"
     else:
         remedy = "install megatron-coca with its dependencies: pip install megatron-coca"
-    return f"{', '.join(missing)} not installed for {sys.executable} ({sys.version.split()[0]}): {remedy}"
+    return f"{', '.join(missing)}: not installed for {sys.executable} ({sys.version.split()[0]}); {remedy}"
 
 
 if __name__ == "__main__":

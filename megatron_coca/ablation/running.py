@@ -19,7 +19,7 @@ from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.support import console
 from megatron_coca.support.atomic_write import exclusive_lock, write_file
-from megatron_coca.support.program import PROGRAM
+from megatron_coca.support.processes import PROGRAM
 from megatron_coca.support.regular_files import open_to_append
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess

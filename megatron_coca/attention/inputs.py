@@ -14,7 +14,7 @@ from megatron_coca.attention.positions.bias import DistanceBias as DistanceBias
 from megatron_coca.attention.positions.bias import bias_of_pairs as bias_of_pairs
 from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
 from megatron_coca.attention.positions.distance_maps import Band as Band
-from megatron_coca.support.program import InputError
+from megatron_coca.support.errors import InputError
 
 Made = TypeVar("Made")
 

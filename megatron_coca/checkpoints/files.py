@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_coca.support.program import UNAVAILABLE, InputError
+from megatron_coca.support.errors import UNAVAILABLE, InputError
 from megatron_coca.support.regular_files import read_regular
 
 BLOCK = 1 << 20

@@ -32,7 +32,7 @@ from megatron_coca.config import Config, load_saved_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
-from megatron_coca.support.program import local_path
+from megatron_coca.support.arguments import local_path
 from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
-"""The subcommands of `megatron-coca`: each module has `main(arguments) -> exit status`.
+"""Subcommands of `megatron-coca`. Each module has `main(arguments)`, which returns the exit status.
 
-`cli` reports the InputError that a command raises.
+`cli` reports an InputError that a command raises.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
 
 def command_parser(name: str, description: str | None, epilog: str | None = None) -> ArgumentParser:
-    """A parser for `megatron-coca NAME`, whose help keeps the line breaks of these texts."""
+    """Return a parser for `megatron-coca NAME`. Its help keeps the line breaks of the texts."""
     return ArgumentParser(
         prog=f"megatron-coca {name}",
         description=description,
@@ -17,7 +17,7 @@ def command_parser(name: str, description: str | None, epilog: str | None = None
 
 
 def count(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
+    """Return an integer of at least 1. A type of an argparse argument."""
     value = int(text)
     if value < 1:
         raise ArgumentTypeError(f"{text}: must be at least 1")

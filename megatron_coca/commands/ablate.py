@@ -1,9 +1,9 @@
-"""Run an ablation: train every model of a file with every seed, evaluate all of them, and write the report.
+"""Run an ablation: train every model of a file with every seed, evaluate all models, and write the report.
 
     megatron-coca ablate configs/ablations/methods.yml --scale tiny --dry-run
     megatron-coca ablate configs/ablations/methods.yml --jobs 2
 
-What is done already is kept; the same command resumes after an interruption. Exit status 2 if a cell failed.
+Finished cells are kept, and the same command resumes after an interruption. The exit status is 2 if a cell failed.
 """
 
 import sys
@@ -13,8 +13,8 @@ from functools import partial
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, job_count
+from megatron_coca.support.arguments import local_path
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import local_path
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, 2 if anything failed, 75 after a scheduler's signal. Raises EvaluationError."""
     options = parser().parse_args(arguments)
     if options.only and (options.report or options.page):
-        parser().error("--report and --page are of all cells; leave --only out")
+        parser().error("--only: not supported with --report and --page, which need all cells; leave it out")
     from megatron_coca.training.exit_status import Stopped
 
     try:
@@ -37,28 +37,34 @@ def parser() -> ArgumentParser:
     parser = command_parser("ablate", __doc__)
     add = parser.add_argument
     add("file", type=local_path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
-    add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
-    add("--only", nargs="+", default=[], metavar="NAME", help="models, cells, or seeds such as s1234; writes no report")
-    jobs = "cells at a time; cores and GPUs are divided among them"
+    add("--scale", metavar="NAME", help="one of the `scales` of the file; default: the first")
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="only these models, cells, or seeds such as s1234; writes no report",
+    )
+    jobs = "number of cells at the same time, which share the cores and GPUs; default: 1"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
     add("--output", type=local_path, metavar="DIR", help="folder of the results instead of the file's `results`")
     add("--runs", type=local_path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
     instead = parser.add_mutually_exclusive_group()
-    dry_run = "print cells, parameters and tokens, and run nothing"
+    dry_run = "print cells, parameters and tokens, without running anything"
     instead.add_argument("--dry-run", action="store_true", help=dry_run)
-    report = "write the report of what is done, and run nothing"
+    report = "write the report of the finished cells, without running anything"
     instead.add_argument("--report", action="store_true", help=report)
-    page = "render a Jinja2 template with the tables and plots of what is done, and run nothing; see docs/ablations.md"
+    page = "render a Jinja2 template with tables and plots of the finished cells; see docs/ablations.md"
     instead.add_argument("--page", type=local_path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
-    pack = "write all results into one file RESULTS.jsonl.zst beside their folder, and run nothing"
+    pack = "write all results to the file RESULTS.jsonl.zst beside their folder, without running anything"
     instead.add_argument("--pack", action="store_true", help=pack)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
     return parser
 
 
 def run(options: Namespace) -> int:
-    """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
+    """Run the command with these options. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import declared, grid, reporting, running
     from megatron_coca.evaluation.options import resolve_device
@@ -67,7 +73,7 @@ def run(options: Namespace) -> int:
     file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
     files.unpack(file.results)
     if options.pack:
-        print(f"{files.pack(file.results)} is written")
+        print(f"wrote {files.pack(file.results)}")
         return 0
     recorded = files.recorded_data(file.results) if options.report or options.page else None
     everything = grid.expand(file, options.device, options.dtype, recorded)
@@ -88,7 +94,7 @@ def run(options: Namespace) -> int:
     if options.report or not options.only:
         try:
             print(plain(f"\n{reporting.write_report(file, everything)}"))
-        except EvaluationError as error:  # the failed cells are listed all the same
+        except EvaluationError as error:  # the failed cells are listed nevertheless
             problems.append(f"report: {error}")
     for problem in problems:
         print(plain(f"megatron-coca ablate: {problem}"), file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, tokens per second and days.
+"""Estimate a run: parameters, FLOPs, memory of a GPU by part, tokens per second and days.
 
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
-Starts nothing and needs no GPU. Times follow from FLOPs and an assumed utilisation (--mfu), not from measurements. Exit
-status 1 if the run, or one of its stages, does not fit; 2 if the configuration is invalid.
+The command starts nothing and needs no GPU. Times are computed from FLOPs and an assumed utilisation (--mfu); they are
+not measured. The exit status is 1 if the run or one of its stages does not fit, and 2 if the configuration is invalid.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -16,15 +16,15 @@ from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 if TYPE_CHECKING:
     from megatron_coca.training.estimate import Estimate
 
-# PyTorch takes seconds to import: that is done after the configuration is accepted.
+# PyTorch takes seconds to import, so it is imported after the configuration is validated.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 DEFAULT_MFU = 0.4
-"""Assumed where --mfu is not given."""
+"""The assumed utilisation without --mfu."""
 
 
 class Gpu(NamedTuple):
-    """A GPU: PyTorch's device name, and the memory available to programs in GiB."""
+    """A GPU: the device name in PyTorch, and the memory for programs in GiB."""
 
     device: str
     memory: float
@@ -76,10 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> ArgumentParser:
     parser = command_parser("estimate", __doc__)
     parser.add_argument(
-        "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="YAML files, merged in order, then key=value pairs"
+        "inputs",
+        nargs="+",
+        metavar="CONFIG.yml | key=value",
+        help="YAML files, which are merged in order, and key=value pairs",
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="total number of GPUs; default: num_gpus of all hosts, else 1"
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="total number of GPUs; default: num_gpus times the number of hosts, else 1",
     )
     parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="GPU model (default: %(default)s)")
     parser.add_argument(
@@ -87,7 +93,7 @@ def parser() -> ArgumentParser:
         type=float,
         default=DEFAULT_MFU,
         metavar="SHARE",
-        help="assumed fraction of the GPU's peak FLOP/s that is reached (default: %(default)s)",
+        help="assumed fraction of the GPU's peak FLOP/s (default: %(default)s)",
     )
     return parser
 
@@ -131,7 +137,7 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
         yield f"tokens             {result.total_tokens:>18,}"
         yield f"days               {result.seconds / 86400:>18.2f}"
     if config.precision.dtype == "fp32":
-        yield "precision fp32: the peak is that of bfloat16; expect a fraction of this speed"
+        yield "precision fp32: the estimate assumes the peak of bfloat16; expect a fraction of this speed"
     if (note := rounded_sum(config, result.sizes)) is not None:
         yield note
 

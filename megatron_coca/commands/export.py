@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
+from megatron_coca.support.arguments import expanded, local_path
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path
 
 
 def parser() -> ArgumentParser:
@@ -23,10 +23,10 @@ def parser() -> ArgumentParser:
         added = layouts.add_parser(
             name, help=help, description=help, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
         )
-        folder = "a run's save folder, one step of it, or a Hugging Face folder"
+        folder = "a run's save folder, one of its steps, or a Hugging Face folder"
         added.add_argument("checkpoint", type=expanded, metavar="CHECKPOINT", help=folder)
-        added.add_argument("folder", metavar="FOLDER", help="folder to write; must not exist")
-        changes = "overrides of the written configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
+        added.add_argument("folder", metavar="FOLDER", help="new folder to write")
+        changes = "overrides of the exported configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
         added.add_argument(
             "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
         )
@@ -35,15 +35,15 @@ def parser() -> ArgumentParser:
 
     huggingface = layout("huggingface", "a folder that Hugging Face transformers loads", "--dtype bfloat16")
     huggingface.set_defaults(write=write_huggingface)
-    original = "copy tokenizer and generation files of a Hugging Face folder: the model's original"
+    original = "copy the tokenizer and generation files of a Hugging Face folder, such as the original model"
     huggingface.add_argument("--tokenizer", type=expanded, metavar="FOLDER", help=original)
 
     card = huggingface.add_argument_group("the model card")
-    card.add_argument("--licence", metavar="NAME", help="by its name on the hub, e.g. apache-2.0")
-    card.add_argument("--base-model", metavar="NAME", help="the model on the hub that this one was trained from")
-    results = "Markdown with results, such as report.md of a report"
+    card.add_argument("--licence", metavar="NAME", help="licence by its name on the hub, e.g. apache-2.0")
+    card.add_argument("--base-model", metavar="NAME", help="the model on the hub that this model was trained from")
+    results = "Markdown file with results, such as the report.md of a report"
     card.add_argument("--results", type=local_path, metavar="FILE", help=results)
-    upload = "then upload the folder to the Hugging Face hub; a repository that is missing is made, a private one"
+    upload = "upload the folder to the Hugging Face hub; a missing repository is created as a private one"
     huggingface.add_argument("--push", metavar="OWNER/NAME", help=upload)
 
     neox = layout("neox", "a save folder that GPT-NeoX loads", "--model-parallel-size 2")
@@ -83,7 +83,7 @@ def write_huggingface(args: Namespace) -> list[str]:
     )
     trust = ", loaded with trust_remote_code=True" if done.remote else ""
     print(f"{done.folder}: a {done.model_type} model for transformers{trust}")
-    print(f"its logits are those of the checkpoint, by {done.compared}")
+    print(f"its logits equal those of the checkpoint, compared with {done.compared}")
     if args.push is not None:
         print(f"uploaded to {push(done.folder, args.push)}")
     return [done.tokenizer_note] if done.tokenizer_note is not None else []

@@ -1,4 +1,4 @@
-"""Continue prompts with a checkpoint, on the terminal or into a JSONL file."""
+"""Continue prompts with a checkpoint. The texts go to the terminal or into a JSONL file."""
 
 import json
 import sys
@@ -20,12 +20,12 @@ from megatron_coca.evaluation.options import (
     whole_number,
 )
 from megatron_coca.evaluation.results import EvaluationError, check_writable, out_of_memory, write_atomically
+from megatron_coca.support.arguments import expanded, local_path
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path
 from megatron_coca.support.remote_files import hub_hint, is_url
 
 EPILOG = """\
-Without --prompt and --file, standard input is one prompt.
+Without --prompt and --file, the whole standard input is one prompt.
 
 examples:
     megatron-coca generate --checkpoint runs/coca --prompt "The sea was calm" --temperature 0.8 --top-p 0.95
@@ -33,7 +33,7 @@ examples:
     megatron-coca generate --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output o.jsonl
 """
 SHOWN = 60
-"""Characters of a prompt in the heading of its continuation."""
+"""Number of characters of a prompt in the heading of its continuation."""
 
 
 def sample_count(text: str) -> int:
@@ -43,32 +43,50 @@ def sample_count(text: str) -> int:
 def parser() -> ArgumentParser:
     described = command_parser("generate", __doc__, EPILOG)
     add = described.add_argument
-    changes = "config overrides: YAML files such as those in configs/extend, and KEY=VALUE"
+    changes = "overrides of the configuration: YAML files such as those in configs/extend, and KEY=VALUE"
     add("changes", nargs="*", metavar="CHANGE", help=changes)
-    checkpoint = "a run's save folder, one step of it, or a Hugging Face folder"
+    checkpoint = "a run's save folder, one of its steps, or a Hugging Face folder"
     add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     prompts = described.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
-    file = "a prompt per line; in NAME.jsonl an object per line with the key prompt or text"
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
+    file = "file with a prompt on each line; NAME.jsonl has an object with the key prompt or text on each line"
     prompts.add_argument("--file", type=expanded, metavar="FILE", help=file)
-    chat = "every prompt is the message of a chat of its own, rendered by the tokenizer's template"
+    chat = "make each prompt the user message of a separate chat, rendered with the tokenizer's template"
     add("--chat", action="store_true", help=chat)
     add("--system", metavar="TEXT", help="with --chat: the system message")
-    start = "put this token before every prompt, such as '<bos>' for Gemma; a chat has that of its template"
+    start = "put this token before every prompt, such as '<bos>' for Gemma; the template of a chat adds its own"
     add("--start-token", metavar="TOKEN", help=start)
-    add("--max-new-tokens", type=token_count, default=64, metavar="N", help="default: 64")
-    greedy = "divisor of the logits; default: 0, the likeliest token at every step"
+    add(
+        "--max-new-tokens",
+        type=token_count,
+        default=64,
+        metavar="N",
+        help="longest continuation in tokens; default: 64",
+    )
+    greedy = "divisor of the logits; default: 0, which takes the likeliest token at every step"
     add("--temperature", type=float, default=0.0, metavar="T", help=greedy)
-    add("--top-k", type=whole_number, default=0, metavar="K", help="draw from the K likeliest tokens only; 0: from all")
-    top_p = "draw from the likeliest tokens whose probabilities sum to P; default: 1, from all"
+    add(
+        "--top-k",
+        type=whole_number,
+        default=0,
+        metavar="K",
+        help="draw only from the K likeliest tokens; default: 0, all tokens",
+    )
+    top_p = "draw only from the likeliest tokens with a total probability of P; default: 1, all tokens"
     add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    penalty = "above 1, makes the tokens of prompt and continuation less likely; default: 1"
+    penalty = "a value above 1 makes tokens of the prompt and the continuation less likely; default: 1"
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
-    add("--seed", type=whole_number, default=0, metavar="N", help="of the draws; default: 0")
+    add("--seed", type=whole_number, default=0, metavar="N", help="seed of the draws; default: 0")
     stop = "end a continuation before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--num-samples", type=sample_count, default=1, metavar="N", help="continuations of each prompt; default: 1")
-    output = "write objects with prompt, text, finish (eod, stop or length) and the number of tokens"
+    add(
+        "--num-samples",
+        type=sample_count,
+        default=1,
+        metavar="N",
+        help="number of continuations of each prompt; default: 1",
+    )
+    output = "write an object with prompt, text, finish (eod, stop or length) and tokens (their number) on each line"
     add("--output", type=local_path, metavar="FILE.jsonl", help=output)
     add_batch_option(described, 16384)
     add_device_options(described)
@@ -78,15 +96,15 @@ def parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0. Raises InputError."""
     args = parser().parse_intermixed_args(arguments)
-    refuse_missing(args)
+    check_files(args)
     prompts = read_prompts(args)
     if args.output is not None:
         check_writable(args.output)
     return run(args, prompts)
 
 
-def refuse_missing(args: Namespace) -> None:
-    """Raise an error for files that are not there, before PyTorch is imported, which takes seconds."""
+def check_files(args: Namespace) -> None:
+    """Raise an error for missing files. This is before the import of PyTorch, which takes seconds."""
     problems: list[str] = []
     for file in split_inputs(args.changes)[0]:
         read_file(file, problems)
@@ -98,7 +116,7 @@ def refuse_missing(args: Namespace) -> None:
 
 
 def read_prompts(args: Namespace) -> list[str]:
-    """The prompts of the options or of standard input. Raises DataError."""
+    """Return the prompts of the options or of standard input. Raises DataError."""
     if args.prompt is not None:
         return args.prompt
     place = "standard input" if args.file is None else args.file
@@ -108,7 +126,7 @@ def read_prompts(args: Namespace) -> list[str]:
         raise DataError(f"{place}: cannot be read ({error})") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise DataError(f"{place}: has no prompt; give one with --prompt or --file")
+        raise DataError(f"{place}: no prompt; give one with --prompt or --file")
     if args.file is None:
         return [text.removesuffix("\n")]
     if not args.file.endswith(".jsonl"):
@@ -123,21 +141,21 @@ def _prompt_of(line: str, place: str) -> str:
         raise DataError(f"{place}: not JSON ({error})") from error
     prompt = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
     if not isinstance(prompt, str):
-        raise DataError(f'{place}: expected an object with the text of a prompt, such as {{"prompt": "The sea"}}')
+        raise DataError(f'{place}: no text of a prompt; write an object such as {{"prompt": "The sea"}}')
     return prompt
 
 
 def run(args: Namespace, prompts: list[str]) -> int:
-    """Load the checkpoint, continue `prompts` and show or write the texts. Raises EvaluationError and others."""
+    """Load the checkpoint, continue `prompts`, and show or write the texts. Raises EvaluationError and others."""
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
     from megatron_coca.model import Sampling
     from megatron_coca.text_generation import load_generator
 
     if args.system is not None and not args.chat:
-        raise EvaluationError("--system: only with --chat")
+        raise EvaluationError("--system: has no effect without --chat; add --chat")
     if args.chat and args.start_token is not None:
-        raise EvaluationError("--start-token: a chat has that of its template")
+        raise EvaluationError("--start-token: the template of a chat adds its own; leave it out")
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
         if "" in args.stop:
@@ -164,7 +182,7 @@ def run(args: Namespace, prompts: list[str]) -> int:
         if not out_of_memory(error):
             raise
         remedy = "lower --max-new-tokens or --tokens-per-batch, or use --dtype bfloat16"
-        raise EvaluationError(f"the memory of {device} does not suffice; {remedy}") from error
+        raise EvaluationError(f"{device}: out of memory; {remedy}") from error
     records = [
         {"prompt": prompt, "text": row.text, "finish": row.finish, "tokens": len(row.tokens)}
         for prompt, row in zip(asked, done, strict=True)
@@ -174,23 +192,23 @@ def run(args: Namespace, prompts: list[str]) -> int:
 
 
 def note_start(tokenizer: Tokenizer) -> None:
-    """Print which token the model expects before a prompt, if there is one."""
+    """Print the token that the model expects before a prompt, if there is one."""
     trained = tokenizer.trained_start
     if (start := tokenizer.start if trained is None else trained) is not None:
         owner = "the model's own library puts" if trained is None else "the training data has"
         usual = tokenizer.piece(start)
-        note = f"{owner} {usual} before every prompt: --start-token '{usual}' does"
+        note = f"{owner} {usual} before every prompt; add it with --start-token '{usual}'"
         print(plain(f"megatron-coca generate: {note}"), file=sys.stderr)
 
 
 def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:
-    """Write one JSON object per line to `output`, or print the continuations, several below their prompts."""
+    """Write one JSON object per line to `output`, or print the continuations; several have headings."""
     if output is not None:
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         write_atomically(output, "".join(lines).encode())
         print(f"{output}: {len(records)} continuations")
         return
-    show = plain if sys.stdout.isatty() else str  # a file or another program gets the text as it is
+    show = plain if sys.stdout.isatty() else str  # a file or another program gets the unchanged text
     if len(records) == 1:
         print(show(records[0]["text"]))
         return

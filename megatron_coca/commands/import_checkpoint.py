@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
+from megatron_coca.support.arguments import expanded
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SOURCE",
         help="a Hugging Face folder, or any other checkpoint that can be evaluated",
     )
-    add("folder", type=expanded, metavar="FOLDER", help="folder to write; must not exist")
-    changes = "overrides of the written configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
+    add("folder", type=expanded, metavar="FOLDER", help="new folder to write")
+    changes = "overrides of the imported configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
     args = parser.parse_args(arguments)
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
     print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
-    kept = "sampling defaults, and in exports special tokens around and within texts, are not taken over"
-    remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to have those of the source"
+    kept = "sampling defaults, and special tokens around and within texts in exports, are not imported"
+    remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to copy those of the source"
     for note in filter(None, (done.tokenizer_note, remedy if done.huggingface_folder is not None else None)):
         print(plain(f"megatron-coca import: {note}"), file=sys.stderr)
     return 0

@@ -9,7 +9,7 @@
     megatron-coca inspect method configs/350M/roformer.yml configs/350M/roformer_coca.yml --output page.html
     megatron-coca inspect method configs/350M/roformer.yml --variant YaRN configs/extend/yarn.yml --output yarn.html
 
-The exit status is 1 where verify finds a fault or a checkpoint is damaged, and 2 after input that cannot be used.
+The exit status is 1 if verify finds a fault or a checkpoint is damaged, and 2 for invalid input.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
 from megatron_coca.evaluation.options import token_count
+from megatron_coca.support.arguments import expanded, local_path
 from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.markdown_tables import format_table, percent
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.topology import Topology
 
 
 class Result(NamedTuple):
-    """Text to print, numbers for --json, and whether the data are faulty."""
+    """Text to print, numbers for --json, and True if the data are faulty."""
 
     text: str
     facts: Any
@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
-    """The stages of a run with their data; none in one without stages, and for held-out data."""
+    """Return the stages of a run with their data; empty for a run without stages, and for held-out data."""
     if options.split != "train" or not config.schedule.stages:
         return []
     return open_stages(config, Topology(pipe=1, data=options.ranks, tensor=1, sequence=1))
@@ -55,14 +55,14 @@ def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
 def _open_blend(
     config: Config, options: argparse.Namespace, stages: Sequence[OpenedStage] = ()
 ) -> tuple[Corpus, Blend]:
-    """The data of the configuration, or of the last of `stages`."""
+    """Return the data of the configuration, or of the last of `stages`."""
     corpus = stages[-1].corpus if stages else open_corpus(config)
     opened = {"train": corpus.train, "valid": corpus.valid}
     blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)
     if not isinstance(blend, Blend | None):
-        raise DataError("A synthetic task has no shards to look into; docs/recall.md describes its samples.")
+        raise DataError("synthetic: a synthetic task has no shards; see docs/recall.md for its samples")
     if blend is None:
-        raise DataError(f"The configuration names no data for {options.split}.")
+        raise DataError(f"--split {options.split}: the configuration has no such data; set {options.split}_data_paths")
     return corpus, blend
 
 
@@ -80,7 +80,9 @@ def _mixture(options: argparse.Namespace) -> Result:
     config, sources = load_config(*split_inputs(options.inputs)), list[dict[str, Any]]()
     if stages := _stages(config, options):
         if options.samples is not None:
-            raise DataError("--samples: the run has stages, which say how many samples it reads; leave it out")
+            raise DataError(
+                "--samples: not supported for a run with stages, which set the number of samples; leave it out"
+            )
         tables, facts = [], []
         for number, (stage, corpus, sizes, _) in enumerate(stages):
             on_disk = {shard.name: shard.len_tokens for opened in stages for shard in opened.corpus.train.shards}
@@ -94,7 +96,7 @@ def _mixture(options: argparse.Namespace) -> Result:
     if samples is None:
         steps = corpus.config.schedule.train_iters
         if steps is None:
-            raise DataError("The configuration has no train_iters. Set it, or give --samples.")
+            raise DataError("train_iters: not set; set it, or give --samples")
         samples = steps * corpus.config.batch.resolve(options.ranks).total
     sources = inspection.mixture(blend, samples)
     return Result(_mixture_table(sources), {"samples": samples, "sources": sources})
@@ -151,7 +153,7 @@ def _method(options: argparse.Namespace) -> Result:
     variants = read_variants(given)
     trained = [load_config(model, overrides) for model in models]
     length = options.length or 4 * max(config.model.seq_length for config in trained)
-    shown, refused = [], []
+    shown, left_out = [], []
     for (model, config), variant in product(zip(models, trained, strict=True), variants):
         name = " + ".join(Path(file).stem for file in model)
         try:
@@ -160,19 +162,19 @@ def _method(options: argparse.Namespace) -> Result:
                 changed = load_config([*model, *variant.files], [*overrides, *variant.overrides])
             shown += method_page.shown_methods(name, variant.label, config, changed, length)
         except (BackendError, ConfigError) as error:
-            refused.append(f"left out: {name} with {variant.label}: {error}")
+            left_out.append(f"left out: {name} with {variant.label}: {error}")
     if not shown:
-        raise ConfigError("\n".join(refused))
+        raise ConfigError("\n".join(left_out))
     page, drawn = method_page.method_page(shown)
     written = method_page.write_page(page, options.output)
     facts = {name: [asdict(panel) for panel in panels] for name, panels in drawn.items()}
-    return Result("\n".join([console_text(page), "", *refused, *map(str, written)]), facts)
+    return Result("\n".join([console_text(page), "", *left_out, *map(str, written)]), facts)
 
 
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
-    """The files of each model: one that describes a model alone begins the next, others are added to the last.
+    """Return the files of each model. A file that describes a complete model begins the next one; others are overlays.
 
-    Overrides count for the first file only: those of a whole shape would make a model of every overlay.
+    Overrides apply only to the first file, because overrides with a whole shape would turn every overlay into a model.
     """
     models: list[list[str]] = []
     for file in files:
@@ -185,7 +187,7 @@ def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
         else:
             models.append([file])
     if not models:
-        raise ConfigError("name at least one configuration file, such as configs/350M/roformer.yml")
+        raise ConfigError("no configuration file is given; name at least one, such as configs/350M/roformer.yml")
     return models
 
 
@@ -200,11 +202,11 @@ def parser() -> argparse.ArgumentParser:
         return added
 
     sample = command("sample", _sample, "decode a sample of a run")
-    mixture = command("mixture", _mixture, "show how much a run reads from each source")
-    lengths = command("lengths", _lengths, "document lengths by source, from the index files alone")
+    mixture = command("mixture", _mixture, "show how many tokens a run reads from each source")
+    lengths = command("lengths", _lengths, "show document lengths by source; reads only the index files")
     verify = command("verify", _verify, "compare shards with their manifest and index; reads all tokens")
     checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
-    method = command("method", _method, "draw what the position methods of configurations do, side by side")
+    method = command("method", _method, "draw the position methods of configurations side by side")
     for added in (sample, mixture, method):
         added.add_argument(
             "inputs",
@@ -215,28 +217,28 @@ def parser() -> argparse.ArgumentParser:
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
         added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
-    method.add_argument("--length", type=token_count, help="tokens of the input that is drawn; default: 4 times L")
-    changed = "a label, then YAML overlays and KEY=VALUE that every configuration is evaluated with; may be repeated"
+    method.add_argument("--length", type=token_count, help="length in tokens of the drawn input; default: 4 times L")
+    changed = "a label, and YAML overlays and KEY=VALUE for the evaluation of every configuration; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
     method.add_argument(
-        "--output", type=local_path, required=True, metavar="FILE.html", help="the page; figures beside it"
+        "--output", type=local_path, required=True, metavar="FILE.html", help="the page; figures are written beside it"
     )
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
-    mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
-    sample.add_argument("--tokens", action="store_true", help="show id:piece of each token")
+    mixture.add_argument("--samples", type=count, help="number of samples; default: train_iters times the batch")
+    sample.add_argument("--tokens", action="store_true", help="show each token as id:piece")
     for added in (lengths, verify):
         added.add_argument(
             "shards", type=expanded, nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them"
         )
     checkpoint.add_argument(
-        "path", type=expanded, help="a run's save folder or one step's, or its URL on an object store"
+        "path", type=expanded, help="a run's save folder or one of its steps, also as a URL on an object store"
     )
-    checkpoint.add_argument("--no-verify", action="store_true", help="compare names and sizes only")
+    checkpoint.add_argument("--no-verify", action="store_true", help="compare only names and sizes")
     return options
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; key=value may also follow options, which argparse alone does not allow."""
+    """Parse the command line. key=value may also follow options, which argparse does not support."""
     options, rest = parser().parse_known_args(arguments)
     if rest and not (hasattr(options, "inputs") and all("=" in text and not text.startswith("-") for text in rest)):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")

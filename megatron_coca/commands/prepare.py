@@ -1,10 +1,10 @@
-"""Prepare a corpus for training: from its files on disk to tokenized shards, a manifest and data.yml.
+"""Prepare a corpus for training: turn its files into tokenized shards, a manifest and data.yml.
 
     megatron-coca prepare --builtin
     megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml --root /corpora
     megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
-    megatron-coca prepare RECIPE.yml --part 3/16        # on one of 16 hosts; then, once, without --part
+    megatron-coca prepare RECIPE.yml --part 3/16        # on one of 16 hosts; at the end once without --part
 
 After a kill or an error, the same command resumes.
 """
@@ -28,8 +28,8 @@ from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer, train_sent
 from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
+from megatron_coca.support.arguments import expanded, local_path, part_of
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import expanded, local_path, part_of
 from megatron_coca.support.remote_files import is_url
 
 MOST_WORKERS = 1024
@@ -45,67 +45,77 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "recipe", nargs="?", type=local_path, help="a YAML file that describes the corpus (docs/data.md)"
     )
-    parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
-    parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
-    parser.add_argument("--output", type=expanded, help="output folder (with --builtin: its parent, default data)")
+    parser.add_argument("--builtin", action="store_true", help="prepare the corpus inside this Python installation")
+    parser.add_argument(
+        "--input", nargs="+", metavar="NAME=PATH", help="files or folders of each source; a name may be repeated"
+    )
+    parser.add_argument("--output", type=expanded, help="output folder (with --builtin: its parent, by default data)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--workers", type=int, default=cores, help=f"worker processes ({cores}); 0 works in the main process"
+        "--workers", type=int, default=cores, help=f"number of worker processes ({cores}); 0 uses the main process"
     )
     parser.add_argument(
-        "--part", type=part_of, metavar="I/N", help="tokenize one of N shares; then run it without this"
+        "--part",
+        type=part_of,
+        metavar="I/N",
+        help="tokenize only part I of N; at the end run the command once without this option",
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
-    parser.add_argument("--root", type=expanded, help="with a recipe: replaces its root folder; may be a URL")
+    parser.add_argument("--root", type=expanded, help="with a recipe: a folder or URL instead of its root folder")
     plain = parser.add_argument_group("with --input; a recipe sets its own")
     plain.add_argument(
         "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
     )
-    plain.add_argument("--vocab-file", type=expanded)
-    plain.add_argument("--merge-file", type=expanded)
+    plain.add_argument("--vocab-file", type=expanded, help="vocabulary or model file of the tokenizer")
+    plain.add_argument("--merge-file", type=expanded, help="merges file of the tokenizer, if it has one")
     plain.add_argument(
         "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input"
     )
     start = "put this token before every text, such as '<s>' for Llama; default: none"
     plain.add_argument("--start-token", metavar="TOKEN", help=start)
-    end = "the token that ends documents; default: that of tokenizer_config.json, else of a list (docs/data.md)"
+    end = "token at the end of documents; default: from tokenizer_config.json, else from a list (docs/data.md)"
     plain.add_argument("--end-token", metavar="TOKEN", help=end)
-    accept = "go on with a tokenizer that loses text, by a sample that is decoded"
+    accept = "continue even if a decoded sample shows that the tokenizer loses text"
     plain.add_argument("--accept-tokenizer", action="store_true", help=accept)
-    plain.add_argument("--text-field", help="field of a record that contains its text (text)")
-    chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
+    plain.add_argument("--text-field", help="field of a record with its text (text)")
+    chats = "records are chats; the loss counts the tokens of all answers, of the last answer, or all tokens"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
-    template = "Jinja2 template, instead of the tokenizer's"
+    template = "Jinja2 template instead of the tokenizer's template"
     plain.add_argument("--chat-template", type=expanded, metavar="FILE", help=template)
-    time = "the time that the template prints, such as 2026-01-31T12:00; default: the start of the preparation"
+    time = "time for templates that print it, such as 2026-01-31T12:00; default: the start of the preparation"
     plain.add_argument("--chat-time", metavar="TIME", help=time)
-    plain.add_argument("--documents", choices=["file", "line"], help="unit of a document in text files (file)")
-    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report longer records (64)")
-    faulty = "go on if at most this share of the records is faulty (0.1)"
-    plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
-    plain.add_argument("--duplicates", choices=["exact", "keep"], help="duplicates to remove (exact)")
     plain.add_argument(
-        "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"
+        "--documents", choices=["file", "line"], help="a document of a text file is the whole file or one line (file)"
     )
-    plain.add_argument("--test-fraction", type=float, help="as --valid-fraction, for testing (0.01)")
+    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report longer records (64)")
+    faulty = "continue if at most this share of the records is faulty (0.1)"
+    plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
+    plain.add_argument("--duplicates", choices=["exact", "keep"], help="remove exact duplicates, or keep them (exact)")
+    plain.add_argument(
+        "--valid-fraction",
+        type=float,
+        help="fraction of the documents held out for validation, selected by a hash of their key (0.01)",
+    )
+    plain.add_argument("--test-fraction", type=float, help="the same for testing (0.01)")
     return parser
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options among ``names`` that were given. A zero counts: only None and False mean that one was not."""
+    """Return the options in ``names`` that are given. A zero is given; only None and False are not."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+def _exclude(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Raise an error if one of these options is given."""
     given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(arguments, names))
     if given:
         raise DataError(f"{given}: {reason}")
 
 
 def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
-    """The recipe that ``--input`` and its options describe."""
-    _refuse(arguments, ["root"], "goes with a recipe")
+    """Return the recipe for ``--input`` and its options."""
+    _exclude(arguments, ["root"], "has no effect without a recipe; leave it out")
     source = _given(arguments, _SOURCE_KEYS)
     if arguments.text_field is not None:
         source["fields"] = {"text": arguments.text_field}
@@ -113,7 +123,7 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
     for item in arguments.input:
         name, separator, path = item.partition("=")
         if not (name and separator and path):
-            raise DataError(f"{item}: give each input as NAME=PATH, for example books=books.jsonl.zst")
+            raise DataError(f"--input {item}: not NAME=PATH; write, for example, books=books.jsonl.zst")
         sources.setdefault(name, {"paths": [], **source})["paths"].append(path)
     recipe = {"sources": sources, **_given(arguments, _RECIPE_KEYS)}
     if arguments.train_tokenizer is not None:
@@ -122,29 +132,30 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
 
 
 def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
-    """The recipe that the command line names or describes, and the output folder."""
+    """Return the recipe that the command line names or describes, and the output folder."""
     if arguments.input:
         recipe = _recipe_from_options(arguments)
     else:
-        _refuse(arguments, _OF_INPUT, "is for --input only; set it in the recipe")
+        _exclude(arguments, _OF_INPUT, "only supported with --input; set it in the recipe")
         recipe = read_recipe(arguments.recipe, arguments.root)
     output = recipe.output if arguments.output is None else arguments.output
     if not output:
-        raise DataError("Give the output folder: --output, or `output` in the recipe.")
+        raise DataError("output: not set; give --output, or set `output` in the recipe")
     if is_url(output):
-        raise DataError(f"{output}: the output is a local folder; upload it when it is complete")
+        raise DataError(f"{output}: the output must be a local folder; upload it when it is complete")
     return recipe, Path(output)
 
 
 def _run(arguments: argparse.Namespace) -> str:
-    """Do what the command line describes; return what to print."""
+    """Run the preparation of the command line, and return the text to print."""
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
-        raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
+        raise DataError("input: give exactly one of a recipe, --input and --builtin; see --help")
     if not 0 <= arguments.workers <= MOST_WORKERS:
-        raise DataError(f"--workers {arguments.workers}: must be at least 0 and at most {MOST_WORKERS}")
+        raise DataError(f"--workers {arguments.workers}: must be from 0 to {MOST_WORKERS}")
     if arguments.builtin:
         others = (*_OF_INPUT, "root", "strict", "part")
-        _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
+        excluded = [name for name in others if name != "train_tokenizer"]
+        _exclude(arguments, excluded, "not supported with --builtin; leave it out")
         pieces = VOCAB_SIZE if arguments.train_tokenizer is None else arguments.train_tokenizer
         if not 0 < pieces <= MAX_VOCAB_SIZE:
             raise DataError(f"--train-tokenizer {pieces}: must be from 1 to {MAX_VOCAB_SIZE:,}")
@@ -163,11 +174,11 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
-    """The tokenizer of a recipe with its chat template and start token, or a function that trains one."""
+    """Return the tokenizer of a recipe with its chat template and start token, or a function that trains one."""
     training = recipe.training
     if training is not None:
         if recipe.chat_template is not None or recipe.chat_time is not None:
-            raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
+            raise DataError("chat_template: not supported with train_tokenizer; train it first, then name its files")
 
         def train(folder: Path) -> Tokenizer:
             texts = training_texts(recipe.sources, recipe.rules, training.characters)
@@ -181,7 +192,7 @@ def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
         tokenizer.chat = with_source(tokenizer.chat, recipe.chat_template)
     if recipe.chat_time is not None:
         if tokenizer.chat is None:
-            raise DataError("chat_time: the tokenizer has no chat template that could print it; leave it out")
+            raise DataError("chat_time: has no effect, because the tokenizer has no chat template; leave it out")
         tokenizer.chat = replace(tokenizer.chat, now=recipe.chat_time)
     return _beginning(tokenizer, recipe.start_token)
 
@@ -213,7 +224,7 @@ def _summary(path: Path) -> str:
             lines += empty_splits(record["sources"])
             lines.append(f"Train with: megatron-coca train configs/350M/roformer_coca.yml {config}")
         else:
-            lines.append(f"Only {', '.join(sorted(splits))} documents: a run needs training documents.")
+            lines.append(f"there are only {', '.join(sorted(splits))} documents; training needs training documents")
     return "\n".join(lines)
 
 

@@ -1,10 +1,12 @@
-"""Whole workflow on a laptop: train four position methods to retrieve, measure them far beyond the training length;
-then train one on text, kill and resume it, and measure its perplexity.
+"""Run the whole workflow on a laptop.
+
+Train four position methods on key-value recall, and measure them far beyond the training length. Then train one on
+text, kill and resume it, and measure its perplexity.
 
     megatron-coca quickstart
     megatron-coca quickstart train_iters=1000 # any key of the configurations, for all runs
 
-Everything is done by the project's own commands, which are printed as they run. Results in runs/quickstart are reused.
+The project's own commands do all the work and are printed as they run. Results in runs/quickstart are reused.
 """
 
 import json
@@ -20,25 +22,25 @@ from pathlib import Path
 from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.evaluation.options import slug
-from megatron_coca.support.program import PROGRAM
+from megatron_coca.support.processes import PROGRAM
 
-# PyTorch takes seconds to import: that is done after the options are read.
+# PyTorch takes seconds to import, so it is imported after the options are read.
 
 RUNS = Path("runs/quickstart")
 RECALL = {"rotary": "RoFormer", "coca": "CoCA-Slack", "coca_strict": "CoCA-Strict", "alibi": "ALiBi"}
-"""Methods that are trained on key-value recall, by `pos_emb`."""
+"""Labels of the methods that are trained on key-value recall, by `pos_emb`."""
 RECALL_KEYS = ("train_iters=400", "warmup=0.125", "checkpoint_factor=400")
 DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
 REPAIRS = {" + dynamic NTK": DYNAMIC_NTK, " + ReRoPE, log n": ("relative_positions.type=rerope", "logit_scaling=log_n")}
 TEXT, TEXT_LABEL = "roformer_coca", "RoFormer + CoCA"
-"""The run on text, which is killed halfway."""
+"""Name and label of the run on text, which is killed midway."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises ConfigError, EvaluationError, and SystemExit where a command fails."""
+    """Return 0. Raises ConfigError, EvaluationError, and SystemExit if a command fails."""
     parser = command_parser("quickstart", __doc__)
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of all configurations")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="overrides of all configurations")
     keys = parser.parse_args(arguments).keys
     from megatron_coca.evaluation import build_report
 
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recall(keys: Sequence[str]) -> list[Path]:
-    """Train every method of RECALL on the recall task, and evaluate it without and with what repairs it.
+    """Train every method of RECALL on the recall task, and evaluate it without and with its extensions.
 
     Returns the result files.
     """
@@ -76,7 +78,7 @@ def recall(keys: Sequence[str]) -> list[Path]:
 
 
 def train(name: str, keys: Sequence[str]) -> None:
-    """Train on text to the last step; the run is killed midway and resumed from its latest checkpoint."""
+    """Train on text to the last step. The run is killed midway and resumed from its latest checkpoint."""
     from megatron_coca.checkpoints.native import folder as native
     from megatron_coca.config import load_config
 
@@ -94,7 +96,7 @@ def train(name: str, keys: Sequence[str]) -> None:
 
 
 def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
-    """Start a training run, and send it SIGKILL once it has reported `step`."""
+    """Start a training run, and send SIGKILL to it when it has reported `step`."""
     from megatron_coca.checkpoints.native import folder as native
 
     show(command)
@@ -112,7 +114,7 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
 
 
 def reported_step(save: Path) -> int:
-    """Return the last step in the run's metrics, 0 before the first report."""
+    """Return the last step in the metrics of the run; 0 before the first report."""
     metrics = save / "metrics.jsonl"
     if not metrics.is_file():
         return 0
@@ -133,7 +135,7 @@ def evaluate(name: str) -> list[Path]:
 def measure(
     task: str, save: Path, label: str, changed: Mapping[str, Sequence[str]], *options: str
 ) -> tuple[list[str], list[Path]]:
-    """Return the command that measures a checkpoint as it is and with the keys of `changed`, and its result files."""
+    """Return the command that measures a checkpoint unchanged and with the keys of `changed`, and its result files."""
     variants = {label: (), **{f"{label}{end}": keys for end, keys in changed.items()}}
     given = (part for variant, keys in variants.items() for part in ("--variant", variant, *keys))
     command = ["evaluate", task, "--checkpoint", str(save), *options, "--output", str(RUNS), "--overwrite", *given]
@@ -141,14 +143,14 @@ def measure(
 
 
 def run(command: Sequence[str]) -> None:
-    """Print and run one command of the project; end with its exit status if it fails."""
+    """Print and run one command of the project. If it fails, exit with its status."""
     show(command)
     if status := subprocess.run([*PROGRAM, *command], check=False).returncode:
         sys.exit(status)
 
 
 def run_together(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands at the same time, each with one thread; end with the exit status of one that fails."""
+    """Run commands at the same time, each with one thread. If one fails, exit with its status."""
     for command in commands:
         show(command)
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Train a model: YAML files are merged in order, then `key=value` overrides apply."""
+"""Train a model. YAML files are merged in order, and then `key=value` overrides apply."""
 
 import argparse
 import os
@@ -7,36 +7,43 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.program import MAIN, InputError, expanded
+from megatron_coca.support.arguments import expanded
+from megatron_coca.support.errors import InputError
+from megatron_coca.support.processes import MAIN
 from megatron_coca.support.remote_files import HUB, hub_hint
 from megatron_coca.training import watchdog
 
 if TYPE_CHECKING:
     from megatron_coca.config import Config
 
-# PyTorch and DeepSpeed take seconds to import: only `run` does, after the configuration is accepted.
+# PyTorch and DeepSpeed take seconds to import, so `run` imports them after the configuration is validated.
 
 EPILOG = """for example:
     megatron-coca train configs/350M/roformer_coca.yml
     megatron-coca train configs/350M/alibi.yml configs/cluster/cpu.yml train_iters=20 save=runs/try --num_gpus 2
-    megatron-coca train models/qwen3 finetune.yml   (a folder first: its network and weights, unless a key differs)
+    megatron-coca train models/qwen3 finetune.yml   (a folder with the network and the initial weights)
 
 All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
-INPUTS = "merged in order, then the keys; a folder as the first gives the network and the initial weights"
+INPUTS = "files, which are merged in order, and keys; a folder as the first gives the network and the initial weights"
 
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("train", __doc__, EPILOG)
     parser.add_argument("inputs", type=expanded, nargs="+", metavar="CONFIG.yml | key=value", help=INPUTS)
     parser.add_argument(
-        "-d", "--conf_dir", type=expanded, metavar="DIR", help="folder of the files, whose names need no .yml"
+        "-d", "--conf_dir", type=expanded, metavar="DIR", help="folder of the files; their names need no .yml"
     )
     parser.add_argument(
-        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU with distributed_backend=gloo)"
+        "--num_gpus",
+        type=int,
+        metavar="N",
+        help="number of processes on this machine, on the CPU with distributed_backend=gloo",
     )
-    parser.add_argument("--hostfile", type=expanded, metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
+    parser.add_argument(
+        "--hostfile", type=expanded, metavar="FILE", help="file with hosts and slots in the format of DeepSpeed"
+    )
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )
@@ -45,14 +52,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 after training, else one of those in docs/faults.md."""
-    watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
+    """Return the exit status: 0 after training, else a status in docs/faults.md."""
+    watchdog.install()  # before other imports, because a file of the user may shadow a module that they import
     from megatron_coca.training.exit_status import INTERRUPTED, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
     options, unknown = parser().parse_known_intermixed_args(given)
     if unknown:
-        parser().error(f"unrecognized arguments: {' '.join(unknown)}; keys have no dashes: `train_iters=1000`")
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}; write keys without dashes: `train_iters=1000`")
     try:
         return run(*read_config(options), given)
     except (InputError, Stopped) as error:
@@ -64,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
-    """Load the configuration of the command line, and list the given keys without effect; launch options win."""
+    """Return the configuration of the command line, and the given keys without effect. Launch options override keys."""
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
     from megatron_coca.config.source import given_values
 
@@ -77,7 +84,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     if files[:1] == [f"{first}.yml"] and (hint := hub_hint(first)):
         raise ConfigError(f"{first}: no such file or folder{hint}")
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
-        raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
+        raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write a line `name slots=8` for each host")
     names = ("num_gpus", "hostfile")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     given = [*keys, "auto_resume=true"] if options.auto_resume else keys
@@ -98,12 +105,12 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     if config.optimizer.lr is None:
         raise ConfigError("optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`")
     if config.schedule.stages is not None and config.checkpoint.save is None:
-        raise ConfigError("stages: need a folder, because a stage starts from the checkpoint at its border; set save")
+        raise ConfigError("stages: need save, because a stage starts from the checkpoint of the previous one; set save")
     return config, keys_without_effect(files, keys)
 
 
 def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str]) -> int:
-    """Start the processes that the configuration asks for, or train in this one."""
+    """Start the processes of the configuration, or train in this process."""
     from megatron_coca.training import launch
 
     status = launch.start(config.launch, os.environ, [MAIN, "train", *arguments])

@@ -1,4 +1,4 @@
-"""Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
+"""Base of all groups of keys: the error class, ranges of values, and the declaration of a key."""
 
 import difflib
 import os
@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from megatron_coca.support.errors import InputError
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import InputError
 
 
 class ConfigError(InputError, ValueError):
-    """All errors of a configuration, one line each.
+    """All errors of a configuration, with a line for each.
 
     Attributes:
-        problems: lines `<file or command line>: <key>: <message>`.
+        problems: the lines, `<file or command line>: <key>: <message>`.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -27,37 +27,37 @@ class ConfigError(InputError, ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the hint ``; did you mean `x`?`` for the known word closest to `word`, or an empty string."""
+    """Return the hint ``; did you mean `x`?`` for the known word that is closest to `word`, or an empty string."""
     lowered = {candidate.lower(): candidate for candidate in known}
     match = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean `{lowered[match[0]]}`?" if match else ""
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, abbreviated."""
+    """Return the text of a value for a message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class ConfigGroup(BaseModel):
-    """A frozen group of keys. A field's alias, if it has one, is its dotted path in YAML."""
+    """A frozen group of keys. The alias of a field, if it has one, is its dotted path in YAML."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-"""File, folder, prefix of files, or URL; a leading `~` becomes the home folder."""
+"""A file, folder, prefix of files, or URL. A leading `~` becomes the home folder."""
 
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-"""Steps, tokens, rows. The product of any two fits into 64 bits."""
+"""A number of steps, tokens or rows. The product of any two fits into 64 bits."""
 WholeNumber = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
-"""Features, heads, samples, ranks: what a machine allocates or loops over."""
+"""A number of features, heads, samples or ranks. A machine allocates or loops over this many."""
 Positive = Annotated[float, Field(gt=0.0, le=1.0e30)]
 NotNegative = Annotated[float, Field(ge=0.0, le=1.0e30)]
 Seconds = Annotated[float, Field(gt=0.0, le=1.0e9)]
-"""A time that timers of the operating system and of collectives accept, also doubled."""
+"""A time in seconds. Timers of the operating system and of collectives accept twice its maximum."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -73,5 +73,5 @@ def required(description: str) -> Any:
 
 
 def follows(name: str, description: str) -> Any:
-    """Declare a key whose default is the value of `name`, an earlier field of the same group."""
+    """Declare a key that has the value of `name`, an earlier field of the same group, as its default."""
     return Field(default_factory=lambda data: data[name], description=description, json_schema_extra={"follows": name})

@@ -1,4 +1,4 @@
-"""`load_config`: merge files and overrides into one frozen, validated Config; and the inputs of a command line."""
+"""Merge files and overrides into one frozen, validated configuration: `load_config` and `Config`."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from typing_extensions import Self
 from megatron_coca import methods
 from megatron_coca.config.base import ConfigError, ConfigGroup, nearest, shown
 from megatron_coca.config.checks import find_faults
+from megatron_coca.config.data import TrainingPositions
 from megatron_coca.config.neox_keys import (
     ALIAS_VALUES,
     ALIASES,
     HUGGING_FACE,
     INERT,
     MISPLACED,
-    RENAMED_CHOICES,
     UNSUPPORTED,
     UNSUPPORTED_CHOICES,
     is_inert,
@@ -38,7 +38,6 @@ from megatron_coca.config.source import (
     read_overrides,
     yaml_value,
 )
-from megatron_coca.config.training import TrainingPositions
 
 EXPECTED: dict[str, str] = {
     "int_type": "expected an integer",
@@ -52,12 +51,12 @@ EXPECTED: dict[str, str] = {
     "model_type": "expected a mapping",
     "finite_number": "expected a finite number",
 }
-"""By pydantic's error; of other errors pydantic's own words are kept."""
+"""Messages for pydantic's types of errors. All other types keep pydantic's message."""
 UNQUOTED: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
-"""Types that a string would have without its quotes, by pydantic's error."""
+"""The Python types of a valid value, for the hint to remove the quotes of a string, by pydantic's type of error."""
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
 LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-"""Keys of the fp16 section without a meaning in bfloat16."""
+"""Keys of the fp16 section that have no meaning in bfloat16."""
 SUFFIXES = (".yml", ".yaml", ".json")
 MISSING = "required, but missing"
 NO_MODEL = "put it after a model's file, for example `configs/350M/roformer_coca.yml`"
@@ -65,7 +64,7 @@ _PLACEHOLDERS = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "s
 
 
 def known_keys() -> tuple[str, ...]:
-    """Every key that may be set, and `key.name` of mappings with known names."""
+    """Return every key that may be set, and `key.name` for mappings with known names."""
     return (*KEYS, *INERT, *ALIASES, *(f"{key}.{name}" for key in KEYS for name in nested_names(key)))
 
 
@@ -78,12 +77,12 @@ class Problems:
         self.keys: set[str] = set()
 
     def add(self, key: str, message: str) -> None:
-        """Add an error of `key`; checks that read the key are skipped from then on."""
+        """Add an error of `key`; the messages of checks that read the key are dropped from then on."""
         self.lines.append(f"{self._location(key)}: {key}: {message}")
         self.keys.add(_owner_of(key))
 
     def _location(self, path: str) -> str:
-        """Location of `path`, else of a key inside it, else of the innermost mapping around it."""
+        """Return the location of `path`, else of a key inside it, else of the innermost mapping around it."""
         path = path.partition("[")[0]
         where = self.source.where
         inside = (location for key, location in where.items() if key.startswith(f"{path}."))
@@ -91,7 +90,7 @@ class Problems:
         return where.get(path) or next(inside, None) or next(around, self.source.label)
 
     def add_from_pydantic(self, key: str, errors: Sequence[ErrorDetails]) -> None:
-        """Reword the errors of pydantic for one value, of which a union of types has several, and add them as one."""
+        """Add pydantic's errors for one value as one error, in our words. A union of types has several errors."""
         error = errors[0]
         value, kind = error["input"], error["type"]
         if kind == "missing":
@@ -112,19 +111,19 @@ class Problems:
             elif isinstance(value, str) and type(yaml_value(value)) in UNQUOTED.get(kind, ()):
                 hint = "; remove the quotes"
             elif key in ("fp16", "bf16"):
-                hint = f"; for the dtype alone, set precision={key}"
+                hint = f"; to set only the dtype, use precision={key}"
             message = f"{' or '.join(dict.fromkeys(expected))}, got {shown(value)}{hint}"
         self.add(key, message)
 
 
 def _expectation(message: str) -> str:
-    """Reword pydantic's message: `Input should be greater than 0`, and `Input should be 'auto'` of a union."""
+    """Reword pydantic's message, such as `Input should be greater than 0`, or `Input should be 'auto'` in a union."""
     expected = message.removeprefix("Input should be ")
     return expected.replace("'", "`") if expected.startswith("'") else f"expected a value {expected}"
 
 
 def unknown_key(key: str) -> str:
-    """Return the error of an unknown key, with the key that is meant or the nearest one."""
+    """Return the error of an unknown key, which suggests the key for a Hugging Face name, or the closest key."""
     meant = HUGGING_FACE.get(key)
     return f"unknown key{f'; did you mean `{meant}`?' if meant else nearest(key, known_keys())}"
 
@@ -139,7 +138,7 @@ def _owner_of(path: str) -> str:
 
 
 def _path_of(error: ErrorDetails, values: Any) -> str:
-    """Return the dotted path of the value within `values` that pydantic rejects, without the members of unions."""
+    """Return the dotted path of the invalid value within `values`, without the members of unions."""
     path = ""
     for part in error["loc"]:
         try:
@@ -168,7 +167,7 @@ def _choices_of(key: str) -> tuple[Any, ...]:
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
-    """Return the values of a Literal, also inside a union or an Annotated; empty for other types."""
+    """Return the values of a Literal, also if it is inside a union or an Annotated; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
@@ -176,7 +175,7 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
 
 
 def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
-    """Return the groups by name and all errors. With errors, the groups have defaults for the invalid keys."""
+    """Return the groups by name, and all errors. Invalid keys have their defaults in the groups."""
     problems = Problems(source)
     flat = _flatten(source.values, "", problems)
     _resolve_aliases(flat, problems)
@@ -184,19 +183,17 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     known = _known_values(flat, problems)
     _run_imports(known, problems)
     absent = {key: value for key, value in _PLACEHOLDERS.items() if key not in known}
-    if len(absent) > 2:  # an overlay: most checks between keys would compare with a model that is not there
+    if len(absent) > 2:  # an overlay: most checks between keys would compare with a model that is missing
         problems.lines.append(f"{source.label}: describes no model ({', '.join(absent)} missing); {NO_MODEL}")
         return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems.lines
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
-    unreliable = problems.keys | ({"num_kv_heads"} if "num_attention_heads" in problems.keys else set())
-    unreliable |= {"max_position_embeddings"} if "seq_length" in problems.keys else set()
-    for key, message in find_faults(Settings.model_validate(groups), frozenset(unreliable)):
+    for key, message in find_faults(Settings.model_validate(groups), frozenset(problems.keys)):
         problems.add(key, message)
     return groups, problems.lines
 
 
 def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[str, Any]:
-    """Return values by dotted path, down to the keys of the schema, without nulls in mappings of known names."""
+    """Return the values by dotted path, as deep as the keys of the schema. Omits nulls in mappings of known names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{path}.{name}" if path else name
@@ -212,7 +209,7 @@ def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[s
 
 
 def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
-    """Move the values of aliases to their keys, unless they contradict each other."""
+    """Move the values of aliases to their keys. An alias that contradicts its key is an error."""
     for alias in [alias for alias in ALIASES if alias in flat]:
         value, choices, target = flat.pop(alias), ALIAS_VALUES.get(alias), ALIASES[alias]
         if value is None:
@@ -242,8 +239,8 @@ def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
 def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
     """Translate GPT-NeoX's names in the sections of dtypes.
 
-    `fp16.fp16` and `bf16.bf16` are redundant, `fp16.type: bfloat16` means the bf16 section, and a bf16 section copied
-    from an fp16 one has keys of loss scaling, which bfloat16 does not use.
+    `fp16.fp16` and `bf16.bf16` are redundant. `fp16.type: bfloat16` means the bf16 section. A bf16 section that was
+    copied from an fp16 section has keys of loss scaling, which bfloat16 does not use.
     """
     section = flat.get("bf16")
     if isinstance(section, dict):
@@ -263,7 +260,7 @@ def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
 
 
 def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return the keys of the schema that are set; add an error for every other key that has an effect in GPT-NeoX."""
+    """Return the keys of the schema that are set. Every other key that has an effect in GPT-NeoX is an error."""
     known: dict[str, Any] = {}
     for key, value in flat.items():
         choice = value.lower() if isinstance(value, str) else value
@@ -276,8 +273,6 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
                 problems.add(key, f"{feature} is not supported; leave the key out")
         elif key not in KEYS and key not in INERT:
             problems.add(key, unknown_key(key))
-        elif hashable and choice in RENAMED_CHOICES.get(key, {}):
-            known[key] = RENAMED_CHOICES[key][choice]
         elif hashable and choice in UNSUPPORTED_CHOICES.get(key, {}):
             names = [str(name) for name in _choices_of(key)]
             choices = f" ({' | '.join(names)})" if names else ""
@@ -288,22 +283,23 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _unquoted_word(key: str, value: bool) -> Any:
-    """Return the choice that YAML reads as this boolean where it is not quoted, such as `off`, if the key has one."""
+    """Return the choice of the key that YAML reads as this boolean without quotes, such as `off`, if there is one."""
     choices = () if key in MAPPINGS else _choices_of(key)
     words = [choice for choice in choices if isinstance(choice, str) and yaml_value(choice) is value]
     return words[0] if words else value
 
 
 def _run_imports(known: dict[str, Any], problems: Problems) -> None:
-    """Run the files that declare position methods, before anything is validated by these; replace their names by
-    absolute ones with a digest of the contents.
+    """Run the files that declare position methods, because validation needs their declarations.
+
+    Each name in `imports` becomes an absolute path with a digest of the file's contents.
     """
     names = known.get("imports")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return  # validation says what is wrong
+        return  # validation reports the error
     file = problems.source.where.get("imports", "").rpartition(":")[0]
     folder = Path(file).parent if file and os.path.isfile(file) else Path()
-    if file and names and _may_be_others(Path(file)):
+    if file and names and _may_be_downloaded(Path(file)):
         problems.add("imports", not_run(names))
         return
     try:
@@ -312,9 +308,12 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
         problems.add("imports", str(error))
 
 
-def _may_be_others(file: Path) -> bool:
-    """True for a file in the folder of a checkpoint, here or of GPT-NeoX, or of prepared data: it comes with these."""
-    for path in (Path(os.path.abspath(file)), file.resolve()):  # a link, as in the cache of the hub, is in two folders
+def _may_be_downloaded(file: Path) -> bool:
+    """Return True for a file in a folder of a checkpoint, of this project or GPT-NeoX, or of prepared data.
+
+    Such a file may come from somebody else, together with the checkpoint or the data.
+    """
+    for path in (Path(os.path.abspath(file)), file.resolve()):  # a link in the cache of the hub is in two folders
         outer = path.parent.parent if path.parent.name == "configs" else path.parent
         if (
             path.name == "data.yml"
@@ -327,16 +326,16 @@ def _may_be_others(file: Path) -> bool:
 
 
 def not_run(names: Sequence[str]) -> str:
-    """Return the error for files of Python that a checkpoint names in `imports`."""
+    """Return the error for Python files that a checkpoint names in `imports`."""
     files = ", ".join(name.partition(methods.MARK)[0] for name in names)
     return (
         f"{files}: not run, because a checkpoint may come from anybody; read the file, then name it with imports=[FILE]"
-        " as an override (--set imports=[FILE]) or in your own configuration"
+        " in an override (--set imports=[FILE]) or in your own configuration"
     )
 
 
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
-    """Build one group; invalid keys are reported and replaced by their defaults."""
+    """Build one group. Invalid keys are reported, and have their defaults in the group."""
     values = {key: value for key, value in known.items() if KEYS[key].group == name}
     try:
         return kind.model_validate(values)
@@ -363,12 +362,12 @@ class Config(Settings):
 
     @property
     def layer_types(self) -> dict[str, PositionConfig]:
-        """The position keys of every type of layers, in the order of their first layers."""
+        """Position keys of every type of layers, in the order of their first layers."""
         return self.position.of_types(self.model.layer_names)
 
     @property
     def training_positions(self) -> TrainingPositions | None:
-        """The positions of training samples; None for 0, 1, ... A learned extension (CLEX) has stretched ones."""
+        """Positions of training samples; None for 0, 1, ... The default of a learned extension (CLEX) is stretched."""
         given, types = self.general.training_positions, self.layer_types.values()
         factors = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
         stretched = TrainingPositions(type="stretched", max=f"{max(factors)}L") if factors else None
@@ -376,7 +375,7 @@ class Config(Settings):
 
     @property
     def gpu_keys(self) -> tuple[str, ...]:
-        """The keys that need GPUs: `num_gpus` or `distributed_backend: nccl`, but not with gloo, and fp16."""
+        """The keys that need GPUs: `distributed_backend: nccl`, `num_gpus` unless the backend is gloo, and fp16."""
         backend, counted = self.parallel.distributed_backend, self.launch.num_gpus is not None
         devices = ["num_gpus" if counted else "distributed_backend"] * (
             backend == "nccl" or (backend is None and counted)
@@ -386,14 +385,15 @@ class Config(Settings):
     def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
         """Return a validated copy with some keys changed.
 
+        A key that was not set and has another key as its default (num_kv_heads, max_position_embeddings) still follows
+        that key.
+
         Args:
             overrides: as for `load_config`.
             files: YAML files that are merged before the overrides.
 
         Raises:
             ConfigError: the result is not valid.
-
-        Keys whose default is another key (num_kv_heads, max_position_embeddings) still follow it, unless they were set.
         """
         problems: list[str] = []
         own = Layer("configuration", self._nested(only_set=True), {})
@@ -401,11 +401,11 @@ class Config(Settings):
         return self.from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
 
     def run_stages(self) -> list[RunStage[Self]]:
-        """Return the stages of the run; one, with this configuration, where `stages` gives none."""
+        """Return the stages of the run. Without `stages` there is one stage, which has this configuration."""
         return resolve_stages(self, self.override)
 
     def to_yaml(self) -> str:
-        """Return every key with its resolved value as YAML; load_config reads it back as an equal Config."""
+        """Return every key with its resolved value as YAML. `load_config` reads it back as an equal Config."""
         return dump(self._nested(only_set=False))
 
     def flat(self) -> dict[str, Any]:
@@ -431,7 +431,7 @@ class Config(Settings):
 
     @classmethod
     def from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
-        """Merge layers and validate the result; `problems` are errors so far. Raises ConfigError with all errors."""
+        """Merge layers and validate the result. Raises ConfigError with all errors, after those in `problems`."""
         source = merge(layers)
         groups, errors = validate(source)
         if problems or errors:
@@ -452,9 +452,9 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
     """Merge files and mappings left to right, then overrides, and validate the result.
 
     Args:
-        sources: one file or mapping, or several; later ones win, mappings are merged key by key, null (None) means "not
-            set".
-        overrides: a mapping of dotted keys to values, or strings `key=value` whose values are parsed as YAML.
+        sources: one file or mapping, or several. Later ones win, mappings are merged key by key, and null (None) means
+            "not set".
+        overrides: a mapping of dotted keys to values, or strings `key=value` with values in YAML.
 
     Returns:
         The configuration. Hyphens and underscores in keys are equivalent.
@@ -466,14 +466,14 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
     several = [sources] if isinstance(sources, str | Path | Mapping) else sources
     read = [mapping_layer(each) if isinstance(each, Mapping) else read_file(each, problems) for each in several]
     layers = [layer for layer in read if layer is not None] + read_overrides(overrides, problems)
-    if None in read:  # a key that seems to be missing may be in the unreadable file
+    if None in read:  # a missing key may be in the file that cannot be read
         _, errors = validate(merge(layers))
         raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
     return Config.from_layers(layers, problems)
 
 
 def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) -> list[str]:
-    """Return what has no effect: keys of GPT-NeoX, and options of a position choice that a later file replaces."""
+    """List settings without effect: keys of GPT-NeoX, and options of a position choice that a later file replaces."""
     given = given_layer(overrides, paths)
     return [*sorted(given.values.keys() & INERT.keys()), *given.dropped]
 
@@ -481,7 +481,7 @@ def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) 
 def split_inputs(inputs: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
     """Divide the inputs of a command line into configuration files and `key=value` overrides.
 
-    As in GPT-NeoX, file names are relative to `folder`, if it is given, and need no `.yml`: `125M`.
+    As in GPT-NeoX, file names are relative to `folder` if it is given, and need no `.yml`, for example `125M`.
     """
     names = [os.path.join(folder or "", text) for text in inputs if "=" not in text]
     return [_with_suffix(name) for name in names], [text for text in inputs if "=" in text]

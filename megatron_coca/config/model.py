@@ -51,8 +51,8 @@ GAU = "gau"
 """The type of layers that are gated attention units."""
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
-"""`loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. With fewer chunks the weight and its
-gradient are read less often.
+"""Sizes of a chunk with `loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. Larger chunks read
+the weight and its gradient less often.
 """
 
 
@@ -64,78 +64,86 @@ class ModelConfig(ConfigGroup):
     num_attention_heads: Size = required("Number of query heads.")
     num_kv_heads: Size = follows(
         "num_attention_heads",
-        "Number of key and value heads; fewer than num_attention_heads means grouped-query attention.",
+        "Number of key and value heads. Fewer than num_attention_heads is grouped-query attention.",
     )
     kv_channels: Size | None = key(
         None, "Features per attention head, as in Megatron; null: hidden_size / num_attention_heads."
     )
     intermediate_size: Size | None = key(
         None,
-        "Inner width of the MLP. As in GPT-NeoX, a gated activation uses two thirds of it for value and gate together.",
+        "Inner width of the MLP. As in GPT-NeoX, value and gate of a gated activation together have two thirds of it.",
     )
     mlp_multiple_of: Size = key(1, "Round the inner width of the MLP up to a multiple of this.")
     expansion_factor: Annotated[float, Field(gt=0.0, le=1024.0)] | None = key(
-        None, "Inner width of the MLP as a multiple of hidden_size; replaces intermediate_size."
+        None, "Inner width of the MLP as a multiple of hidden_size, instead of intermediate_size."
     )
     seq_length: Count = required(
-        "Training length in tokens. Extensions are relative to it, unless"
+        "Training length in tokens. It is also the L of position extensions, unless"
         " rope_scaling.original_max_position_embeddings is set."
     )
     max_position_embeddings: Count = follows(
         "seq_length",
-        "Rows of the learned position table, at least seq_length; other position methods do not read it.",
+        "Rows of the learned position table, at least seq_length. Only pos_emb learned reads it.",
     )
     opt_pos_emb_offset: WholeNumber = key(
-        0, "Added to the positions of pos_emb learned and sinusoidal, 2 in OPT; the table needs as many rows more."
+        0,
+        "Offset that is added to the positions of pos_emb learned and sinusoidal, 2 in OPT. The table needs that many"
+        " more rows.",
     )
-    vocab_size: Count | None = key(None, "Rows of the embedding before padding; null uses the tokenizer's size.")
+    vocab_size: Count | None = key(None, "Rows of the embedding before padding; null: the size of the tokenizer.")
     make_vocab_size_divisible_by: Size = key(128, "Pad the embedding to a multiple of this many rows.")
     no_weight_tying: bool = key(False, "Use a separate output head instead of tying it to the embedding.")
     attention_config: list[Any] | None = key(
         None,
-        "Type of every layer, as in GPT-NeoX: `[[[sliding, sliding, global], 4]]`. `global` and `flash` have the"
-        " model's position keys, and so has `gau`, a gated attention unit in place of attention and MLP; others are"
-        " names of `layer_types`.",
+        "Type of every layer, as in GPT-NeoX: `[[[sliding, sliding, global], 4]]`. `global` and `flash` are layers with"
+        " the model's position keys. `gau` is a gated attention unit, which replaces attention and MLP. All other names"
+        " are keys of `layer_types`.",
     )
-    gau_width: Size | None = key(None, "Features of gate and values of a gated attention unit; null: 2 hidden_size.")
-    gau_key_width: Size = key(128, "Features of its queries and keys, which divide those of its values.")
+    gau_width: Size | None = key(
+        None, "Features of the gate and the values of a gated attention unit; null: 2 hidden_size."
+    )
+    gau_key_width: Size = key(128, "Features of the queries and keys of a gated attention unit; must divide gau_width.")
     activation: Activation = key("gelu", "Activation of the MLP.")
     bias_gelu_fusion: bool = key(
-        False, "With activation gelu, use the tanh approximation, as GPT-NeoX's fused kernel does."
+        False, "With activation gelu: use the tanh approximation, as GPT-NeoX's fused kernel does."
     )
-    use_bias_in_norms: bool = key(True, "Biases in the norms.")
-    use_bias_in_attn_linear: bool = key(True, "Biases in the attention projections.")
+    use_bias_in_norms: bool = key(True, "Use biases in the norms.")
+    use_bias_in_attn_linear: bool = key(True, "Use biases in the attention projections.")
     use_bias_in_qkv: bool = follows(
-        "use_bias_in_attn_linear", "Biases of queries, keys and values, where they differ from the output projection's."
+        "use_bias_in_attn_linear",
+        "Use biases for queries, keys and values; set it only if the output projection differs.",
     )
-    use_bias_in_mlp: bool = key(True, "Biases in the MLP.")
+    use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
-    gpt_j_tied: bool = key(False, "With gpt_j_residual, one norm for attention and MLP.")
+    gpt_j_tied: bool = key(False, "With gpt_j_residual: one norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")
     norm_position: Literal["pre", "post", "sandwich"] = key(
         "pre",
-        "pre: norms of the inputs of attention and MLP; post: of their outputs, before the residual sum, as in OLMo 2;"
-        " sandwich: of both, as in Gemma 2.",
+        "pre: norms on the inputs of attention and MLP; post: norms on their outputs, before the residual sum, as in"
+        " OLMo 2; sandwich: both, as in Gemma 2.",
     )
     zero_centered_norms: bool = key(
-        False, "With norm rmsnorm, multiply by 1 + weight instead of weight, as in Gemma; weights begin at 0."
+        False, "With norm rmsnorm: multiply by 1 + weight instead of weight, as in Gemma. Weights are initially 0."
     )
     qk_norm: Literal["head", "projection"] | None = key(
         None,
-        "RMSNorm of queries and one of keys before rotation, of CoCA's T before u is formed. head: of every head, with"
-        " a weight for its features, as in Qwen 3; projection: of all heads together, as in OLMo 2.",
+        "RMSNorm on queries and on keys before rotation (with CoCA on T, before u is formed). head: for every head,"
+        " with one weight per feature, as in Qwen 3; projection: for all heads together, as in OLMo 2.",
     )
-    use_embedding_norm: bool = key(False, "A norm after the embedding, as in BLOOM.")
-    embedding_scale: Positive = key(1.0, "Factor on the embedding, rounded to its dtype, as in Gemma.")
-    softmax_scale: Positive | None = key(None, "Factor on the scores of attention; null: 1 / sqrt(features per head).")
+    use_embedding_norm: bool = key(False, "Use a norm after the embedding, as in BLOOM.")
+    embedding_scale: Positive = key(1.0, "Factor on the embedding, rounded to the dtype of the embedding, as in Gemma.")
+    softmax_scale: Positive | None = key(None, "Factor on the attention scores; null: 1 / sqrt(features per head).")
     attn_logit_softcapping: Positive | None = key(
-        None, "Replace scores s of attention by c tanh(s / c) for this c, as in Gemma 2."
+        None, "Replace each attention score s by c tanh(s / c), with c the value of this key, as in Gemma 2."
     )
-    final_logit_softcapping: Positive | None = key(None, "The same for the logits of the output head.")
+    final_logit_softcapping: Positive | None = key(
+        None, "As attn_logit_softcapping, for the logits of the output head."
+    )
     final_logit_scale: Positive = key(1.0, "Factor on the logits of the output head, as in Cohere's models.")
     use_qk_layernorm: bool = key(
         False,
-        "A norm of this kind on queries and keys before rotation, as in GPT-NeoX; of CoCA's T before u is formed.",
+        "Use the norm of `norm` on queries and keys before rotation, as in GPT-NeoX (with CoCA on T, before u is"
+        " formed).",
     )
     layernorm_epsilon: Positive = key(1.0e-5, "Epsilon of layernorm.")
     rms_norm_epsilon: Positive = key(1.0e-8, "Epsilon of rmsnorm.")
@@ -148,31 +156,31 @@ class ModelConfig(ConfigGroup):
     )
     init_method_std: Positive = key(0.02, "Standard deviation of the normal initializations.")
     checkpoint_activations: bool = key(False, "Recompute the activations of the blocks in the backward pass.")
-    checkpoint_num_layers: Count = key(1, "With checkpoint_activations, number of blocks recomputed together.")
+    checkpoint_num_layers: Count = key(1, "With checkpoint_activations: number of blocks that are recomputed together.")
     checkpoint_policy: Literal["full", "selective"] = key(
         "full",
-        "With checkpoint_activations, full: recompute everything within a group of blocks; selective: recompute"
+        "With checkpoint_activations. full: recompute everything within a group of blocks; selective: recompute"
         " everything except matrix products and attention.",
     )
     loss_chunk_size: WholeNumber | Literal["auto"] = key(
         "auto",
-        "Tokens whose logits are in memory at once during the loss; 0 disables chunking. auto: 1,024, with loss_kernel"
-        " triton as many as have 1 GiB of logits if these are more.",
+        "The loss is computed in chunks of this many tokens, so that only their logits are in memory; 0: one chunk."
+        " auto: 1,024 tokens, or with loss_kernel triton 1 GiB of logits if that is more.",
     )
     loss_kernel: Literal["auto", "torch", "triton"] = key(
         "auto",
-        "Losses and gradients of a chunk's logits by PyTorch operations or one Triton kernel in place; auto: triton on"
-        " a GPU, torch on a CPU.",
+        "Compute the loss and its gradient with PyTorch operations (torch) or with one Triton kernel in place (triton)."
+        " auto: triton on a GPU, torch on a CPU.",
     )
     torch_compile: bool | Literal["auto"] = key(
         "auto",
-        "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a"
-        " GPU, unless the log gives a reason against it.",
+        "Compile the blocks with torch.compile for training. This needs a C++ compiler, and on a GPU also Triton. auto:"
+        " compile on a GPU if the model supports it; otherwise the log gives the reason.",
     )
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The type of every layer, `global` where `attention_config` says nothing else."""
+        """Type of every layer; all are `global` without `attention_config`."""
         return layer_names(self.attention_config, self.num_layers)
 
     @property
@@ -181,7 +189,7 @@ class ModelConfig(ConfigGroup):
         return self.gau_width or 2 * self.hidden_size
 
     def of_type(self, name: str) -> "ModelConfig":
-        """Return the shape of one type of layers: a gated attention unit has one head of gau_key_width features."""
+        """Return the shape of one type of layers. A gated attention unit has one head of gau_key_width features."""
         one = {"num_attention_heads": 1, "num_kv_heads": 1, "kv_channels": self.gau_key_width}
         return self.model_copy(update=one) if name == GAU else self
 
@@ -210,10 +218,10 @@ class ModelConfig(ConfigGroup):
 
     @property
     def ffn_hidden_size(self) -> int:
-        """Inner width of the MLP (input width of its second matrix), by GPT-NeoX's rule.
+        """Inner width of the MLP by GPT-NeoX's rule: the input width of its second matrix.
 
-        A gated activation packs value and gate into two thirds of the nominal width, so that it has as many
-        parameters as a plain one; the packed width is rounded so that each half is a multiple of mlp_multiple_of.
+        A gated activation packs value and gate into two thirds of the nominal width, so that it has as many parameters
+        as a plain activation. The packed width is rounded so that each half is a multiple of mlp_multiple_of.
         """
         nominal = self.intermediate_size or int((self.expansion_factor or 4) * self.hidden_size)
         if self.activation not in GATED_ACTIVATIONS:
@@ -222,7 +230,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def narrow_mlp(self) -> str | None:
-        """A warning where a gated activation has the width that follows from GPT-NeoX's default, or None."""
+        """A warning if a gated activation has the width that follows from GPT-NeoX's default, else None."""
         if self.activation not in GATED_ACTIVATIONS or self.intermediate_size or self.expansion_factor:
             return None
         return (
@@ -235,7 +243,7 @@ def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[st
     """Return the type of every layer; `flash` is another name of `global`.
 
     Raises:
-        ValueError: the list has another form, or covers another number of layers.
+        ValueError: the list has another form, or does not cover num_layers layers.
     """
     names: list[str] = []
     for item in [[[GLOBAL], "all"]] if attention_config is None else attention_config:

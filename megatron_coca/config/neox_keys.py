@@ -1,4 +1,4 @@
-"""GPT-NeoX's keys that are not in the schema, from neox_keys.yaml: aliases, without effect, unsupported."""
+"""GPT-NeoX's keys that are not in the schema, from neox_keys.yaml: aliases, keys without effect, unsupported keys."""
 
 from pathlib import Path
 from typing import Any
@@ -11,41 +11,33 @@ INERT: dict[str, str] = {key: row["reason"] for row in _TABLES["inert"] for key 
 """Keys that are accepted and have no effect, with the reason."""
 
 SAME: frozenset[str] = frozenset(_TABLES["meanings"]["same"].split())
-"""Keys of the schema and aliases that mean what they mean in GPT-NeoX."""
+"""Keys of the schema and aliases with the same meaning as in GPT-NeoX."""
 
 DIFFERENT: dict[str, str] = _TABLES["meanings"]["different"]
-"""Keys of the schema and aliases that GPT-NeoX has too, with what differs there."""
+"""Keys of the schema and aliases with another meaning in GPT-NeoX, each with the difference."""
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Aliases of keys; both may be set to the same value."""
 
 ALIAS_VALUES: dict[str, dict[Any, Any]] = {"fp32_allreduce": {True: "fp32", False: None}}
-"""Values of an alias, translated to those of its key."""
+"""Values of an alias, each with the value of its key."""
 
 HUGGING_FACE: dict[str, str] = _TABLES["hugging_face"]
 """Hugging Face names of keys (TrainingArguments and model configurations), for the error of an unknown key."""
 
 MISPLACED: dict[str, str] = _TABLES["misplaced"]
-"""Keys at the wrong level of the file, of another unit, or without a counterpart, with the remedy."""
+"""Keys at the wrong level of the file, in another unit, or without a counterpart, each with the remedy."""
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     key: (row["default"], row["feature"]) for row in _TABLES["unsupported"] for key in row["keys"].split()
 }
-"""Keys of unsupported features: GPT-NeoX's default, which is accepted, and the feature."""
+"""Keys of unsupported features: the default of GPT-NeoX, which is accepted, and the feature."""
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = _TABLES["unsupported_choices"]
 """Unsupported values of supported keys, in lower case, with the feature."""
 
-RENAMED_CHOICES: dict[str, dict[str, Any]] = {
-    "launcher": {"ssh": "pdsh"},
-    "torch_compile": {"tune": True},
-    "nonfinite_policy": {"rollback": "stop"},
-    "loss_spike_policy": {"rollback": "skip"},
-}
-"""Values of earlier versions, in lower case, with what they mean now; checkpoints hold them in their config.yml."""
-
 
 def is_inert(value: Any, default: Any) -> bool:
-    """Return whether the value of an unsupported key leaves its feature disabled."""
+    """Return True if the value of an unsupported key leaves its feature disabled."""
     off = value is None or value == {} or value == [] or (value is False and default is not True)
     return off or (value == default and isinstance(value, bool) == isinstance(default, bool))

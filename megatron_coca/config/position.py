@@ -1,4 +1,4 @@
-"""Keys of the position method: choices that `megatron_coca.methods` declares, and layers that differ."""
+"""Keys of the position method: choices that `megatron_coca.methods` declares, and types of layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -28,13 +28,13 @@ KINDS: dict[str, Any] = {
     "flag": bool,
     "positives": list[Positive],
 }
-"""The types of declared options."""
+"""Types of declared options."""
 DEFAULTS = {"rope_scaling": "default"}
-"""Choices of mappings that name none."""
+"""The choice of a mapping that does not name one."""
 
 
 class Selected(ConfigGroup):
-    """A choice with its options, by the name of the choice as `rope_type` or `type`."""
+    """A choice with its options. `rope_type` or `type` has the name of the choice."""
 
     declaration: ClassVar[methods.Choice]
 
@@ -48,12 +48,12 @@ class Selected(ConfigGroup):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options by name, with lists as tuples; None where one is not set."""
+        """The options by name, with lists as tuples; None if an option is not set."""
         values = {option.name: getattr(self, option.name) for option in self.declaration.options}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def settings(self, training_length: int) -> dict[str, Any]:
-        """The options with the defaults for the training length."""
+        """Return the options, with their defaults for the training length."""
         return self.declaration.resolved(self.given, training_length)
 
 
@@ -83,9 +83,7 @@ def _error(*faults: InitErrorDetails) -> ValidationError:
 
 
 def read_choice(key: str, value: Any) -> Any:
-    """Validate a choice given as a mapping, or by its name alone.
-
-    Options of other choices that have their defaults are dropped: configurations of earlier versions have them.
+    """Validate a choice that is given as a mapping or only by its name.
 
     Raises:
         ValidationError: the choice is not declared, or an option is unknown, out of range, or of another choice.
@@ -109,7 +107,7 @@ def read_choice(key: str, value: Any) -> Any:
             continue  # not set
         if option in (selector, ORIGINAL) or choice.option(option) is not None or not readers:
             kept[option] = given
-        elif any(given != reader.option(option).default for reader in readers):
+        else:
             listed = " | ".join(reader.name for reader in readers)
             message = f"{option} has no effect with {selector} {name}; it is an option of {listed}"
             faults.append(_fault("option", message, given))
@@ -125,7 +123,7 @@ def _name(key: str, value: Any) -> Any:
 
 
 def _scaling(value: Any) -> Any:
-    """A scaling without options is its name."""
+    """Validate a logit scaling. One without options becomes its name."""
     chosen = read_choice("logit_scaling", "none" if value is None else value)
     return chosen if chosen.declaration.options else chosen.type
 
@@ -136,7 +134,7 @@ def _gate(value: Any) -> Any:
 
 
 def _options(value: Any, info: ValidationInfo) -> Any:
-    """Options of the position embedding, which is an earlier field."""
+    """Validate the options of the position embedding, which is an earlier field."""
     if value is None or isinstance(value, Selected) or "pos_emb" not in info.data:
         return value if isinstance(value, Selected) else None
     if not isinstance(value, Mapping):
@@ -152,40 +150,42 @@ class PositionKeys(ConfigGroup):
 
     pos_emb: Annotated[str, BeforeValidator(partial(_name, "pos_emb"))] = key(
         "learned",
-        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). Among the "
-        "rotary methods only `coca` (CoCA-Slack) is not shift-invariant: its scores depend on the first position.",
+        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). `coca` is"
+        " CoCA-Slack. Its scores depend on the first position; all other rotary methods are shift-invariant.",
     )
     pos_emb_options: Annotated[Optional, BeforeValidator(_options)] = key(
-        None, "Options of a position method that one of `imports` declares."
+        None, "Options of a position method that a file in `imports` declares."
     )
-    rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Fraction of each head's features to rotate.")
+    rotary_pct: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="Fraction of the features of each head that is rotated."
+    )
     rotary_emb_base: float = Field(default=10000.0, gt=1.0, le=1.0e30, description="Base of the rotary frequencies.")
     rope_scaling: Annotated[Optional, BeforeValidator(partial(read_choice, "rope_scaling"))] = key(
-        None, "Frequency extension beyond the training length."
+        None, "Frequency extension beyond the training length; options below."
     )
     relative_positions: Annotated[Optional, BeforeValidator(partial(read_choice, "relative_positions"))] = key(
-        None, "Distance map beyond a window."
+        None, "Distance map beyond a window; options below."
     )
     logit_scaling: Annotated[str | SerializeAsAny[Selected], BeforeValidator(_scaling)] = key(
-        "none", "Factor on the logits of position m, for the training length L."
+        "none", "Factor on the attention scores of each query by its position; options below."
     )
     sliding_window_width: WholeNumber | None = key(
-        None, "Largest distance that a query attends to, as in GPT-NeoX: a query sees this many tokens before itself."
+        None, "Largest distance of attention, as in GPT-NeoX: a query sees itself and this many tokens before it."
     )
     attention_chunk_size: Count | None = key(
         None,
-        "Every document is divided into chunks of this many tokens, and a query attends within its own, as in Llama 4's"
-        " rotary layers.",
+        "Divide every document into chunks of this many tokens. A query attends only within its own chunk, as in the"
+        " rotary layers of Llama 4.",
     )
     sink_logits: bool | None = key(
         None,
-        "Every head learns the score of one more key, whose value is 0, as in gpt-oss, so that it may attend to nothing"
-        " (not `streaming`, which keeps the first tokens).",
+        "Every head learns the score of an additional key with value 0, as in gpt-oss, so that it can attend to"
+        " nothing. This is not `streaming`, which keeps the first tokens.",
     )
     forgetting_gate: Annotated[str | None, BeforeValidator(_gate)] = key(
         None,
-        "Every token gets a gate for every head, from its hidden state, and a score falls by the logarithms of those of"
-        " the tokens after the key, up to the query.",
+        "Every head computes a gate between 0 and 1 for every token from its hidden state. The logarithms of the gates"
+        " of the tokens after the key, up to the query, are added to a score.",
     )
     attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
@@ -193,7 +193,7 @@ class PositionKeys(ConfigGroup):
 
 
 class LayerType(PositionKeys):
-    """What one type of layers changes; keys that are not set are those of the model."""
+    """Position keys of one type of layers. A key that is not set has the value of the model."""
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -205,28 +205,28 @@ class PositionConfig(PositionKeys):
 
     rpe_num_buckets: int = Field(default=32, ge=4, le=2**20, description="rpe: number of distance buckets.")
     rpe_max_distance: int = Field(
-        default=128, ge=2, le=MAX_COUNT, description="rpe: distances from this one on share the last bucket."
+        default=128, ge=2, le=MAX_COUNT, description="rpe: this and all larger distances share the last bucket."
     )
-    alibi_slope_scale: Positive = key(1.0, "alibi: factor on the slopes; Falcon's models have 1 / sqrt(head_dim).")
+    alibi_slope_scale: Positive = key(1.0, "alibi: factor on the slopes, 1 / sqrt(head_dim) in Falcon's models.")
     operand_kernel: Literal["auto", "torch", "triton"] = key(
         "auto",
-        "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it"
-        " can, torch otherwise.",
+        "Rotate queries and keys with PyTorch operations (torch) or one fused Triton kernel (triton). auto: triton on a"
+        " GPU if it supports the method, else torch.",
     )
     layer_types: dict[str, LayerType] = key(
         {},
-        "Types of layers that `attention_config` names, each with the position keys that differ there:"
+        "Types of layers for `attention_config`, each with the position keys that differ from the model's:"
         " `{sliding: {sliding_window_width: 511, rotary_emb_base: 1.0e+6}}`.",
     )
     imports: list[PathName] = key(
-        [], "Files of Python that declare position methods, relative to the file that sets the key (CONTRIBUTING.md)."
+        [], "Python files that declare position methods, relative to the file that sets this key (CONTRIBUTING.md)."
     )
 
     def of_type(self, name: str) -> "PositionConfig":
-        """Return the keys of one type of layers: those of the model with the type's own.
+        """Return the keys of one type of layers: those of the model, changed by those of the type.
 
-        A type without rotation, or with a window or chunks, does not inherit choices that need rotation or have a
-        window.
+        A type without rotation does not inherit rope_scaling and relative_positions, which need it. A type with a
+        window or chunks does not inherit relative_positions, which has a window of its own.
         """
         own = self.layer_types.get(name, LayerType())
         values = {key: getattr(own, key) for key in own.model_fields_set}
@@ -246,7 +246,7 @@ class PositionConfig(PositionKeys):
     def original_length(self, seq_length: int) -> int:
         """Return L of the frequency extension: rope_scaling.original_max_position_embeddings or seq_length.
 
-        Distance maps, logit scaling and evaluation always use seq_length, the last training length.
+        Distance maps, logit scaling and evaluation always use seq_length, the length of the latest training.
         """
         return (self.rope_scaling and self.rope_scaling.original_max_position_embeddings) or seq_length
 
@@ -277,13 +277,13 @@ class PositionConfig(PositionKeys):
 
     @property
     def _embedding_options(self) -> dict[str, Any]:
-        """Those of GPT-NeoX are keys of this group, others are in `pos_emb_options`."""
+        """Options of the position embedding: GPT-NeoX's are keys of this group, others are in `pos_emb_options`."""
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
         return given | {name: getattr(self, name) for name in names}
 
     def mean_keys(self, length: int) -> float:
-        """Keys that a query attends to on average over a sequence of `length` tokens."""
+        """Return the mean number of keys that a query attends to in a sequence of `length` tokens."""
         if self.attention_chunk_size is not None:
             whole, rest = divmod(length, self.attention_chunk_size)
             chunk = self.attention_chunk_size
@@ -292,7 +292,7 @@ class PositionConfig(PositionKeys):
         return seen * (length - (seen - 1) / 2) / length
 
     def choices(self) -> Iterator[tuple[methods.Choice, dict[str, Any]]]:
-        """Every choice with the options that it was given."""
+        """Yield every choice with the given options."""
         yield self.embedding, self._embedding_options
         for choice, selected in (
             (self.extension, self.rope_scaling),
@@ -304,7 +304,7 @@ class PositionConfig(PositionKeys):
                 yield choice, selected.given if isinstance(selected, Selected) else {}
 
     def refusal(self, key: str, seq_length: int, head_dim: int) -> str | None:
-        """Why the choice of a key cannot be used with the others in a model of this shape, or None."""
+        """Return why the choice of a key cannot be used with the others in a model of this shape, or None."""
         chosen = {choice.key: (choice, given) for choice, given in self.choices()}
         if key not in chosen:
             return None

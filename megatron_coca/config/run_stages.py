@@ -1,7 +1,7 @@
-"""Stages of a run: consecutive steps that differ in length, data, batch, rate or position extension.
+"""Training stages of a run: consecutive steps that differ in length, data, batch, rate or position extension.
 
-A stage is a difference from the rest of the configuration. Steps, learning rate and data order are functions of the
-step and the list alone.
+A stage lists the keys that differ from the rest of the configuration. Learning rate and data order depend only on the
+step and the list of stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +10,9 @@ from fractions import Fraction
 from typing import Any, Generic, TypeVar, get_args
 
 from megatron_coca.config.base import ConfigError
+from megatron_coca.config.optimization import TrainablePart
+from megatron_coca.config.schedule import ScheduleConfig, learning_rate
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS, Settings
-from megatron_coca.config.training import ScheduleConfig, TrainablePart, learning_rate
 
 STAGE_GROUPS = frozenset({"data", "batch", "schedule"})
 STAGE_KEYS = (
@@ -22,23 +23,23 @@ STAGE_KEYS = (
     | {"optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "weight_decay", "gradient_clipping"}
     | {"trainable", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
 )
-"""Groups of keys, and keys, that a stage may change: those that leave weights and optimizer states as they are."""
+"""Groups of keys, and single keys, that a stage may change. Weights and optimizer states remain valid with them."""
 FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "vocab_file", "merge_file"})
-"""Keys in these groups that it may not."""
+"""Keys in these groups that a stage may not change."""
 OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
 """Keys that only stages have."""
 MOST_STAGES = 500
-"""Each has a configuration of its own, which is validated."""
+"""Most stages of a run. Each has its own configuration, and the validation of one takes milliseconds."""
 NEVER = {
     "stages": "a stage has no stages of its own; list them one after the other",
     "imports": "cannot differ between stages; set it for the whole run",
 }
-"""Keys that a stage is not even tried with, and why: the first is of the whole run, the second runs files."""
+"""Keys that are an error in a stage before its configuration is validated, with the message."""
 
 
 C = TypeVar("C", bound=Settings)
 Override = Callable[[Mapping[str, Any]], C]
-"""Returns a configuration with some keys changed."""
+"""A function that returns a configuration with some keys changed."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class RunStage(Generic[C]):
     """Consecutive steps with one configuration.
 
     Attributes:
-        first, last: completed steps when it starts and when it ends.
+        first, last: completed steps at its start and at its end.
         config: the configuration of its steps, without `stages`.
-        schedule: that of its learning rate; `train_iters` is its own number of steps if the schedule restarts.
+        schedule: the schedule of its learning rate. If it restarts, `train_iters` is the number of steps of the stage.
         restart_schedule: the schedule counts from the start of the stage.
-        reset_optimizer: it starts with the weights alone.
-        changes: what it changes, as given, without `until`.
+        reset_optimizer: the stage starts with a new state of the optimizer.
+        changes: the given keys of the stage, without `until`.
     """
 
     first: int
@@ -63,25 +64,25 @@ class RunStage(Generic[C]):
     changes: Mapping[str, Any]
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of the optimizer step after `step` completed ones of the run."""
+        """Return the learning rate of the optimizer step after `step` completed steps of the run."""
         assert self.config.optimizer.lr is not None
         return learning_rate(step - self.first * self.restart_schedule, self.config.optimizer.lr, self.schedule)
 
     @property
     def text(self) -> str:
-        """The changes in one line."""
+        """The changes on one line."""
         return ", ".join(f"{key}={value}" for key, value in self.changes.items()) or "the configuration unchanged"
 
 
 def stage_at(stages: Sequence[RunStage[C]], step: int) -> int:
-    """Return the index of the stage that trains step number `step` (the first is 0); the last one for later steps."""
+    """Return the index of the stage that trains step number `step`, counted from 0; later steps have the last stage."""
     return next((index for index, stage in enumerate(stages) if step < stage.last), len(stages) - 1)
 
 
 def resolve_stages(config: C, override: Override[C], known: Sequence[C] = ()) -> list[RunStage[C]]:
-    """Return the stages of a valid configuration; one, with the configuration itself, where none are given.
+    """Return the stages of a valid configuration. Without `stages` there is one, with the configuration itself.
 
-    `known` are their configurations, if these were made before: each takes milliseconds.
+    `known` has the configurations of the stages if the caller has them, because each takes milliseconds to build.
     """
     train_iters, schedule = config.schedule.train_iters or 0, config.schedule
     if schedule.stages is None:
@@ -104,10 +105,10 @@ def _changes(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _border(until: Any, train_iters: int) -> int:
-    """The step of a border: a number of steps, or a share of `train_iters` such as `80%`, rounded.
+    """Return the step at which a stage ends, from a number of steps or a share of `train_iters` such as `80%`.
 
     Raises:
-        ValueError: `until` is neither.
+        ValueError: `until` is neither of them.
     """
     if isinstance(until, str) and until.endswith("%"):
         return round(Fraction(until[:-1].strip()) / 100 * train_iters)
@@ -117,15 +118,15 @@ def _border(until: Any, train_iters: int) -> int:
 
 
 def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tuple[str, str]]:
-    """Yield key and message of everything that is wrong with the stages of a configuration."""
+    """Yield key and message of every error in the stages of a configuration."""
     given, iters = config.schedule.stages, config.schedule.train_iters
     if given is None:
         return
     if iters is None:
-        yield "stages", "needs train_iters, of which `until` is a share or at most the number"
+        yield "stages", "needs train_iters, because `until` is relative to it; set train_iters"
         return
     if len(given) > MOST_STAGES:
-        yield "stages", f"{len(given):,} are given, at most {MOST_STAGES} are supported; join those that are alike"
+        yield "stages", f"{len(given):,} stages, but at most {MOST_STAGES} are supported; merge similar ones"
         return
     faults, known = [*_border_faults(given, iters)], list[Settings]()
     for number, entry in enumerate(given):
@@ -149,7 +150,7 @@ def _border_faults(given: Sequence[Mapping[str, Any]], train_iters: int) -> Iter
     for number, entry in enumerate(given):
         key, last = f"stages[{number}].until", number == len(given) - 1
         if "until" not in entry and not last:
-            yield key, "required in every stage but the last"
+            yield key, "missing; only the last stage can leave it out"
             continue
         try:
             border = _border(entry.get("until", "100%"), train_iters)
@@ -157,16 +158,16 @@ def _border_faults(given: Sequence[Mapping[str, Any]], train_iters: int) -> Iter
             yield key, f"expected a number of steps or a share of train_iters such as 80%, got {entry['until']!r}"
             continue
         if border <= before:
-            yield key, f"step {border} is not after step {before}, where the stage begins"
+            yield key, f"step {border} is not after step {before}, the start of the stage; raise it"
         elif last and border != train_iters:
-            yield key, f"step {border} is not train_iters {train_iters}, where the last stage ends; leave it out"
+            yield key, f"step {border} is not train_iters {train_iters}, the end of the last stage; leave it out"
         elif border >= train_iters and not last:
-            yield key, f"step {border} leaves no step of train_iters {train_iters} to the stages after it"
+            yield key, f"step {border} leaves no step of train_iters {train_iters} for the later stages; lower it"
         before = max(before, border)
 
 
 def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iterator[tuple[str, str]]:
-    """Changes that are no business of a stage, or that weights or optimizer states do not survive."""
+    """Yield the changes that a stage cannot make, because weights or optimizer states would not remain valid."""
     lengths = {stage.config.model.seq_length for stage in stages}
     for number, stage in enumerate(stages):
         fixed = [key for key in KEYS if _differs(key, config, stage.config)]
@@ -175,27 +176,28 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
         if not fixed and _learned(stage.config) != _learned(config):
             yield (
                 f"stages[{number}]",
-                "changes what the weights of pos_emb or rope_scaling are learned for (seq_length, rotary_emb_base, "
-                "max_position_embeddings or their options); start another run from these weights with finetune=true",
+                "changes a key that the learned weights of pos_emb or rope_scaling depend on (seq_length,"
+                " rotary_emb_base, "
+                "max_position_embeddings or an option); start another run from these weights with finetune=true",
             )
         scaling = stage.config.position.rope_scaling
         if scaling is not None and scaling.original_max_position_embeddings is None and len(lengths) > 1:
             yield (
                 f"stages[{number}].rope_scaling",
-                "set original_max_position_embeddings to the length that is extended: the stages have several",
+                "the stages have several lengths; set original_max_position_embeddings to the length that is extended",
             )
         before = stages[max(0, number - 1)].config.optimizer
         added = [part for part in get_args(TrainablePart) if stage.config.optimizer.trains(part) > before.trains(part)]
         if added and not stage.reset_optimizer:
             yield (
                 f"stages[{number}].trainable",
-                f"the stage before does not train {', '.join(added)}, so there is no optimizer state; set "
+                f"the previous stage does not train {', '.join(added)}, so there is no optimizer state; set "
                 "reset_optimizer: true in this stage",
             )
 
 
 def _differs(key: str, config: Settings, own: Settings) -> bool:
-    """True if a key that stages may not change differs."""
+    """Return True if a key that stages may not change differs."""
     group, field = KEYS[key]
     if key == "stages" or key in STAGE_KEYS or (group in STAGE_GROUPS and key not in FIXED):
         return False
@@ -203,7 +205,7 @@ def _differs(key: str, config: Settings, own: Settings) -> bool:
 
 
 def _learned(config: Settings) -> list[Any]:
-    """What the learned parameters of the position methods depend on, by type of layers."""
+    """Return the values that the learned weights of the position methods depend on, by type of layers."""
     found = []
     for kind in config.position.of_types(config.model.layer_names).values():
         rows = config.model.max_position_embeddings if kind.pos_emb == "learned" else None

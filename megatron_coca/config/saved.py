@@ -1,7 +1,7 @@
 """Load the configuration beside a checkpoint.
 
-A checkpoint may come from anybody, and `imports` in its configuration names files of Python. These are never run: the
-user names them, in a configuration of their own or by an override.
+A checkpoint may come from anybody, and `imports` in its configuration names Python files. Those are never run. Users
+name the files to run in their own configuration or in an override.
 """
 
 import logging
@@ -23,8 +23,8 @@ class SavedConfig(NamedTuple):
     """The configuration of a checkpoint.
 
     Attributes:
-        config: with the user's files as `imports`.
-        changed: the user's files with contents that the checkpoint does not record.
+        config: the configuration, with the user's files as `imports`.
+        changed: files of the user with contents that differ from those recorded in the checkpoint.
     """
 
     config: Config
@@ -32,7 +32,7 @@ class SavedConfig(NamedTuple):
 
 
 def named_imports(values: Mapping[str, Any]) -> list[str]:
-    """Return the files that `imports` of a checkpoint's configuration names, with their digests."""
+    """Return the files, with their digests, that a checkpoint's configuration names in `imports`."""
     names = values.get(IMPORTS) or []
     return [str(name) for name in (names if isinstance(names, list) else [names])]
 
@@ -43,9 +43,9 @@ def load_saved_config(
     """Load the configuration of a checkpoint without running the files that its `imports` names.
 
     Args:
-        source: its file, or its keys and values.
-        overrides, files: of the user; only `imports` is read, which a checkpoint with `imports` needs.
-        same: other contents of a file than the recorded ones are an error instead of a warning.
+        source: the file of the configuration, or its keys and values.
+        overrides, files: those of the user. Only `imports` is read, which is required if the checkpoint has `imports`.
+        same: raise an error, instead of a warning, if the contents of a file differ from the recorded ones.
 
     Raises:
         ConfigError: all errors.
@@ -71,5 +71,5 @@ def load_saved_config(
         message = f"{label}: {IMPORTS}: {changed[0]}: is not the file that the weights were trained with ({before})"
         if same:
             raise ConfigError(f"{message}; restore it, or start a new run from the weights with finetune=true")
-        logger.warning("%s; it is used as it is", message)
+        logger.warning("%s; the run uses it nevertheless", message)
     return SavedConfig(config, changed)

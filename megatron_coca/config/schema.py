@@ -7,25 +7,13 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_coca import methods
 from megatron_coca.config.base import ConfigGroup
+from megatron_coca.config.data import DataConfig, SyntheticConfig, TrainingPositions
 from megatron_coca.config.model import ModelConfig
+from megatron_coca.config.optimization import BatchConfig, Bf16, Fp16, OptimizerConfig, PrecisionConfig
+from megatron_coca.config.parallelism import LaunchConfig, ParallelConfig
 from megatron_coca.config.position import ORIGINAL, PositionConfig
-from megatron_coca.config.training import (
-    BatchConfig,
-    Bf16,
-    CheckpointConfig,
-    DataConfig,
-    FaultConfig,
-    Fp16,
-    GeneralConfig,
-    LaunchConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    SyntheticConfig,
-    TrainingPositions,
-)
+from megatron_coca.config.running import CheckpointConfig, FaultConfig, GeneralConfig, LoggingConfig
+from megatron_coca.config.schedule import ScheduleConfig
 
 
 class Settings(BaseModel):
@@ -87,21 +75,21 @@ COMPUTE_KEYS = frozenset(
         "torch_compile",
     }
 )
-"""Keys that say how a model is computed, not which model it is or what it is trained with."""
+"""Keys that change how a model is computed, but neither the model nor its training data."""
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
 """Mappings of keys that are themselves keys of the schema: `optimizer` and `optimizer.params`."""
 
 SELECTORS: dict[str, str] = {"rope_scaling": "rope_type", "relative_positions": "type", "logit_scaling": "type"}
-"""Keys whose value selects a declared choice, and the name that selects it in their mapping."""
+"""Keys that select a declared choice, each with the name that selects it in the mapping of the key."""
 MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
-"""Keys whose value is a mapping with the same names for every choice."""
+"""Keys with a mapping that has the same names for every choice."""
 
 CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"fp16", "bf16"}
-"""Mappings in which every name is known; all others are passed through unchanged."""
+"""Mappings with only known names. All other mappings are passed through unchanged."""
 
 
 def nested_names(key: str) -> tuple[str, ...]:
-    """Every name that the mapping of a key may hold; empty for keys whose value is no mapping of known names."""
+    """Return every valid name in the mapping of a key; empty if the key has no mapping with known names."""
     if key in SELECTORS:
         options = (option.name for choice in methods.TABLES[key].values() for option in choice.options)
         return (SELECTORS[key], *[ORIGINAL] * (key == "rope_scaling"), *dict.fromkeys(options))

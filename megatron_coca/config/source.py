@@ -51,7 +51,7 @@ def dump(values: dict[str, Any]) -> str:
 
 
 def normalise(name: str, parent: str = "") -> str:
-    """Replace hyphens by underscores, except in mappings that are passed through unchanged."""
+    """Replace hyphens in a name by underscores, unless its mapping is passed through unchanged."""
     return name.replace("-", "_") if parent == "" or parent in CLOSED else name
 
 
@@ -63,8 +63,8 @@ class YamlReader:
     """Reader of one YAML document.
 
     Attributes:
-        where: `label:line` by dotted path (only the label if `numbered` is false).
-        problems: errors, one line each.
+        where: `label:line` by dotted path; only the label if `numbered` is false.
+        problems: errors, with a line for each.
         failed: True if the text is not valid YAML.
     """
 
@@ -132,7 +132,7 @@ class YamlReader:
 
 
 def yaml_value(text: str) -> Any:
-    """Return the value that YAML reads from `text`, None if it is not valid."""
+    """Return the value of `text` in YAML, or None if it is not valid."""
     return YamlReader("", text).read()
 
 
@@ -143,8 +143,13 @@ def _name(node: yaml.Node) -> str:
 
 
 class Layer(NamedTuple):
-    """Files and overrides: nested mappings, the `file:line` of every key by dotted path, and the options that another
-    choice dropped.
+    """Values of a file or an override, or of several after a merge.
+
+    Attributes:
+        label: the name of the source.
+        values: nested mappings.
+        where: the `file:line` of every key, by dotted path.
+        dropped: options that a merge dropped because a later layer selects another choice.
     """
 
     label: str
@@ -175,7 +180,10 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
 
 
 def _resolve_data_paths(values: dict[str, Any], folder: Path) -> None:
-    """Replace `./NAME` by NAME in the folder of the file, so that shards can be moved together with their data.yml."""
+    """Replace `./NAME` by the path of NAME in the folder of the file.
+
+    This way shards can be moved together with their data.yml.
+    """
 
     def resolved(value: Any) -> Any:
         if isinstance(value, list):
@@ -221,7 +229,7 @@ def read_overrides(overrides: Overrides, problems: list[str]) -> list[Layer]:
 
 
 def given_layer(overrides: Overrides, files: Sequence[str | Path] = ()) -> Layer:
-    """Return what files and overrides set, unvalidated; what cannot be read is skipped."""
+    """Return the values of files and overrides without validation. Sources that cannot be read are skipped."""
     layers = [layer for path in files if (layer := read_file(path, [])) is not None]
     return merge(layers + read_overrides(overrides, []))
 
@@ -232,7 +240,7 @@ def given_values(overrides: Overrides, files: Sequence[str | Path] = ()) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Convert Python values to those of YAML: tuples to lists, paths to strings."""
+    """Convert Python values to values of YAML: tuples to lists, paths to strings."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -282,7 +290,7 @@ def _normalised(value: Any, path: str) -> Any:
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """Merge layers into one: later values win, mappings are merged key by key."""
+    """Merge layers into one. Later values win, and mappings are merged key by key."""
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     dropped: list[str] = []
@@ -292,7 +300,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
             if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
                 continue
             if new.get(name, old[name]) != old[name]:
-                del values[key]  # another choice has other options, and measures from its own length
+                del values[key]  # another choice has other options and another original length
                 chosen = f"{key}.{name} is {new[name]} in {layer.where.get(f'{key}.{name}', layer.label)}"
                 options = [f"{key}.{option}" for option in old if option not in (name, *new)]
                 dropped += [f"{option} of {where.get(option, 'before')} ({chosen})" for option in options]

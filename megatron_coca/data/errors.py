@@ -1,6 +1,6 @@
 """Errors of the data package."""
 
-from megatron_coca.support.program import UNAVAILABLE, InputError
+from megatron_coca.support.errors import UNAVAILABLE, InputError
 
 
 class DataError(InputError):

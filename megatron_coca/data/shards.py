@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.remote_shards import NOTE, RemoteTokens, remote_size
-from megatron_coca.support.program import TOO_MANY_FILES
+from megatron_coca.support.processes import TOO_MANY_FILES
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index

@@ -9,8 +9,8 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.results import Result
+from megatron_coca.support.errors import InputError, report
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import InputError, report
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_coca.evaluation.options import full_label, resolve_device
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.support.program import exit_with_parent
+from megatron_coca.support.processes import exit_with_parent
 
 DIVIDED_BY = {
     "perplexity": "windows",

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from megatron_coca import methods
 from megatron_coca.evaluation.results import EvaluationError, Result
-from megatron_coca.support.program import expanded, local_path
+from megatron_coca.support.arguments import expanded, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""

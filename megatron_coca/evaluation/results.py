@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from megatron_coca import methods
 from megatron_coca.config.position import ORIGINAL
 from megatron_coca.support.atomic_write import exclusive_lock, write_file
-from megatron_coca.support.program import InputError
+from megatron_coca.support.errors import InputError
 from megatron_coca.support.regular_files import read_regular
 from megatron_coca.support.safe_yaml import YamlFault, read_yaml
 

@@ -29,7 +29,7 @@ from megatron_coca.evaluation.results import (
 )
 from megatron_coca.support.console import write
 from megatron_coca.support.plain_text import plain
-from megatron_coca.support.program import PROGRAM
+from megatron_coca.support.processes import PROGRAM
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""

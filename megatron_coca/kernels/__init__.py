@@ -6,7 +6,7 @@ The modules here import torch and triton and nothing of this package; importing 
 from importlib.util import find_spec
 
 
-def missing_compiler(device_type: str) -> str | None:
+def missing_triton(device_type: str) -> str | None:
     """None, or why Triton kernels cannot run on "cpu" or "cuda" here."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"

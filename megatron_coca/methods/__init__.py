@@ -1,6 +1,6 @@
-"""What position methods exist and what is known of each without computing it. Imports no PyTorch.
+"""Declarations of all position methods. Imports no PyTorch.
 
-Every choice is declared here once; its formula is the row of the same name in `megatron_coca.attention.positions`.
+Every choice is declared here once. Its formula is the row of the same name in `megatron_coca.attention.positions`.
 """
 
 from megatron_coca.methods import (  # declare the choices

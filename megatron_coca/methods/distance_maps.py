@@ -1,4 +1,4 @@
-"""Values of `relative_positions.type`: distant pairs are scored at another distance."""
+"""Values of `relative_positions.type`: the scores of distant pairs use another distance."""
 
 from functools import cache
 
@@ -34,7 +34,7 @@ def _beyond_half(use: Use) -> str | None:
     target, length = use.options["target_length"], use.seq_length
     if 2 * target > length:
         return None
-    return f"target_length {target} must exceed {length // 2}, half of the training length"
+    return f"target_length {target} must exceed {length // 2}, half of the training length; raise it"
 
 
 def _within_reach(use: Use) -> str | None:
@@ -42,13 +42,14 @@ def _within_reach(use: Use) -> str | None:
     if size <= furthest:
         return None
     return (
-        f"chunk_size {size} exceeds max_position {furthest}, so a key of the chunk before would stand after its query"
+        f"chunk_size {size} exceeds max_position {furthest}, so keys of the previous chunk would come after the query;"
+        " lower chunk_size"
     )
 
 
 def _shifted_back(use: Use) -> str | None:
     window, local = use.options["window"], use.options["local"]
-    return None if local <= window else f"local {local} exceeds window {window}, so distances would grow"
+    return None if local <= window else f"local {local} exceeds window {window}, so distances would grow; lower local"
 
 
 _TARGET = Option("target_length", "count", "Largest evaluation length L'.", required=True)

@@ -1,8 +1,8 @@
-"""Values of `pos_emb`: score forms, biases, and vectors added to the embedding."""
+"""Values of `pos_emb`: operands of the scores, biases, and vectors that are added to the embedding."""
 
 from megatron_coca.methods.declaration import PositionEmbedding, declare
 
-_KERPLE = "it has weights that GPT-NeoX's model does not have; use megatron-coca train"
+_KERPLE = "GPT-NeoX's model does not have its weights; use megatron-coca train"
 
 declare(
     (
@@ -92,7 +92,7 @@ declare(
             biased=True,
             by_query=True,
             weights="layer",
-            huggingface="its bias follows the query's position too, which the modelling file's biases do not",
+            huggingface="its bias also depends on the query's position, which the modelling file does not support",
             neox=_KERPLE,
         ),
         PositionEmbedding(

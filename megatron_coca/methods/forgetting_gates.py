@@ -1,8 +1,8 @@
-"""Values of `forgetting_gate`: a learned bias of every pair by the tokens between its query and its key."""
+"""Values of `forgetting_gate`: a learned bias of every pair from the tokens after its key, up to its query."""
 
 from megatron_coca.methods.declaration import ForgettingGate, declare
 
-_FILE = "its gates have no place in the modelling file"
+_FILE = "the modelling file does not support gates"
 _NEOX = "GPT-NeoX's model does not have its weights"
 
 declare(

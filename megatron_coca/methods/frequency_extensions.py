@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron_coca.methods.declaration import FrequencyExtension, Option, StockRope, Use, declare
 
 MEASURED = "original_max_position_embeddings"
-"""The key of L in transformers' section; without it, its code takes max_position_embeddings."""
+"""The key of L in transformers' section. Without it, transformers uses max_position_embeddings."""
 
 _FACTOR = Option("factor", "factor", "Scaling factor s.", default=1.0, required=True)
 _ATTENTION = Option(
@@ -33,17 +33,17 @@ _YARN = (
 
 def _target(use: Use) -> str | None:
     target, length = use.options["target_length"], use.original_length
-    return None if target >= length else f"target_length {target} is below the training length L = {length}"
+    return None if target >= length else f"target_length {target} is below the training length L = {length}; raise it"
 
 
 def _betas(use: Use) -> str | None:
     fast, slow = use.options["beta_fast"], use.options["beta_slow"]
-    return None if fast > slow else f"beta_fast {fast} must exceed beta_slow {slow}"
+    return None if fast > slow else f"beta_fast {fast} must exceed beta_slow {slow}; change one of them"
 
 
 def _wavelengths(use: Use) -> str | None:
     high, low = use.options["high_freq_factor"], use.options["low_freq_factor"]
-    return None if high > low else f"high_freq_factor {high} must exceed low_freq_factor {low}"
+    return None if high > low else f"high_freq_factor {high} must exceed low_freq_factor {low}; change one of them"
 
 
 def _lists(use: Use) -> str | None:
@@ -58,17 +58,19 @@ def _some_rotate(use: Use) -> str | None:
     share = use.options["proportion"]
     none = int(share * use.rotated // 2) == 0
     return (
-        f"proportion {share} of {use.rotated // 2} pairs rotates none; raise it, or set pos_emb none" if none else None
+        f"proportion {share} of {use.rotated // 2} pairs is less than one pair; raise it, or set pos_emb none"
+        if none
+        else None
     )
 
 
 def _logarithm(use: Use) -> str | None:
     short = use.original_length < 2
-    return "longrope divides by ln L, which is 0 for a training length of 1" if short else None
+    return "longrope divides by ln L, which is 0 for a training length of 1; use a longer one" if short else None
 
 
 _RESONANCE = Option(
-    "resonance", "flag", "Round wavelengths to whole tokens, after the extension (Wang et al. 2024); null: no."
+    "resonance", "flag", "Round wavelengths to whole tokens after the extension (Wang et al. 2024); null: no."
 )
 
 declare(
@@ -219,7 +221,7 @@ declare(
             trained=True,
             learned=True,
             length_dependent=True,
-            neox="it learns frequencies shared by all layers, which GPT-NeoX's model does not have",
+            neox="GPT-NeoX's model does not have its learned frequencies",
         ),
     )
 )

@@ -4,7 +4,7 @@ from megatron_coca.methods.declaration import LogitScaling, Option, Use, Values,
 
 
 def _logarithm(use: Use) -> str | None:
-    return "divides by ln L, which is 0 for a training length of 1" if use.seq_length < 2 else None
+    return "divides by ln L, which is 0 for a training length of 1; use a longer one" if use.seq_length < 2 else None
 
 
 def _training(length: int, given: Values) -> int:
@@ -41,7 +41,7 @@ declare(
             ),
             trained=True,
             learned=True,
-            huggingface="its learned factors have no place in the modelling file",
+            huggingface="the modelling file does not support learned factors",
             neox="GPT-NeoX's model does not have its weights",
         ),
         LogitScaling(
@@ -52,7 +52,7 @@ declare(
             options=(
                 Option("strength", "positive", "Factor a of the logarithm.", default=0.1),
                 Option("period", "count", "Tokens p after which the factor grows.", by_length=_training, shown="L"),
-                Option("first", "whole", "Number of the first position, 0 or 1.", default=0, most=1),
+                Option("first", "whole", "Number of the first position: 0 or 1.", default=0, most=1),
             ),
         ),
     )

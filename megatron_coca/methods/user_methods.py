@@ -1,4 +1,4 @@
-"""Position methods from files of the user, which the key `imports` names."""
+"""Position methods from files of the user. The key `imports` names the files."""
 
 import ast
 import hashlib
@@ -13,40 +13,41 @@ MARK = "#sha256="
 
 
 class ImportedFileError(ValueError):
-    """A file cannot be read or run, or its contents are not those that a checkpoint was trained with."""
+    """A file cannot be read or run, or a checkpoint was trained with other contents of the file."""
 
 
 def register(choice: Choice, compute: Any) -> Choice:
-    """Add a choice from outside of the package, or replace an earlier one from outside of the same name.
+    """Add a choice of the user, or replace a choice of the user with the same name.
 
     Args:
-        choice: its declaration.
-        compute: its formula, as the built-in ones of the same kind (CONTRIBUTING.md, "A method of your own").
+        choice: the declaration.
+        compute: the formula, in the form of the built-in choices of the same kind (CONTRIBUTING.md, "A method of your
+            own").
 
     Raises:
-        ValueError: the name is one of the package's own.
+        ValueError: a built-in choice has the name.
     """
     table = TABLES[choice.key]
     if choice.name in table and table[choice.name].compute is None:
-        raise ValueError(f"{choice.key}: {choice.name} is a name of megatron_coca; give yours another one")
+        raise ValueError(f"{choice.key}: {choice.name} is a built-in choice; use another name")
     object.__setattr__(choice, "compute", compute)
     table[choice.name] = choice
     return choice
 
 
 def _digest(source: bytes) -> str:
-    """A digest of what the file says to Python: comments and layout do not count."""
+    """Return a digest of the file's Python code. Comments and layout do not change it."""
     try:
-        said = ast.dump(ast.parse(source)).encode()
+        code = ast.dump(ast.parse(source)).encode()
     except (SyntaxError, ValueError):
-        said = source
-    return hashlib.sha256(said).hexdigest()[:16]
+        code = source
+    return hashlib.sha256(code).hexdigest()[:16]
 
 
 def import_file(name: str, folder: Path) -> str:
-    """Run a file, once for its contents, and return its absolute path with a digest of these.
+    """Run a file, and return its absolute path with a digest of its contents. The same contents run only once.
 
-    `name` is relative to `folder`; a digest in it, as a checkpoint's configuration has, must be that of the file.
+    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration, which must match.
 
     Raises:
         ImportedFileError: the file cannot be read, fails, or has other contents.
@@ -62,7 +63,7 @@ def import_file(name: str, folder: Path) -> str:
     if wanted and wanted != digest:
         raise ImportedFileError(
             f"{path}: is not the file that the weights were trained with (sha256 {wanted}..., now {digest}...); restore"
-            f" it, or name a file with imports=[FILE] to use that as it is"
+            f" it, or name a file with imports=[FILE] to use it nevertheless"
         )
     module = f"megatron_coca_imports.{path.stem}_{digest}"
     if module not in sys.modules:

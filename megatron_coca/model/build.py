@@ -15,7 +15,7 @@ from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_b
 from megatron_coca.attention.inputs import BackendError, Needs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
 from megatron_coca.config import Config, ConfigError, ModelConfig
-from megatron_coca.config.checks import compile_refusal
+from megatron_coca.config.checks.parallelism import compile_refusal
 from megatron_coca.model.gpt import GPT, resolve_positions
 from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
 
@@ -40,7 +40,7 @@ def keep_freed_memory() -> bool:
     return all(accepted)
 
 
-def missing_compiler(device_type: str) -> str | None:
+def missing_compile_tools(device_type: str) -> str | None:
     """None, or why torch.compile cannot make kernels for "cpu" or "cuda" here."""
     # Not at the top: the compiler takes seconds to import and few runs use it.
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -84,7 +84,7 @@ def refuses_compilation(config: Config, backend: str, device_type: str) -> str |
         return (
             "forgetting_gate: PyTorch's mask of the later blocks of queries is not traced; set attention_backend=triton"
         )
-    return compile_refusal(config) or missing_compiler(device_type)
+    return compile_refusal(config) or missing_compile_tools(device_type)
 
 
 def compile_blocks(blocks: nn.ModuleList) -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron_coca.attention.build import build_method
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
-from megatron_coca.config.training import TrainablePart
+from megatron_coca.config.optimization import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
 """Learned vectors of hidden_size per norm (including its bias); scalenorm has one scalar."""

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_coca.config import ConfigError
+from megatron_coca.config.schedule import ScheduleConfig, learning_rate
 from megatron_coca.config.source import OVERRIDES
-from megatron_coca.config.training import ScheduleConfig, learning_rate
 from megatron_coca.neox_plugin.attention import attention_factory
 from megatron_coca.neox_plugin.checkpoints import checked_args, recorded_save
 from megatron_coca.neox_plugin.keys import extend_fields, resolve, translated, uses_plugin

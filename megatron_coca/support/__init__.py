@@ -1,1 +1,1 @@
-"""Files, locks, YAML, console, remote files, host memory: nothing of the field."""
+"""Files, locks, YAML, the console, remote files and processes: general tools without deep learning."""

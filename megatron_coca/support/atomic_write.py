@@ -1,6 +1,6 @@
-"""Files and folders that are complete or absent, also after a kill or a power loss, and locks between processes.
+"""Files and folders that are either complete or absent, even after a kill or a power loss, and locks between processes.
 
-Content is written under a hidden name in the same folder, flushed to disk and renamed.
+Content is written under a hidden name in the same folder, flushed to disk, and renamed.
 """
 
 import errno
@@ -13,13 +13,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 Error = type[Exception]
-"""The class to raise; it is given the message alone."""
+"""The class to raise. Its only argument is the message."""
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Write a file atomically. Raises OSError; an earlier file is then unchanged. A FIFO or a device is never replaced.
+    """Write a file atomically. Raises OSError, and an existing file is then unchanged.
 
-    Without `durable` nothing is flushed to disk: the file is complete after a kill, but not after a power loss.
+    A FIFO or a device is never replaced. Without `durable` nothing is flushed to disk: the file is complete after a
+    kill, but maybe not after a power loss.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -39,24 +40,24 @@ def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
 
 
 def refuse_existing(folder: Path, error: Error) -> None:
-    """Raise `error` where `folder` exists."""
+    """Raise `error` if `folder` exists."""
     if folder.exists():
         raise error(f"{folder}: exists already; name a new folder, or remove this one")
 
 
 def partial_folder(final: Path) -> Path:
-    """The hidden folder in which `final` is prepared, the same after an interruption."""
+    """Return the hidden folder in which `final` is prepared. After an interruption it is the same folder."""
     return final.with_name(f".{final.name}.partial")
 
 
 def lock_file(final: Path) -> Path:
-    """The lock file of the preparation of `final`."""
+    """Return the lock file of the preparation of `final`."""
     return final.with_name(f".{final.name}.lock")
 
 
 @contextmanager
 def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
-    """A new folder to fill, which becomes `final` when the block ends; after an exception it is removed.
+    """Yield a new folder to fill. At the end of the block it becomes `final`; after an exception it is removed.
 
     Raises:
         error: `final` exists, cannot be written, or another process is writing it.
@@ -90,16 +91,16 @@ def complete_folder(partial: Path, final: Path) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path, error: Error, busy: str | None, temporary: bool = False) -> Iterator[None]:
-    """Hold the lock on a file, which is created if missing and released when the process ends.
+    """Hold a lock on a file inside the block. The file is created if it is missing; the end of the process releases it.
 
     Args:
-        busy: the message of `error` where another process holds the lock; None waits for it.
-        temporary: remove the file at the end, while it is still locked.
+        busy: the message of `error` if another process holds the lock; None waits for the lock.
+        temporary: remove the file at the end, while it is locked.
 
     Raises:
         error: another process holds the lock, or the file cannot be locked.
     """
-    # Not 0: a previous holder may remove its temporary file between opening and locking it here, which needs a retry.
+    # Not 0: the previous holder may remove its temporary file after it is opened here, and then a retry is needed.
     lock = FileLock(path, timeout=-1 if busy is None else 0.1, poll_interval=0.05)
     try:
         lock.acquire()

@@ -1,4 +1,4 @@
-"""Lines and progress on standard error: redrawn in place on a terminal, timestamped lines elsewhere.
+"""Log lines and progress on standard error: redrawn in place on a terminal, lines with the time elsewhere.
 
 Results are printed on standard output, without this module.
 """
@@ -24,17 +24,17 @@ Item = TypeVar("Item")
 
 TIME = "%Y-%m-%d %H:%M:%S"
 FIRST_GAP, LONGEST_GAP = 10.0, 300.0
-"""Seconds from the first line of a task to its second off a terminal; the gap doubles from line to line up to the
+"""Seconds between the first two lines of a task if there is no terminal. The gap doubles from line to line, up to the
 second value.
 """
 SHORT = 1.0
-"""Seconds up to which the end of a task is not worth a line."""
+"""A task that takes fewer seconds has no line at its end."""
 SHORTEST_BAR, LONGEST_BAR = 6, 30
 """Columns of a bar."""
 BEFORE_BAR = 3
-"""Texts of a progress line that are shown rather than a bar."""
+"""The number of texts of a progress line that have priority over the bar."""
 SCALED = ("B", "characters")
-"""Units whose amounts are shown in three digits."""
+"""Units of amounts that are shown with three digits."""
 
 
 def on_terminal() -> bool:
@@ -64,17 +64,17 @@ def terminal() -> "Console":
 
 
 def display(renderable: "RenderableType") -> "Live":
-    """Show something on the terminal until it is stopped, below all lines that this process writes."""
+    """Show an object on the terminal until it is stopped, below all lines that this process writes."""
     from rich.live import Live
 
     shown = Live(renderable, console=terminal(), refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
     shown.start(refresh=True)
-    atexit.register(shown.stop)  # of a generator that is never closed
+    atexit.register(shown.stop)  # for a generator that is never closed
     return shown
 
 
 def write(text: str) -> None:
-    """Write lines that stay: above what is redrawn on a terminal, each with the time elsewhere."""
+    """Write permanent lines: above the redrawn area on a terminal, and with the time elsewhere."""
     text = plain(text)
     if on_terminal():
         terminal().print(text)
@@ -85,7 +85,7 @@ def write(text: str) -> None:
 
 
 class Handler(logging.Handler):
-    """Writes log lines by `write`."""
+    """Handler that writes log lines with `write`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -95,19 +95,19 @@ class Handler(logging.Handler):
 
 
 def set_up_logging(active: bool) -> None:
-    """Log this package to standard error: warnings from all ranks, other messages only if `active`."""
+    """Log this package to standard error: warnings on every rank, other messages only if `active`."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Handler()])
     logging.getLogger("megatron_coca").setLevel(logging.INFO if active else logging.WARNING)
 
 
 def short(value: float) -> str:
-    """Return a number in three digits: 12.3k."""
+    """Return a number with three digits, such as 12.3k."""
     size, unit = next(((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size), (1.0, ""))
     return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds: 1:02:03; days and hours from a day on: 2d 1h."""
+    """Return hours, minutes and seconds, such as 1:02:03, or days and hours from one day on, such as 2d 1h."""
     days, rest = divmod(round(seconds), 86400)
     return f"{days}d {rest // 3600}h" if days else str(timedelta(seconds=rest))
 
@@ -115,14 +115,14 @@ def duration(seconds: float) -> str:
 class Progress:
     """Progress of one task, shown inside its `with` block.
 
-    On a terminal a line with a bar, which drops what does not fit its width. Elsewhere a line at the start, further
-    ones at growing intervals, and one at the end of a task that was not short.
+    On a terminal it is a line with a bar, which omits texts that do not fit. Elsewhere there is a line at the start,
+    lines at growing intervals, and a line at the end unless the task was short.
 
     Attributes:
-        title: the task.
+        title: the name of the task.
         total: the amount of work; None if unknown.
-        unit: of the work, such as documents; B for bytes.
-        done: the work that is done, at the start too.
+        unit: the unit of the work, such as documents; B for bytes.
+        done: the amount of finished work, which need not be 0 at the start.
         details: more texts, the most important first.
     """
 
@@ -143,16 +143,16 @@ class Progress:
         return self
 
     def begin(self, title: str) -> None:
-        """Name what is done next."""
+        """Change the title to the next part of the task."""
         if title != self.title:
             self.title = title
             if self._live is not None:
-                self._live.refresh()  # what is done may hold Python's lock
+                self._live.refresh()  # the task may hold Python's lock later
             elif self._show:
                 write(title)
 
     def advance(self, count: float = 1) -> None:
-        """Count work that is done."""
+        """Add to the finished work."""
         self.done += count
         if (now := time.monotonic()) >= self._due:
             self._gap = min(2 * self._gap, LONGEST_GAP)
@@ -160,7 +160,7 @@ class Progress:
             write(f"{self.title}: {', '.join(self._texts())}")
 
     def remaining(self, seconds: float) -> None:
-        """Set the remaining time, which is otherwise estimated from the work that is done."""
+        """Set the remaining time, which is otherwise estimated from the finished work."""
         self._ends = time.monotonic() + seconds
 
     def __exit__(self, *_: object) -> None:
@@ -177,7 +177,7 @@ class Progress:
         return "/".join(texts) + (self.unit if self.unit == "B" else f" {self.unit}" if self.unit else "")
 
     def _time(self) -> str:
-        """The remaining time, or the time since the start."""
+        """Return the remaining time, or the time since the start."""
         now = time.monotonic()
         left, done = self._ends - now, self.done - self._first
         if math.isnan(left) and self.total is not None and done > 0:
@@ -191,7 +191,7 @@ class Progress:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
 
-        width = options.max_width - 1  # terminals differ in what follows a character in the last column
+        width = options.max_width - 1  # terminals differ in the position after a character in the last column
         texts, title = self._texts(), Text(plain(self.title))
         room = width - min(title.cell_len, width // 2) - bool(title)
         bar = 1 + SHORTEST_BAR if self.total is not None else 0
@@ -209,7 +209,7 @@ class Progress:
 
 
 def track(items: Iterable[Item], title: str, total: int, unit: str, show: bool = True) -> Iterator[Item]:
-    """Yield items, with progress; one counts as done when the next is asked for."""
+    """Yield items and show progress. An item counts as finished when the next one is requested."""
     with Progress(title, total, unit, show=show) as progress:
         for item in items:
             yield item

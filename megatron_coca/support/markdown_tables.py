@@ -1,4 +1,4 @@
-"""Markdown tables and text in them, for the console and for documents."""
+"""Markdown tables and their text, for the console and for documents."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _LINE_ENDS = re.compile(r"\s*[\r\n]+\s*")
 
 
 def number(value: Any) -> str:
-    """Text of a cell: thousands separated, fractions with four significant digits, ``-`` for None."""
+    """Return the text of a table cell: thousands separated, fractions with four significant digits, ``-`` for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -22,7 +22,7 @@ def number(value: Any) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A fraction of 1 as a percentage; a small one is not rounded to 0."""
+    """Return a fraction of 1 as a percentage. A small fraction is not rounded to 0."""
     if share is None:
         return "-"
     return f"{share:.2%}" if share == 0 or share >= 0.0001 else f"{share * 100:.1e}%"
@@ -39,7 +39,7 @@ def in_cell(text: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table with aligned columns, the first one left, the others right; cells go through ``number``."""
+    """Return a Markdown table with aligned columns: the first to the left, the others to the right."""
     lines = [list(header), *([number(value) for value in row] for row in rows)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
 

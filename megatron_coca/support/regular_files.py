@@ -1,4 +1,4 @@
-"""Open regular files only: a FIFO, a device or a loop of links in the place of one is an error, not a hang."""
+"""Open only regular files: a FIFO, a device or a loop of links is an error, and cannot make the program hang."""
 
 import errno
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 LARGEST = 1 << 28
-"""Bytes of a file that is read whole, such as JSON or a vocabulary."""
+"""Largest size in bytes of a file that is read as a whole, such as JSON or a vocabulary."""
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also if it is no regular file or has more than `limit` bytes."""
+    """Open a file for reading. Raises OSError, also if it is not a regular file or has more than `limit` bytes."""
     path = Path(path)
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -30,7 +30,8 @@ def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file to append to it, which may be new. Raises OSError for a link: a downloaded folder may have one that
-    leads to a file of the user's.
+    """Open an existing or new file to append to it.
+
+    Raises OSError for a link: a downloaded folder may contain a link to another file of the user.
     """
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

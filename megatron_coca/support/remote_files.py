@@ -1,6 +1,6 @@
-"""Files on object stores through fsspec: S3, Google Cloud Storage and every other file system that it supports.
+"""Files on object stores, through fsspec: S3, Google Cloud Storage and all other file systems that it supports.
 
-Endpoint, credentials and other options are configured in fsspec and the store's own library.
+Endpoints, credentials and other options are configured in fsspec and in the library of the store.
 """
 
 import errno
@@ -14,33 +14,33 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_coca.support.atomic_write import flush
+from megatron_coca.support.errors import UNAVAILABLE, InputError
 from megatron_coca.support.plain_text import password
-from megatron_coca.support.program import UNAVAILABLE, InputError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TIMEOUT = 20.0
-"""Seconds for which a failed transfer is repeated by commands that only read."""
+"""Seconds for which commands that only read repeat a failed transfer."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before the second attempt of a transfer, doubled up to the second value."""
-REFUSALS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors that do not pass by themselves: of the store, which answers, or of the local disk."""
-REFUSED = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}
-"""The same, of libraries that set no number."""
+"""Seconds before the second attempt of a transfer. The pause doubles, up to the second value."""
+PERMANENT_NUMBERS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Error numbers of the store or the local disk for which another attempt is useless."""
+PERMANENT_CLASSES = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}
+"""The same, as names of classes, for libraries that set no number."""
 TRANSFERS = 8
-"""Concurrent transfers."""
+"""Number of concurrent transfers."""
 WITH_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "webdav"})
-"""Kinds of stores that keep folders without files."""
+"""Kinds of stores that can have folders without files."""
 HUB = "hf://"
-"""Prefix of a name of the Hugging Face hub."""
+"""Prefix of a name on the Hugging Face hub."""
 
 
 def hub_hint(path: str | Path) -> str:
-    """The end of a message on a missing folder whose name is like one of the Hugging Face hub, otherwise nothing.
+    """Return the hint for a missing folder with a name such as those on the Hugging Face hub, else an empty string.
 
-    Nothing too in folders that exist, and in runs/ and models/, where runs and models are local.
+    There is no hint for a path in an existing folder or in runs/ and models/, because those are local folders.
     """
     local = Path(path).parts[:1] in (("runs",), ("models",)) or Path(path).parent.is_dir()
     if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
@@ -52,42 +52,43 @@ def hub_hint(path: str | Path) -> str:
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether `path` is a URL of an object store (s3://, gs://, memory://, ...)."""
+    """Return True if `path` is a URL of an object store (s3://, gs://, memory://, ...)."""
     return "://" in str(path)
 
 
-def local_folder(url: str, cache: str | Path, refused: type[InputError]) -> Path:
-    """The folder below `cache` for files of `url`: s3://a/b -> CACHE/s3/a/b."""
+def local_folder(url: str, cache: str | Path, error: type[InputError]) -> Path:
+    """Return the folder in `cache` for files of `url`: CACHE/s3/a/b for s3://a/b."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
-        raise refused(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
-    parts[0] = re.sub(r":.*@", "@", parts[0])  # a password is no part of a folder's name
+        raise error(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
+    parts[0] = re.sub(r":.*@", "@", parts[0])  # a password must not be part of a folder's name
     return Path(cache, scheme, *parts)
 
 
 class UnavailableError(InputError):
-    """An object store does not answer. Nothing is wrong with the input: the same command works when it is back."""
+    """An object store does not answer. The input is fine: the same command works when the store is available again."""
 
     status = UNAVAILABLE
 
 
 class RemoteFiles:
-    """The objects below a URL; names are relative to it.
+    """The objects below a URL. Names are relative to the URL.
 
-    A failed transfer is repeated until it succeeds, `timeout` seconds have passed since it first failed, or `hurry` is
-    set; then an error of the class `away` names the URL. What the store refuses is an error of the class `refused`.
+    A failed transfer is repeated until it succeeds, until `timeout` seconds have passed since its first failure, or
+    until `hurry` is set. Then it is an error of the class `unavailable`, with the URL. A permanent error, such as a
+    missing permission, is raised at once as an error of the class `permanent`.
 
     Attributes:
-        hurry: set to give up at the next failure.
-        activity: a number that grows while bytes are transferred or attempts are made.
+        hurry: an event that makes the next failure final.
+        activity: a number that grows with every attempt and while bytes are transferred.
     """
 
-    refused: type[InputError] = InputError
-    away: type[InputError] = UnavailableError
+    permanent: type[InputError] = InputError
+    unavailable: type[InputError] = UnavailableError
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        """Raises `refused` if no installed library supports the scheme of `url`."""
+        """Open the file system. Raises `permanent` if no installed library supports the scheme of `url`."""
         import fsspec
         from fsspec.callbacks import Callback
 
@@ -99,13 +100,13 @@ class RemoteFiles:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
         except (ImportError, ValueError, OSError) as error:
-            raise self.refused(
+            raise self.permanent(
                 f"{url}: cannot be opened ({error}); check the address and the network; s3:// needs the package s3fs, "
                 "gs:// needs gcsfs"
             ) from error
 
     def names(self, root: str = "") -> list[str]:
-        """Names of all objects below the folder `root`, relative to it; none if there is no such folder."""
+        """Return the names of all objects in the folder `root`, relative to it; empty if there is no such folder."""
         folder = f"{self._root}/{root}".rstrip("/")
 
         def find() -> list[str]:
@@ -118,12 +119,12 @@ class RemoteFiles:
         return [path.removeprefix(folder).lstrip("/") for path in self._attempt("cannot be listed", find)]
 
     def matches(self, pattern: str) -> list[str]:
-        """Names that match a pattern with `*`, `?` or `[`, sorted."""
+        """Return the sorted names that match a pattern with `*`, `?` or `[`."""
         found = self._attempt("cannot be listed", lambda: self._fs.glob(f"{self._root}/{pattern}"))
         return sorted(path.removeprefix(f"{self._root}/") for path in found)
 
     def facts(self, name: str) -> tuple[int, str] | None:
-        """Size of an object and a text that changes with its content; None if there is none."""
+        """Return the size of an object and a text that changes with its content; None if there is no such object."""
 
         def info() -> dict[str, Any] | None:
             try:
@@ -139,14 +140,14 @@ class RemoteFiles:
         return found["size"], str(next((tag for tag in tags if tag is not None), ""))
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """The content of an object, or bytes `start` to `end` of it."""
+        """Return the content of an object, or its bytes from `start` to `end`."""
         content: bytes = self._attempt(
             f"{name} cannot be read", lambda: self._fs.cat_file(self._path(name), start=start, end=end)
         )
         return content
 
     def read_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """Several ranges of an object, requested at the same time."""
+        """Return several ranges of an object, which are requested at the same time."""
         paths = [self._path(name)] * len(starts)
 
         def ranges() -> list[bytes]:
@@ -175,7 +176,7 @@ class RemoteFiles:
         flush(target)
 
     def remove_object(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
 
         def remove() -> None:
             try:
@@ -186,7 +187,7 @@ class RemoteFiles:
         self._attempt(f"{name} cannot be removed", remove)
 
     def remove_folders(self, root: str) -> None:
-        """Remove the folder `root` and those in it, if they are empty; object stores have none."""
+        """Remove the folder `root` and all folders in it if they are empty. Object stores have no folders."""
         kinds = self._fs.protocol
         if WITH_FOLDERS.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
             return
@@ -195,10 +196,10 @@ class RemoteFiles:
             for path in sorted([folder, *self._fs.find(folder, withdirs=True)], key=len, reverse=True):
                 self._fs.rmdir(path)
         except OSError as error:
-            logger.debug("%s: %s stays (%s)", self.url, root, error)
+            logger.debug("%s: %s is kept (%s)", self.url, root, error)
 
     def each(self, names: Iterable[str], transfer: Callable[[str], Any]) -> None:
-        """Call `transfer` for every name concurrently; raises the first error when all have ended."""
+        """Call `transfer` for every name concurrently. Raises the first error after all calls have ended."""
         with ThreadPoolExecutor(TRANSFERS) as pool:
             for _ in pool.map(transfer, list(names)):
                 pass
@@ -207,11 +208,11 @@ class RemoteFiles:
         return f"{self._root}/{name}"
 
     def _attempt(self, problem: str, action: Callable[[], T]) -> T:
-        """The result of `action`, repeated while the store does not answer.
+        """Return the result of `action`, which is repeated while the store does not answer.
 
         Raises:
-            away: it did not answer for the timeout.
-            refused: it refused, or the local disk is full or read-only.
+            unavailable: the store did not answer for the timeout.
+            permanent: a permanent error of the store, or the local disk is full or read-only.
         """
         pause, first_failure = FIRST_PAUSE, None
         while True:
@@ -221,14 +222,14 @@ class RemoteFiles:
             except Exception as error:  # each store's library has its own exception classes
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 reason = reason if (secret := password(self.url)) is None else reason.replace(secret, "***")
-                if getattr(error, "errno", None) in REFUSALS or type(error).__name__ in REFUSED:
-                    raise self.refused(f"{self.url}: {problem} ({reason})") from error
+                if getattr(error, "errno", None) in PERMANENT_NUMBERS or type(error).__name__ in PERMANENT_CLASSES:
+                    raise self.permanent(f"{self.url}: {problem} ({reason})") from error
                 now = time.monotonic()
                 first_failure = now if first_failure is None else first_failure
                 left = first_failure + self._timeout - now
                 if left <= 0 or self.hurry.is_set():
                     since = f"for {now - first_failure:.0f} s" if first_failure < now else "now"
-                    raise self.away(f"{self.url}: {problem} {since} ({reason})") from error
+                    raise self.unavailable(f"{self.url}: {problem} {since} ({reason})") from error
                 pause = min(pause, left)
                 logger.warning("%s: %s (%s); retrying in %.3g s", self.url, problem, reason, pause)
                 self.hurry.wait(pause)

@@ -1,7 +1,7 @@
 """Read untrusted YAML within limits on size, depth, and the number of values after the expansion of aliases.
 
-PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases expand to more values than fit in
-memory, and nested brackets overflow its stack. All YAML of the package is read here, except by the GPT-NeoX plugin.
+PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases expand to more values than fit into
+memory, and nested brackets overflow the stack. Everything in the package except the GPT-NeoX plugin reads YAML here.
 """
 
 import re
@@ -10,30 +10,30 @@ from typing import Any
 
 import yaml
 
-MAX_BYTES = 1 << 20  # of a file
+MAX_BYTES = 1 << 20  # size of a file
 MAX_NODES = 100_000  # values, keys included, with every alias expanded
 MAX_DEPTH = 64  # nested mappings and sequences; a level takes six frames of Python's stack
 
 NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
-"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode; escapes can spell both."""
+"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode. Escapes can form both."""
 
 _TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; is it the right file?"
 
 
 class YamlFault(Exception):
-    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1; None for the whole file."""
+    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1, and is None for the whole file."""
 
     def __init__(self, line: int | None, reason: str) -> None:
         super().__init__(reason)
         self.line, self.reason = line, reason
 
     def at(self, label: str) -> str:
-        """The message for a file, ``<label>:<line>: not valid YAML: <reason>``."""
+        """Return the message for a file, ``<label>:<line>: not valid YAML: <reason>``."""
         return f"{label}{'' if self.line is None else f':{self.line}'}: not valid YAML: {self.reason}"
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """YAML 1.1 within the limits. Raises ``yaml.YAMLError`` for every fault."""
+    """Loader of YAML 1.1 within the limits. Raises ``yaml.YAMLError`` for every fault."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_BYTES:
@@ -54,7 +54,7 @@ class LimitedLoader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node, alias: bool, mark: Any) -> None:
-        """Record the size of a node from those of its children, which are composed before it."""
+        """Record the size of a node. Its children have been composed before it."""
         if alias and id(node) not in self._sizes:
             raise _error("a value that contains itself", mark)
         if not alias:
@@ -77,7 +77,7 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 class _UniqueKeys(LimitedLoader):
-    """Refuses a key that occurs twice in a mapping, of which PyYAML would keep the last, and `NOT_IN_TEXT`."""
+    """Loader with errors for duplicate keys, of which PyYAML would keep the last, and for `NOT_IN_TEXT`."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[tuple[str, Any], Any] = {}
@@ -88,16 +88,16 @@ class _UniqueKeys(LimitedLoader):
 
     def construct_scalar(self, node: Any) -> Any:
         value = super().construct_scalar(node)
-        refused = NOT_IN_TEXT.search(value)
-        if refused is not None:
-            raise _error(f"the character U+{ord(refused[0]):04X} is not allowed", node.start_mark)
+        found = NOT_IN_TEXT.search(value)
+        if found is not None:
+            raise _error(f"the character U+{ord(found[0]):04X} is not allowed", node.start_mark)
         return value
 
 
 def read_text(path: Path) -> str:
     """Read a UTF-8 file, with or without a byte order mark.
 
-    Raises ``YamlFault`` for one larger than ``MAX_BYTES``, of which no more is read; ``OSError``,
+    Raises ``YamlFault`` for a file larger than ``MAX_BYTES``, of which no more bytes are read; also ``OSError`` and
     ``UnicodeDecodeError``.
     """
     with path.open("rb") as stream:
@@ -108,7 +108,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file without repeated keys. Raises as ``read_text``, and ``YamlFault``."""
+    """Read a YAML file. Duplicate keys are an error. Raises ``YamlFault`` and the errors of ``read_text``."""
     text = read_text(path)
     try:
         loader = _UniqueKeys(text)
@@ -128,7 +128,7 @@ def fault(error: yaml.YAMLError, text: str) -> YamlFault:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
     context = getattr(error, "context", None)
-    if reason.startswith("but ") and context:  # the sentence starts in the context
+    if reason.startswith("but ") and context:  # the sentence begins in the context
         reason = f"{context}, {reason}"
     return YamlFault(None if mark is None else mark.line + 1, reason)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.config import BatchSizes, Config, ConfigError, split_shares
-from megatron_coca.config.training import SyntheticConfig, window_tokens
+from megatron_coca.config.data import SyntheticConfig, window_tokens
 from megatron_coca.data import (
     Blend,
     DataError,

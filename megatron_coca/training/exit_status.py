@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
-from megatron_coca.support.program import UNAVAILABLE, UNUSABLE
+from megatron_coca.support.errors import UNAVAILABLE, UNUSABLE
 
 DONE = 0  # the last step is done and saved
 FAILED = 1  # an error of the program or of the machine, with a traceback

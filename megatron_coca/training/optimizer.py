@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import Config, OptimizerConfig
-from megatron_coca.config.training import QUERY_KEY_VALUE, TrainablePart
+from megatron_coca.config.optimization import QUERY_KEY_VALUE, TrainablePart
 from megatron_coca.model.cost import parameter_count, trained_count
 
 PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (

@@ -12,7 +12,7 @@ import torch
 
 from megatron_coca import methods
 from megatron_coca.config import load_config
-from megatron_coca.config.training import learning_rate
+from megatron_coca.config.schedule import learning_rate
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training.optimizer import build_optimizer
 

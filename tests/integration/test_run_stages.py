@@ -169,7 +169,7 @@ def test_wrong_stages_are_refused_by_name(live: Any, tmp_path: Path) -> None:
     refused = live({"stages": [{"until": 20}, {"num_layers": 3}], "save": str(tmp_path)}, expected=2)
     assert "stages[0].until: step 20 leaves no step of train_iters 12" in refused.output
     refused = live({"stages": STAGES}, expected=2)
-    assert "stages: need a folder" in refused.output
+    assert "stages: need save" in refused.output
     missing = [{"until": 6}, {"train_data_paths": ["nowhere"]}]
     refused = live({"stages": missing, "save": str(tmp_path)}, expected=2)
     assert "stages[1]: " in refused.output and "nowhere" in refused.output and not native.steps(tmp_path)

@@ -63,7 +63,7 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
 class RemoteFolder(RemoteFiles):
     """The `save` folder of one run on an object store. Raises CheckpointError, of which ServiceError is one."""
 
-    refused, away = CheckpointError, ServiceError
+    permanent, unavailable = CheckpointError, ServiceError
 
     def steps(self) -> list[int]:
         """Ascending steps of all complete checkpoints."""

@@ -22,7 +22,7 @@ from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import PASSAGE, Sample, passages_of, sampled
-from megatron_coca.support.program import exit_with_parent, safe_path
+from megatron_coca.support.processes import exit_with_parent, safe_path
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4

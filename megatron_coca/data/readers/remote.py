@@ -17,7 +17,7 @@ TIMEOUT = 300.0
 class DataFiles(RemoteFiles):
     """Objects below a URL, as inputs or shards. Raises DataError."""
 
-    refused, away = DataError, StoreUnavailable
+    permanent, unavailable = DataError, StoreUnavailable
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         super().__init__(url, timeout)

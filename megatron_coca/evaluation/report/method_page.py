@@ -16,8 +16,8 @@ from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import DistanceBias, bias_of_pairs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import Config, ConfigError, PositionConfig
+from megatron_coca.config.data import window_tokens
 from megatron_coca.config.model import GAU
-from megatron_coca.config.training import window_tokens
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, rotary_frequencies, rotated_distances
 from megatron_coca.evaluation.options import plot_text
 from megatron_coca.evaluation.report.charts import SHARES, Figure, Line, Panel, panels, size_with_legend, svg

@@ -10,11 +10,11 @@ from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report.analysis_section import analysis_blocks
 from megatron_coca.evaluation.report.document import ReportBlock, ReportDocument, Section, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.lm_eval_section import harness_blocks
 from megatron_coca.evaluation.report.metrics import missing_cell
 from megatron_coca.evaluation.report.published import COST, tables_of
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
-from megatron_coca.evaluation.report.short_sections import harness_blocks
 from megatron_coca.evaluation.results import EvaluationError, Missing
 from megatron_coca.evaluation.tasks.speed import WHATS, SpeedResult
 

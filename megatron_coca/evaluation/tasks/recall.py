@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
-from megatron_coca.config.training import DataConfig
+from megatron_coca.config.data import DataConfig
 from megatron_coca.data import Blend, Shard, TaskSettings
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest

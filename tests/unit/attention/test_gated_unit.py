@@ -141,7 +141,7 @@ def test_initial_weights() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"gau_width": 20}, "gau_key_width: the 20 features of its values are not a multiple of gau_key_width"),
+        ({"gau_width": 20}, "gau_key_width: it does not divide the 20 features of the values"),
         ({"pos_emb": "alibi"}, "gau do not support pos_emb alibi"),
         ({"sink_logits": True}, "gau do not support sink_logits"),
         ({"forgetting_gate": "fox"}, "gau do not support forgetting_gate"),

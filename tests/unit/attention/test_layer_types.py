@@ -116,9 +116,9 @@ def test_a_type_inherits_what_applies_to_it() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"attention_config": ["a"] * 4}, "attention_config: attention type a .*not named by layer_types"),
+        ({"attention_config": ["a"] * 4}, "attention_config: unknown attention type a; .*define it in layer_types"),
         ({"layer_types": {"a": {}}}, "layer_types: no layer has the type a"),
-        ({"layer_types": {"global": {}}}, "layer_types: global is the type with the model's own keys"),
+        ({"layer_types": {"global": {}}}, "layer_types: global is reserved"),
         ({"attention_config": [[["a"], 3]], "layer_types": {"a": {}}}, "covers 3 layers, but num_layers is 4"),
         (
             {"attention_config": [[["a"], 4]], "layer_types": {"a": {"pos_emb": "rotray"}}},
@@ -138,7 +138,7 @@ def test_a_type_inherits_what_applies_to_it() -> None:
         ),
         ({"sliding_window_width": 3, "relative_positions": {"type": "rerope"}}, "contradicts relative_positions"),
         ({"use_qk_layernorm": True, "num_kv_heads": 2}, "a weight for every query head"),
-        ({"use_qk_layernorm": True, "model_parallel_size": 2}, "not available with model_parallel_size"),
+        ({"use_qk_layernorm": True, "model_parallel_size": 2}, "not supported with model_parallel_size"),
     ],
 )
 def test_mistakes_are_named(keys: dict[str, Any], message: str) -> None:

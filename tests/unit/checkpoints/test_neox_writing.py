@@ -18,11 +18,11 @@ from tests.parity.exported import LLAMA, NEOX, SHAPE, random_checkpoint
 
 TWO_LENGTHS = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "GPT-NeoX's layout cannot hold it: pos_emb kerple_log: it has weights"),
+    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "GPT-NeoX's layout cannot hold it: pos_emb kerple_log: GPT-NeoX.s model"),
     "CLEX": (
         {"rope_scaling": {"rope_type": "clex"}},
         1,
-        "GPT-NeoX's layout cannot hold it: rope_scaling clex: it learns frequencies",
+        "GPT-NeoX's layout cannot hold it: rope_scaling clex: GPT-NeoX's model",
     ),
     "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
     "attention": (

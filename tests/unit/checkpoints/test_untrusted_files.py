@@ -35,7 +35,7 @@ from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.evaluation.report.curves import metrics
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.suite import read_suite
-from megatron_coca.support.program import PROGRAM
+from megatron_coca.support.processes import PROGRAM
 from megatron_coca.training.randomness import load_rng_states
 from megatron_coca.training.sinks import _continues
 from tests.checkpoint_files import TINY, write_checkpoint

@@ -51,7 +51,7 @@ REFUSED = {
     "a page that is no HTML": (["inspect", "method", "a.yml", "--output", "m.txt"], "m.txt: a page is written as HTML"),
     "no overlay": (["generate", "--checkpoint", "nope", "none.yml"], "none.yml: no such file"),
     "chosen devices": (["train", *TRAINABLE, "include=localhost:1"], "include: not supported; list the hosts to use"),
-    "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "keys have no dashes: `train_iters=1000`"),
+    "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "write keys without dashes: `train_iters=1000`"),
     "a folder and a name": (["train", "-d", "nowhere", "125M"], "nowhere/125M.yml: no such file"),
     "a length of no machine": (["evaluate", "passkey", *AT, "--lengths", "64,99999999999"], "be at most 134,217,728"),
     "a drawing of it": (["inspect", "method", "a.yml", "--output", "a.html", "--length", "9" * 11], "134,217,728"),
@@ -59,11 +59,11 @@ REFUSED = {
     "as many samples": (["generate", *AT, "--num-samples", "9" * 23], "must be at most 1,000,000"),
     "jobs of no machine": (["evaluate", "passkey", *AT, "--lengths", "64", "--jobs", "9" * 23], "be at most 1,024"),
     "jobs of a grid": (["ablate", "a.yml", "--jobs", "9" * 23], "must be at most 1,024"),
-    "workers": (["prepare", "--input", "a=b", "--workers", "9" * 23], "must be at least 0 and at most 1024"),
+    "workers": (["prepare", "--input", "a=b", "--workers", "9" * 23], "must be from 0 to 1024"),
     "mistyped task": (["evaluate", "perplexty"], "invalid choice: 'perplexty'"),
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
     "stages": (["train", *TRAINABLE, "stages=[{until: 1}, {}]"], "stages[0].until: step 1 leaves no step"),
-    "stages without a folder": (["train", *TRAINABLE, "stages=[{}]"], "stages: need a folder"),
+    "stages without a folder": (["train", *TRAINABLE, "stages=[{}]"], "stages: need save"),
     "prepare": (["prepare", "--input", "a=b"], "--input: give either tokenizer_type, with vocab_file,"),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),
 }
@@ -164,7 +164,7 @@ def test_outside_of_the_environment(program: str, tmp_path: Path) -> None:
     command = [sys.executable, "-S", str(ROOT / program)]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "torch, pydantic not installed" in done.stderr and ".venv" in done.stderr
+    assert "torch, pydantic: not installed" in done.stderr and ".venv" in done.stderr
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

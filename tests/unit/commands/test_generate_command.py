@@ -112,8 +112,8 @@ def test_a_stop_string(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt", "x", "rope_scalin.factor=2"], "did you mean `rope_scaling"),
         (["--prompt", "x", "none.yml"], "none.yml"),
         (["--file", "none.txt"], "none.txt: cannot be read"),
-        (["--file", "bad.jsonl"], r"bad.jsonl:2: expected an object with the text of a prompt"),
-        (["--file", "empty.txt"], "empty.txt: has no prompt"),
+        (["--file", "bad.jsonl"], r"bad.jsonl:2: no text of a prompt; write an object"),
+        (["--file", "empty.txt"], "empty.txt: no prompt"),
         (["--prompt", "x", "--device", "cuda:99"], "device cuda:99: cannot be used here"),
         (["--prompt", "x", "--output", "."], "is a folder"),
     ],
@@ -161,13 +161,13 @@ def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytes
     write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     given = ["--checkpoint", str(tmp_path / "run"), "--prompt", "ab", *TEN]
     assert generate.main(given) == 0
-    assert "puts <bos> before every prompt: --start-token '<bos>' does" in capsys.readouterr().err
+    assert "puts <bos> before every prompt; add it with --start-token '<bos>'" in capsys.readouterr().err
     assert generate.main([*given, "--start-token", "<bos>"]) == 0
     shown = capsys.readouterr()
     assert shown.err == "" and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"
     with pytest.raises(DataError, match="has no symbol '<start>'"):
         generate.main([*given, "--start-token", "<start>"])
-    with pytest.raises(EvaluationError, match="--start-token: a chat has that of its template"):
+    with pytest.raises(EvaluationError, match="--start-token: the template of a chat adds its own"):
         generate.main([*given, "--start-token", "<bos>", "--chat"])
 
 
@@ -177,5 +177,5 @@ def test_too_many_new_tokens_for_the_memory(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("megatron_coca.text_generation.generate_tokens", fail)
     saved = write_checkpoint(tmp_path / "run", load_config([], TINY))
-    with pytest.raises(EvaluationError, match="memory of cpu does not suffice; lower --max-new-tokens"):
+    with pytest.raises(EvaluationError, match="cpu: out of memory; lower --max-new-tokens"):
         generate.main(["--checkpoint", str(saved), "--prompt", "a", "--device", "cpu"])

@@ -51,7 +51,7 @@ def test_a_fraction_of_zero_holds_nothing_out(tmp_path: Path) -> None:
         (["--max-record-mib", "0"], "max_record_mib: .*greater than or equal to 1"),
         (["--train-tokenizer", "0"], "vocab_size: .*greater than 0"),
         (["--text-field", ""], "s.jsonl:1: missing field"),
-        (["--output", ""], "Give the output folder"),
+        (["--output", ""], "output: not set; give --output"),
     ],
 )
 def test_a_zero_or_empty_value_is_not_ignored(tmp_path: Path, given: list[str], message: str) -> None:
@@ -63,7 +63,7 @@ def test_a_zero_or_empty_value_is_not_ignored(tmp_path: Path, given: list[str], 
 
 @pytest.mark.parametrize("given", [["--valid-fraction", "0"], ["--max-record-mib", "0"], ["--text-field", ""]])
 def test_a_zero_beside_a_recipe_is_an_error(tmp_path: Path, given: list[str]) -> None:
-    with pytest.raises(DataError, match=f"{given[0]}: is for --input only"):
+    with pytest.raises(DataError, match=f"{given[0]}: only supported with --input"):
         prepare.main([str(tmp_path / "recipe.yml"), *given])
 
 

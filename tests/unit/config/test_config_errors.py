@@ -34,7 +34,8 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
 """
     expected = {
         "run.yml:1: num_layers: expected an integer, got '2'; remove the quotes",
-        "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100",
+        "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100; change one of them, or set"
+        " kv_channels",
         "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
         "run.yml: seq_length: required, but missing",
         "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | xpos"
@@ -116,13 +117,13 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("weight_decay: '0.1'", "weight_decay: expected a number, got '0.1'; remove the quotes"),
         ("finetune: 'maybe'", "finetune: expected true or false, got 'maybe'"),
         ("learning_rate: 1e-4", "learning_rate: unknown key; did you mean `optimizer.params.lr`?"),
-        ("warmup_steps: 10", "warmup_steps: is a number of steps; set `warmup` to their share of train_iters"),
+        ("warmup_steps: 10", "warmup_steps: unknown key; set `warmup` to the share of train_iters"),
         ("epochs: 3", "epochs: unknown key; did you mean `train_epochs`?"),
         ("tensor_parallel_size: 2", "tensor_parallel_size: unknown key; did you mean `model_parallel_size`?"),
         ("sliding_window: 128", "sliding_window: unknown key; did you mean `sliding_window_width`?"),
         ("batch_size: 4", "batch_size: setting this derived value directly (set train_micro_batch_size_per_gpu or"),
-        ("num_experts: 4", "num_experts: is not supported: there is no mixture of experts"),
-        ("bf16: true", "bf16: expected a mapping, got True; for the dtype alone, set precision=bf16"),
+        ("num_experts: 4", "num_experts: not supported: there is no mixture of experts"),
+        ("bf16: true", "bf16: expected a mapping, got True; to set only the dtype, use precision=bf16"),
         ("max_steps: 10", "max_steps: unknown key; did you mean `train_iters`?"),
         (
             "per_device_train_batch_size: 4",
@@ -141,7 +142,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: "),
         (
             "pos_emb: alibi\nrope_scaling: {rope_type: ntk}",
-            "rope_scaling: rope_type ntk is not available with pos_emb al",
+            "rope_scaling: rope_type ntk is not supported with pos_emb al",
         ),
         ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor has no effect with rope_type default"),
         (
@@ -168,7 +169,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: proportional, proportion: 0.06}",
-            "rope_scaling: proportion 0.06 of 16 pairs rotates none",
+            "rope_scaling: proportion 0.06 of 16 pairs is less than one pair",
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",
@@ -180,7 +181,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: alibi\nrelative_positions: {type: rerope}",
-            "relative_positions: rerope needs rotary positions, and pos_emb is alibi",
+            "relative_positions: rerope needs rotary positions, but pos_emb is alibi",
         ),
         (
             "pos_emb: coca\nrelative_positions: {type: streaming}",
@@ -208,11 +209,11 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: clex}\nrelative_positions: {type: rerope}",
-            "relative_positions: not available with rope_type clex",
+            "relative_positions: not supported with rope_type clex",
         ),
         ("pos_emb: rpe\nrpe_max_distance: 16", "rpe_max_distance: 16 must exceed 16, the number of buckets"),
         ("rope_scaling: {type: ntk}", "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?"),
-        ('attention_config: [[["gmlp"], "all"]]', "attention_config: attention type gmlp is not supported"),
+        ('attention_config: [[["gmlp"], "all"]]', "attention_config: unknown attention type gmlp; use global"),
         ('attention_config: [[["flash"], 3]]', "attention_config: covers 3 layers, but num_layers is 2"),
         ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 contradicts optimizer.params.lr 0.0001"),
         ("optimizer: {params: {weight_decay: 0.1}}", "optimizer.params.weight_decay: belongs at the top level"),
@@ -229,11 +230,11 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pipe_parallel_size: 2\nmodel_parallel_size: 2",
-            "pipe_parallel_size: not available with model_parallel_size",
+            "pipe_parallel_size: not supported with model_parallel_size",
         ),
         (
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",
-            "pipe_parallel_size: DeepSpeed's pipelines have no axis for sequence parallelism",
+            "pipe_parallel_size: DeepSpeed's pipelines have no sequence axis",
         ),
         ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least as many blocks, but num_layers is 2"),
         (
@@ -252,15 +253,15 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "model_parallel_size: 2\ntorch_compile: true",
-            "torch_compile: not available with model_parallel_size: DeepSpeed's",
+            "torch_compile: not supported with model_parallel_size: DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\ntorch_compile: true",
-            "torch_compile: not available with sequence_parallel_size: DeepSpeed's",
+            "torch_compile: not supported with sequence_parallel_size: DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\nmodel_parallel_size: 2",
-            "model_parallel_size: not available with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP)",
+            "model_parallel_size: not supported with sequence_parallel_size: the process grid of DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\nzero_optimization: {stage: 3, reduce_scatter: false}",
@@ -285,6 +286,15 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         ('save: ""', "save: expected a path, got ''"),
         ('load: ""', "load: expected a path, got ''"),
+        ("loss_spike_policy: rollback", "loss_spike_policy: `rollback` is not one of off | warn | skip"),
+        ("nonfinite_policy: rollback", "nonfinite_policy: `rollback` is not one of stop | skip"),
+        ("torch_compile: tune", "torch_compile: expected true or false or `auto`, got 'tune'"),
+        ("launcher: ssh", "launcher: `ssh` is not one of pdsh | slurm"),
+        ("max_rollbacks: 10", "max_rollbacks: unknown key"),
+        (
+            "pos_emb: rotary\nrope_scaling: {rope_type: linear, factor: 2, beta_fast: 32.0}",
+            "rope_scaling: beta_fast has no effect with rope_type linear",
+        ),
         ("finetune: true", "finetune: has no effect without load"),
         ("iteration: 4", "iteration: has no effect without load"),
         ("iteration: 0\nsave: a\nauto_resume: true", "iteration: has no effect without load"),

@@ -169,29 +169,6 @@ def test_names_of_files_as_in_gpt_neox(tmp_path: Path, monkeypatch: pytest.Monke
     assert split_inputs(["plain", "350M", "/abs/run.yaml"])[0] == ["plain", "350M.yml", "/abs/run.yaml"]
 
 
-def test_keys_that_earlier_versions_had_are_read(base: Path) -> None:
-    """The config.yml of their checkpoints holds all, whatever was set."""
-    removed: dict[str, object] = {
-        "cuda_graphs": True,
-        "skip_limit_policy": "stop",
-        "rollback_margin": 100,
-        "max_rollbacks": 10,
-        "sample_prompts": ["a"],
-        "memory_profiling": False,
-        "memory_profiling_path": None,
-        "include": "localhost:1",
-        "exclude": None,
-        "force_multi": False,
-        "max_restarts": 3,
-        "restart_delay": 5.0,
-    }
-    renamed = {"torch_compile": "tune", "nonfinite_policy": "rollback", "loss_spike_policy": "rollback"}
-    config = load_config(base, removed | renamed)
-    assert removed.keys().isdisjoint(config.flat()) and config.model.torch_compile is True
-    assert (config.faults.nonfinite_policy, config.faults.loss_spike_policy) == ("stop", "skip")
-    assert set(keys_without_effect([base], removed)) >= removed.keys()
-
-
 def test_keys_without_effect_are_listed(base: Path, tmp_path: Path) -> None:
     generation = write(tmp_path, "temperature: 1.0\nmaximum-tokens: 102\nsplit: 1\n", "text_generation.yml")
     assert keys_without_effect([base, generation], ["rope_fusion=true"]) == [
@@ -250,20 +227,6 @@ def test_another_choice_drops_the_options_of_the_first(tmp_path: Path) -> None:
     assert not keys_without_effect([first], ["rope_scaling.factor=2"])
     kept = load_config([first], shape).override(["rope_scaling.rope_type=yarn", "rope_scaling.factor=8"])
     assert (kept.position.rope_scaling.factor, kept.position.rope_scaling.beta_fast) == (8.0, 8.0)
-
-
-def test_the_resolved_file_of_an_earlier_version_loads() -> None:
-    """Checkpoints hold every key, also those with their defaults at that time: `launcher: ssh` was one."""
-    (saved,) = (ROOT / "tests/golden/earlier").iterdir()
-    assert "launcher: ssh\n" in saved.read_text()
-    now = load_config([ROOT / "configs/350M/roformer_coca.yml"]).flat()
-    earlier = {
-        "distributed_backend": "nccl",
-        "torch_compile": False,
-        "operand_kernel": "torch",
-        "loss_chunk_size": 1024,
-    }
-    assert load_config([saved]).flat() == now | earlier, "the defaults of that time"
 
 
 def test_a_mapping_is_as_good_as_a_file(base: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.neox_keys import ALIASES
+from megatron_coca.config.schedule import learning_rate
 from megatron_coca.config.schema import KEYS, SECTIONS, nested_names
-from megatron_coca.config.training import learning_rate
 
 SHAPE: dict[str, Any] = {
     "num_layers": 2,

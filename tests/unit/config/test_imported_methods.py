@@ -139,7 +139,7 @@ def test_exports_carry_it_or_refuse_it_by_name(example: Path, keys: dict[str, An
             "rope_scaling.factor: expected a value greater",
         ),
         ({"rope_scaling": {"rope_type": "divide_slo", "factor": 2.0}}, "did you mean `divide_slow`"),
-        ({"pos_emb": "root"}, "rope_type divide_slow is not available with pos_emb root"),
+        ({"pos_emb": "root"}, "rope_type divide_slow is not supported with pos_emb root"),
         ({"pos_emb": "rooot"}, "did you mean `root`"),
         ({"imports": ["absent.py"]}, "imports: .*absent.py: No such file"),
     ],
@@ -157,7 +157,7 @@ def test_mistakes_are_named(example: Path, change: dict[str, Any], message: str)
         (
             "from megatron_coca.methods import LogitScaling, register\n"
             "register(LogitScaling('log_n', '', ''), lambda m, length: m)",
-            "log_n is a name of megatron_coca",
+            "log_n is a built-in choice",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_coca.config import ConfigError, ScheduleConfig, load_config
-from megatron_coca.config.training import DECAYS, WSD_DECAYS, learning_rate
+from megatron_coca.config.schedule import DECAYS, WSD_DECAYS, learning_rate
 
 PEAK, LOW, STEPS = 1e-3, 1e-4, 100
 
@@ -103,7 +103,7 @@ def test_wsd_decays_over_a_tenth_of_the_horizon_unless_told() -> None:
     assert rates(schedule("wsd")) == rates(schedule("wsd", lr_wsd_decay_iters=STEPS // 10))
 
 
-def test_a_decay_of_wsd_that_does_not_fit_is_refused() -> None:
+def test_a_decay_of_wsd_that_does_not_fit_is_an_error() -> None:
     keys = {"lr_decay_style": "wsd", "train_iters": 100, "warmup": 0.1, "lr_wsd_decay_iters": 91}
-    with pytest.raises(ConfigError, match="lr_wsd_decay_iters: 91 exceeds the 90 steps between the warm-up"):
+    with pytest.raises(ConfigError, match="lr_wsd_decay_iters: 91 exceeds the 90 steps between warm-up and horizon"):
         load_config("configs/350M/roformer.yml", keys)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config, stage_at
-from megatron_coca.config.training import learning_rate
+from megatron_coca.config.schedule import learning_rate
 
 MODEL = "configs/350M/roformer.yml"
 KEYS = {
@@ -77,7 +77,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([{"seq_length": 512}, {}], "stages[0].until: required in every stage but the last"),
+        ([{"seq_length": 512}, {}], "stages[0].until: missing; only the last stage"),
         ([{"until": "80"}, {}], "stages[0].until: expected a number of steps or a share of train_iters such as 80%"),
         ([{"until": True}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": 0.8}, {}], "stages[0].until: expected a number of steps or a share"),
@@ -100,15 +100,15 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ([{"until": 5}, {"vocab_file": "other"}], "stages[1].vocab_file: cannot differ between stages"),
         (
             [{"until": 5}, {"seq_length": 2048, "rope_scaling": {"rope_type": "linear", "factor": 2}}],
-            "stages[1].rope_scaling: set original_max_position_embeddings to the length that is extended",
+            "stages[1].rope_scaling: the stages have several lengths; set original_max_position_embeddings",
         ),
         (
             [{"until": 5}, {"rope_scaling": {"rope_type": "clex"}}],
-            "stages[1]: changes what the weights of pos_emb or rope_scaling are learned for",
+            "stages[1]: changes a key that the learned weights of pos_emb or rope_scaling depend on",
         ),
         (
             [{"until": 5, "trainable": ["key"]}, {}],
-            "stages[1].trainable: the stage before does not train query, value, attention_output, mlp",
+            "stages[1].trainable: the previous stage does not train query, value, attention_output, mlp",
         ),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_stage_is_validated_once_and_their_number_is_limited(monkeypatch: pyte
     staged(*({"until": step} for step in range(1, 20)), {})
     assert len(made) == 20
     assert problems(*({"until": step} for step in range(1, 3000)), {}, train_iters=3000) == [
-        "stages: 3,000 are given, at most 500 are supported; join those that are alike"
+        "stages: 3,000 stages, but at most 500 are supported; merge similar ones"
     ]
     assert len(made) == 20
 
@@ -145,7 +145,7 @@ def test_a_file_is_named_with_its_line(tmp_path: Any) -> None:
 
 def test_stages_need_a_number_of_steps() -> None:
     assert problems({"until": "50%"}, {}, train_iters=None) == [
-        "stages: needs train_iters, of which `until` is a share or at most the number"
+        "stages: needs train_iters, because `until` is relative to it; set train_iters"
     ]
 
 

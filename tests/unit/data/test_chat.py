@@ -220,7 +220,7 @@ def test_a_special_token_ends_an_answer(ours: Tokenizer) -> None:
 
 
 def test_a_model_without_a_template_does_not_chat(checkpoint: Path) -> None:
-    with pytest.raises(EvaluationError, match="--system: only with --chat"):
+    with pytest.raises(EvaluationError, match="--system: has no effect without --chat"):
         generate.main(["--checkpoint", str(checkpoint), "--prompt", "a", "--system", "b"])
     generator = load_generator(checkpoint)
     generator.tokenizer.chat = None

@@ -126,7 +126,7 @@ def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str
 MANY = """
 import sys
 from megatron_coca.data import DataError, Shard
-from megatron_coca.support.program import allow_open_files
+from megatron_coca.support.processes import allow_open_files
 allow_open_files()
 try:
     shards = [Shard(sys.argv[1]) for _ in range(512)]

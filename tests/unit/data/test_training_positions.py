@@ -180,20 +180,20 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["training_positions={type: shifted, max: 63}"], "max 63 is neither a number of at least seq_length 64"),
-        (["training_positions={type: shifted, max: 4K}"], "nor a multiple such as 16L"),
+        (["training_positions={type: shifted, max: 63}"], "max 63 is not valid; give a number of at least seq_length"),
+        (["training_positions={type: shifted, max: 4K}"], "or a multiple such as 16L"),
         (["training_positions.type=random"], "`random` is not one of randomized | shifted | pose | stretched"),
         (["pos_emb=alibi"], "no effect with pos_emb alibi"),
         (["pos_emb=none"], "no effect with pos_emb none"),
         (["pos_emb=learned"], "max 16L exceeds max_position_embeddings 64"),
-        (["rope_scaling={rope_type: clex}"], "rope_type clex is trained with {type: stretched, max: 16L}, the default"),
-        (["training_positions={type: stretched, max: 100}"], "max 100 must be a multiple of seq_length 64"),
-        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which reads the number of tokens"),
+        (["rope_scaling={rope_type: clex}"], "rope_type clex is trained with {type: stretched, max: 16L}, its default"),
+        (["training_positions={type: stretched, max: 100}"], "max 100 is not a multiple of seq_length 64"),
+        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which counts tokens"),
         (
             ["relative_positions={type: inv_leaky_rerope, target_length: 1024}"],
-            "inv_leaky_rerope, which reads the number",
+            "inv_leaky_rerope, which counts tokens",
         ),
-        (["relative_positions={type: dual_chunk}"], "relative_positions dual_chunk, which reads the number of tokens"),
+        (["relative_positions={type: dual_chunk}"], "relative_positions dual_chunk, which counts tokens"),
     ],
 )
 def test_contradictions_are_refused(changes: list[str], message: str) -> None:

@@ -301,7 +301,7 @@ def test_a_backend_without_gates_says_so() -> None:
 
 @pytest.mark.parametrize("key", ["sliding_window_width", "attention_chunk_size"])
 def test_fire_counts_tokens_that_windows_drop(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: not available with pos_emb fire, whose bias counts"):
+    with pytest.raises(ConfigError, match=f"{key}: not supported with pos_emb fire: its bias depends"):
         configured(pos_emb="fire", **{key: 4})
 
 

@@ -64,7 +64,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are traced forward and backward, and run by PyTorch's operations."""
     original = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda block, options: original(block, backend="aot_eager"))
-    monkeypatch.setattr(building, "missing_compiler", lambda device_type: None)
+    monkeypatch.setattr(building, "missing_compile_tools", lambda device_type: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -126,12 +126,12 @@ def test_every_backend_is_traced_or_refused() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ZeRO 3": ({"zero_optimization": {"stage": 3}}, "torch_compile: not available with zero_optimization: "),
+    "ZeRO 3": ({"zero_optimization": {"stage": 3}}, "torch_compile: not supported with zero_optimization: "),
     "selective": (
         {"checkpoint_activations": True, "checkpoint_policy": "selective"},
-        "torch_compile: not available with checkpoint_policy: ",
+        "torch_compile: not supported with checkpoint_policy: ",
     ),
-    "tensor parallelism": ({"model_parallel_size": 2}, "torch_compile: not available with model_parallel_size: "),
+    "tensor parallelism": ({"model_parallel_size": 2}, "torch_compile: not supported with model_parallel_size: "),
 }
 
 
@@ -177,5 +177,5 @@ def test_auto_compiles_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_a_loss_without_chunks_has_no_kernel() -> None:
-    with pytest.raises(ConfigError, match="loss_kernel: triton takes a chunk of tokens at a time"):
+    with pytest.raises(ConfigError, match="loss_kernel: triton needs chunks of tokens"):
         configured(loss_kernel="triton", loss_chunk_size=0)

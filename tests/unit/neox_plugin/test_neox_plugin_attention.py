@@ -12,7 +12,7 @@ from megatron_coca.attention.build import BACKENDS, build_method
 from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import Config
-from megatron_coca.config.training import ScheduleConfig, learning_rate
+from megatron_coca.config.schedule import ScheduleConfig, learning_rate
 from megatron_coca.neox_plugin import IncompatibleError, activate
 from megatron_coca.neox_plugin.keys import resolve
 from megatron_coca.neox_plugin.upstream import TESTED_COMMIT

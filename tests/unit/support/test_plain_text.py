@@ -16,9 +16,9 @@ from megatron_coca.checkpoints.native.object_store import RemoteFolder
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.evaluation.report.document import Table, TableCell, TableRow, csv_table
 from megatron_coca.support.console import write
+from megatron_coca.support.errors import UNAVAILABLE
 from megatron_coca.support.markdown_tables import format_table
 from megatron_coca.support.plain_text import masked, plain
-from megatron_coca.support.program import UNAVAILABLE
 from megatron_coca.support.remote_files import local_folder
 from tests.checkpoint_files import TINY, write_checkpoint
 

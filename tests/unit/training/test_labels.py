@@ -191,7 +191,7 @@ def test_all_batches_of_partly_labelled_data_have_a_mask(pair: tuple[Path, Path]
 
 WRONG = [
     ({"train_label_data_paths": ["a"]}, "train_label_data_paths: 1 labels for 2 train_data_paths"),
-    ({"pack_impl": "unpacked", "eval_windows": [32]}, "pack_impl: not available with eval_windows"),
+    ({"pack_impl": "unpacked", "eval_windows": [32]}, "pack_impl: not supported with eval_windows"),
     ({"pack_impl": "greedy"}, "pack_impl"),
 ]
 

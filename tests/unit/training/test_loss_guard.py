@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.config import FaultConfig, load_config
+from megatron_coca.config import FaultConfig
 from megatron_coca.training.loss_guard import Limits, LossGuard, Verdict, bad_reason, spike_limit
 
 NAN, INF = math.nan, math.inf
@@ -172,15 +172,6 @@ def test_a_checkpoint_without_a_guard_gives_a_new_one() -> None:
 def test_a_foreign_state_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="loss guard's state.*surprise.*finetune=true"):
         guard().restore({"surprise": 1})
-
-
-@pytest.mark.parametrize(
-    ("key", "now"), [("nonfinite_policy", "stop"), ("loss_spike_policy", "skip")], ids=["nonfinite", "spike"]
-)
-def test_a_configuration_that_rolls_back_is_read(key: str, now: str) -> None:
-    """Checkpoints of earlier versions hold it in their config.yml."""
-    keys = {key: "rollback", "rollback_margin": 50, "max_rollbacks": 3, "skip_limit_policy": "rollback"}
-    assert getattr(load_config([], SHAPE | keys).faults, key) == now
 
 
 @pytest.mark.parametrize(("timeout", "collective"), [(1200.0, 2400.0), (None, None)])

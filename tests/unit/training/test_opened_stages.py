@@ -142,5 +142,5 @@ def test_stages_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     facts, shown = json.loads(found.read_text())["stages"], capsys.readouterr().out
     assert [each["last"] for each in facts] == [6, 9, 12] and shown.count("up to the end of stages[") == 3
     assert [sum(source["tokens"] for source in each["sources"]) for each in facts] == [96, 144, 240]
-    with pytest.raises(DataError, match="--samples: the run has stages"):
+    with pytest.raises(DataError, match="--samples: not supported for a run with stages"):
         inspect.main(["mixture", str(file), "--samples", "3"])

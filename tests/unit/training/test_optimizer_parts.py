@@ -14,7 +14,7 @@ from megatron_coca.attention.layer import SplitProjection, packed_rows
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_model
 from megatron_coca.checkpoints.huggingface.weight_map import BY_HEAD, Heads
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.config.training import TrainablePart
+from megatron_coca.config.optimization import TrainablePart
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, empty_model
 from megatron_coca.model.cost import parameter_count, trained_count
 from megatron_coca.training.estimate import estimate
@@ -95,8 +95,8 @@ def counted(model: nn.Module) -> tuple[int, int]:
         ("key", {}, "trainable: expected a list"),
         (["output_head"], {}, r"output_head is tied to the embedding \(no_weight_tying is false\); use embedding"),
         (["embedding", "output_head"], {}, "no_weight_tying is false"),
-        (["norms"], {"norm": "non_parametric_layernorm"}, "norms have no weights"),
-        (["positions"], {}, "positions have no weights"),
+        (["norms"], {"norm": "non_parametric_layernorm"}, "norm non_parametric_layernorm has no weights"),
+        (["positions"], {}, "this position method has no weights"),
     ],
 )
 def test_parts_that_cannot_be_trained_are_errors(given: Any, changes: dict[str, Any], problem: str) -> None:

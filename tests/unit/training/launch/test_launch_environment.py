@@ -126,7 +126,10 @@ def test_rank_location(
         (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 is not below the local world size 2"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
         (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE: 8, but srun started 4"),
-        ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "MASTER_ADDR: not set, but Open MPI"),
+        (
+            {name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"},
+            "MASTER_ADDR: not set, but Open MPI",
+        ),
     ],
 )
 def test_incomplete_environment_names_the_missing_variables(environment: dict[str, str], message: str) -> None:

@@ -1,0 +1,123 @@
+"""Checks of the network: widths, heads, norms, the loss, and gated attention units."""
+
+from megatron_coca.config.checks.layers import types_of
+from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.model import GAU, GLOBAL
+from megatron_coca.config.optimization import QUERY_KEY_VALUE
+from megatron_coca.config.schema import Settings
+
+
+def _heads(settings: Settings) -> str | None:
+    width, heads = settings.model.hidden_size, settings.model.num_attention_heads
+    if settings.model.kv_channels is not None or width % heads == 0:
+        return None
+    return f"{heads} heads do not divide hidden_size {width}; change one of them, or set kv_channels"
+
+
+def _kv_heads(settings: Settings) -> str | None:
+    kv_heads, heads = settings.model.num_kv_heads, settings.model.num_attention_heads
+    uneven = f"{kv_heads} key/value heads do not divide num_attention_heads {heads}; change one of them"
+    return uneven if heads % kv_heads else None
+
+
+_OVER_RANKS = (
+    "not supported with model_parallel_size: the norm spans all heads, which are on different ranks; set"
+    " model_parallel_size=1"
+)
+
+
+def _qk_layernorm(settings: Settings) -> str | None:
+    model = settings.model
+    if not model.use_qk_layernorm:
+        return None
+    if model.num_kv_heads != model.num_attention_heads:
+        return (
+            "GPT-NeoX's norm has a weight for every query head, but num_kv_heads differs from num_attention_heads;"
+            " make them equal, or set qk_norm=head instead"
+        )
+    return _OVER_RANKS if settings.parallel.model_parallel_size > 1 else None
+
+
+def _qk_norm(settings: Settings) -> str | None:
+    model = settings.model
+    if model.qk_norm is not None and model.use_qk_layernorm:
+        return "contradicts use_qk_layernorm, GPT-NeoX's norm of queries and keys; set only one of the two"
+    together = model.qk_norm == "projection" and settings.parallel.model_parallel_size > 1
+    return f"projection is {_OVER_RANKS}" if together else None
+
+
+def _zero_centered(settings: Settings) -> str | None:
+    other = settings.model.zero_centered_norms and settings.model.norm != "rmsnorm"
+    return f"needs norm rmsnorm, but norm is {settings.model.norm}; set norm=rmsnorm" if other else None
+
+
+def _softcapping(settings: Settings) -> str | None:
+    model = settings.model
+    unfused = model.final_logit_softcapping is not None and model.loss_kernel == "triton"
+    return "not supported by loss_kernel triton; set loss_kernel=torch" if unfused else None
+
+
+def _loss_kernel(settings: Settings) -> str | None:
+    unused = settings.model.loss_kernel == "triton" and settings.model.loss_chunk_size == 0
+    return "triton needs chunks of tokens, but loss_chunk_size is 0; set loss_chunk_size=auto" if unused else None
+
+
+def _inner_width(settings: Settings) -> str | None:
+    both = settings.model.intermediate_size is not None and settings.model.expansion_factor is not None
+    return "contradicts intermediate_size; set only one of the two" if both else None
+
+
+def _inner_features(settings: Settings) -> str | None:
+    return None if settings.model.ffn_hidden_size else "the MLP has no features; raise it, or expansion_factor"
+
+
+def _attention_types(settings: Settings) -> str | None:
+    try:
+        named = settings.model.layer_names
+    except ValueError as error:
+        return str(error)
+    absent = sorted(set(named) - {GLOBAL, GAU, *settings.position.layer_types})
+    if not absent:
+        return None
+    return f"unknown attention type {absent[0]:.80}; use global, flash or gau, or define it in layer_types"
+
+
+def _gau(settings: Settings) -> str | None:
+    """Check gated attention units, if the model has any: they do not support every other key."""
+    model, parallel, position = settings.model, settings.parallel, types_of(settings).get(GAU)
+    if position is None:
+        return None
+    if model.gau_features % model.gau_key_width:
+        return f"it does not divide the {model.gau_features} features of the values; change it or gau_width"
+    trained = [part for part in QUERY_KEY_VALUE if settings.optimizer.trains(part)]
+    one_head = "they have one head, and its values are read in pieces"
+    unsupported = (
+        ("sink_logits", position.sink_logits, one_head),
+        (f"pos_emb {position.pos_emb}", position.embedding.biased, "its bias differs by head, and they have one head"),
+        (f"logit_scaling {position.scaling.name}", position.scaling.learned, one_head),
+        ("forgetting_gate", position.gate, one_head),
+        ("use_qk_layernorm", model.use_qk_layernorm, "they have a scale and an offset for each feature instead"),
+        ("qk_norm", model.qk_norm, "they have a scale and an offset for each feature instead"),
+        ("attention_dropout", model.attention_dropout, one_head),
+        ("model_parallel_size", parallel.model_parallel_size > 1, one_head),
+        ("sequence_parallel_size", parallel.sequence_parallel_size > 1, one_head),
+        ("pipe_parallel_size", parallel.pipe_parallel_size > 1, "pipeline stages assume that all blocks are alike"),
+        ("trainable", len(trained) not in (0, len(QUERY_KEY_VALUE)), f"one projection makes {QUERY_KEY_VALUE}"),
+    )
+    found = next((f"{name}: {reason}" for name, given, reason in unsupported if given), None)
+    return None if found is None else f"layers of type gau do not support {found}; leave one of the two out"
+
+
+CHECKS = (
+    Check("num_attention_heads", _heads),
+    Check("num_kv_heads", _kv_heads),
+    Check("use_qk_layernorm", _qk_layernorm),
+    Check("qk_norm", _qk_norm),
+    Check("zero_centered_norms", _zero_centered),
+    Check("final_logit_softcapping", _softcapping),
+    Check("expansion_factor", _inner_width),
+    Check("intermediate_size", _inner_features),
+    Check("loss_kernel", _loss_kernel),
+    Check("attention_config", _attention_types),
+    Check("gau_key_width", _gau),
+)

@@ -1,0 +1,75 @@
+"""Checks of the optimizer, the schedule, the batch and the precision."""
+
+from functools import partial
+
+from megatron_coca.config.checks.layers import types_of
+from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.schema import Settings
+
+
+def _learning_rate(key: str, settings: Settings) -> str | None:
+    peak, rate = settings.optimizer.lr, getattr(settings.schedule, key)
+    return f"{rate} exceeds the learning rate {peak}; lower it" if peak is not None and rate > peak else None
+
+
+def _wsd_decay(settings: Settings) -> str | None:
+    schedule = settings.schedule
+    if schedule.lr_wsd_decay_iters is None or (schedule.train_iters is None and schedule.lr_decay_iters is None):
+        return None
+    steps, stable = schedule.lr_wsd_decay_iters, int(schedule.decay_iters * (1 - schedule.warmup))
+    return f"{steps} exceeds the {stable} steps between warm-up and horizon; lower it" if steps > stable else None
+
+
+def _train_epochs(settings: Settings) -> str | None:
+    schedule, data = settings.schedule, settings.data
+    if schedule.train_epochs is None:
+        return None
+    if schedule.train_iters is not None or schedule.stages is not None:
+        return f"contradicts {'stages' if schedule.stages else 'train_iters'}; set only one of the two"
+    if data.synthetic is not None or (data.data_path is None and data.train_data_paths is None):
+        return "needs data_path or train_data_paths, because it counts their samples; set train_iters instead"
+    if data.weight_by_num_documents or len(set(data.train_data_weights or ())) > 1:
+        return "reads every shard equally often, which contradicts the weights; remove them or set train_iters instead"
+    if data.pack_impl != "packed":
+        return f"not supported with pack_impl {data.pack_impl}, as in GPT-NeoX; set train_iters instead"
+    return None
+
+
+def _trainable_weights(settings: Settings) -> str | None:
+    parts = settings.optimizer.trainable or []
+    learned = any(
+        kind.embedding.weights or kind.extension.learned or kind.scaling.learned or kind.sink_logits or kind.gate
+        for kind in types_of(settings).values()
+    )
+    if "output_head" in parts and not settings.model.no_weight_tying:
+        return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
+    if "norms" in parts and settings.model.norm == "non_parametric_layernorm":
+        return "norm non_parametric_layernorm has no weights; leave norms out"
+    if "positions" in parts and not learned:
+        return "this position method has no weights; leave positions out"
+    return None
+
+
+def _batch(settings: Settings) -> str | None:
+    sizes = settings.batch
+    micro, steps = sizes.train_micro_batch_size_per_gpu or 1, sizes.gradient_accumulation_steps or 1
+    if sizes.train_batch_size is None or sizes.train_batch_size % (micro * steps) == 0:
+        return None
+    return f"{sizes.train_batch_size} is not a multiple of micro-batch {micro} x accumulation {steps}; change one"
+
+
+def _precision(settings: Settings) -> str | None:
+    dtypes = sorted(settings.precision.requested)
+    if len(dtypes) <= 1:
+        return None
+    return f"{' and '.join(dtypes)} are both enabled by precision, fp16 and bf16; keep one and set the others to null"
+
+
+CHECKS = (
+    Check("lr_wsd_decay_iters", _wsd_decay),
+    *(Check(key, partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
+    Check("trainable", _trainable_weights),
+    Check("train_batch_size", _batch),
+    Check("precision", _precision),
+    Check("train_epochs", _train_epochs),
+)

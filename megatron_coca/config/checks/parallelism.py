@@ -1,0 +1,118 @@
+"""Checks of ZeRO, pipeline stages, tensor and sequence parallelism, and of the features that they exclude."""
+
+from functools import partial
+
+from megatron_coca.config.checks.recording import Check
+from megatron_coca.config.schema import Settings
+
+
+def _zero_reduce_scatter(settings: Settings) -> str | None:
+    keys = settings.parallel
+    given = keys.zero_optimization or {}
+    if keys.sequence_parallel_size == 1 or keys.stage < 3 or given.get("reduce_scatter", True):
+        return None
+    return (
+        "with sequence_parallel_size, stage 3 needs reduce_scatter: without it DeepSpeed sums some gradients over the"
+        " ranks of a sequence and averages others; remove reduce_scatter"
+    )
+
+
+def _pipeline(settings: Settings) -> str | None:
+    keys, layers = settings.parallel, settings.model.num_layers
+    if keys.pipe_parallel_size <= 1:
+        return None
+    if keys.pipe_parallel_size > layers:
+        return f"{keys.pipe_parallel_size} stages need at least as many blocks, but num_layers is {layers}; lower it"
+    if keys.stage in (2, 3):
+        return (
+            "DeepSpeed's pipelines support only ZeRO stages 0 and 1: stages 2 and 3 partition gradients after every"
+            " micro-batch, while several are in flight; set zero_optimization.stage to 0 or 1"
+        )
+    if keys.model_parallel_size > 1:
+        return (
+            "not supported with model_parallel_size: DeepSpeed's tensor parallelism (AutoTP) has no pipeline stages;"
+            " set model_parallel_size=1 or pipe_parallel_size=0"
+        )
+    if keys.sequence_parallel_size > 1:
+        return (
+            "DeepSpeed's pipelines have no sequence axis in their process grid; set sequence_parallel_size=1 or"
+            " pipe_parallel_size=0"
+        )
+    return None
+
+
+def _gradient_dtype(settings: Settings) -> str | None:
+    both = settings.parallel.accumulates_in_fp32 and settings.parallel.pipe_parallel_size > 1
+    if not both or settings.precision.dtype != "bf16":
+        return None
+    return (
+        "data_types.grad_accum_dtype fp32 is not supported with pipe_parallel_size in bfloat16: checkpoints do not"
+        " support the optimizer that DeepSpeed's pipelines use for it; remove it"
+    )
+
+
+def _divides(key: str, settings: Settings) -> str | None:
+    model, ranks = settings.model, getattr(settings.parallel, key)
+    sizes = {"num_attention_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads}
+    if key == "model_parallel_size":
+        sizes["intermediate_size"] = model.ffn_hidden_size
+    else:
+        sizes["seq_length"] = model.seq_length
+    uneven = [f"{name} {value}" for name, value in sizes.items() if value % ranks]
+    return f"{ranks} does not divide {' and '.join(uneven)}; all ranks need equal shares" if uneven else None
+
+
+def _tensor_and_sequence(settings: Settings) -> str | None:
+    if settings.parallel.model_parallel_size == 1 or settings.parallel.sequence_parallel_size == 1:
+        return None
+    return (
+        "not supported with sequence_parallel_size: the process grid of DeepSpeed's tensor parallelism (AutoTP) has"
+        " only data and tensor ranks; set one of the two to 1"
+    )
+
+
+def compile_refusal(settings: Settings) -> str | None:
+    """Return the key that keeps the blocks of a run from being compiled, and the reason, or None."""
+    model, parallel = settings.model, settings.parallel
+    for key in ("model_parallel_size", "sequence_parallel_size"):
+        if getattr(parallel, key) > 1:
+            return f"{key}: DeepSpeed's collectives within the blocks cannot be compiled"
+    if parallel.stage == 3:
+        return "zero_optimization: ZeRO 3 gathers weights within the blocks"
+    if model.checkpoint_activations and model.checkpoint_policy == "selective":
+        return "checkpoint_policy: selective chooses among single operations, which compiled blocks do not expose"
+    return None
+
+
+def _torch_compile(settings: Settings) -> str | None:
+    reason = compile_refusal(settings) if settings.model.torch_compile is True else None
+    return None if reason is None else f"not supported with {reason}; set torch_compile=false"
+
+
+def _selective(settings: Settings) -> str | None:
+    """Check for DeepSpeed's own linear layers: they add biases and sums over ranks in place to the kept products."""
+    model, parallel = settings.model, settings.parallel
+    if not model.checkpoint_activations or model.checkpoint_policy != "selective":
+        return None
+    if parallel.model_parallel_size > 1:
+        return (
+            "selective cannot keep the products of tensor-parallel layers; set checkpoint_policy=full or"
+            " model_parallel_size=1"
+        )
+    if parallel.stage == 3 and (parallel.zero_optimization or {}).get("memory_efficient_linear", True):
+        return (
+            "selective cannot keep the products of ZeRO 3's linear layers; set checkpoint_policy=full or"
+            " zero_optimization.memory_efficient_linear=false"
+        )
+    return None
+
+
+CHECKS = (
+    Check("pipe_parallel_size", _pipeline),
+    Check("deepspeed_extra_args", _gradient_dtype),
+    *(Check(key, partial(_divides, key)) for key in ("model_parallel_size", "sequence_parallel_size")),
+    Check("model_parallel_size", _tensor_and_sequence),
+    Check("zero_optimization", _zero_reduce_scatter),
+    Check("torch_compile", _torch_compile),
+    Check("checkpoint_policy", _selective),
+)

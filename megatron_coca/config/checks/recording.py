@@ -1,0 +1,65 @@
+"""A check between keys, and the view of the configuration that records which keys the check reads."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+from megatron_coca.config.base import ConfigGroup
+from megatron_coca.config.schema import Settings
+
+
+class Check(NamedTuple):
+    """A check between keys.
+
+    Attributes:
+        key: the key that the error is reported at.
+        find: returns the error message, or None if the keys fit together.
+    """
+
+    key: str
+    find: Callable[[Settings], str | None]
+
+
+class Finding(NamedTuple):
+    """The result of a check: its message, or None, and the keys that it read."""
+
+    message: str | None
+    keys: frozenset[str]
+
+
+class RecordedGroup:
+    """A group of keys that records each key that is read, directly or by a property or method of the group."""
+
+    def __init__(self, group: ConfigGroup, keys: set[str]) -> None:
+        self._group, self._keys = group, keys
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self._group)
+        field = kind.model_fields.get(name)
+        if field is None:
+            return getattr(kind, name).__get__(self)  # a property or a method, which then reads from this view
+        self._keys.add(field.alias or name)
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and "follows" in extra and name not in self._group.model_fields_set:
+            self._keys.add(str(extra["follows"]))
+        return getattr(self._group, name)
+
+    def model_copy(self, update: Mapping[str, Any]) -> "RecordedGroup":
+        """Return a changed copy, which records into the same set."""
+        return RecordedGroup(self._group.model_copy(update=update), self._keys)
+
+
+class RecordedSettings:
+    """All groups of a configuration, as groups that record into one set."""
+
+    def __init__(self, settings: Settings, keys: set[str]) -> None:
+        self._settings, self._keys = settings, keys
+
+    def __getattr__(self, name: str) -> RecordedGroup:
+        return RecordedGroup(getattr(self._settings, name), self._keys)
+
+
+def run(check: Check, settings: Settings) -> Finding:
+    """Run a check, and record the keys that it reads."""
+    keys: set[str] = set()
+    message = check.find(cast(Settings, RecordedSettings(settings, keys)))
+    return Finding(message, frozenset(keys))

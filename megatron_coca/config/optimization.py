@@ -1,0 +1,152 @@
+"""Keys of the optimizer, the batch and the precision."""
+
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, model_validator
+from typing_extensions import TypedDict
+
+from megatron_coca.config.base import ConfigError, ConfigGroup, Count, NotNegative, Positive, Size, key
+
+OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd", "lion": "lion"}
+Dtype = Literal["fp32", "bf16", "fp16"]
+TrainablePart = Literal[
+    "query", "key", "value", "attention_output", "mlp", "norms", "embedding", "output_head", "positions"
+]
+QUERY_KEY_VALUE: tuple[TrainablePart, TrainablePart, TrainablePart] = ("query", "key", "value")
+"""Parts of the packed attention projection, in the order of its rows."""
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _normalise_optimizer(name: Any) -> Any:
+    return OPTIMIZER_TYPES.get(name.lower(), name) if isinstance(name, str) else name
+
+
+def _sort_parts(parts: Any) -> Any:
+    """Sort a valid list and drop repetitions, so that equal selections compare equal."""
+    known = get_args(TrainablePart)
+    return (
+        sorted(set(parts), key=known.index)
+        if isinstance(parts, list) and all(part in known for part in parts)
+        else parts
+    )
+
+
+class OptimizerConfig(ConfigGroup):
+    """The optimizer. Adam and AdamW both use decoupled weight decay, as in GPT-NeoX."""
+
+    type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd", "lion"], BeforeValidator(_normalise_optimizer)] = key(
+        "Adam", "Optimizer; case-insensitive.", "optimizer.type"
+    )
+    lr: Positive | None = key(None, "Peak learning rate.", "optimizer.params.lr")
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = key(
+        (0.9, 0.999),
+        "beta1 and beta2 of Adam and Lion. The default for Lion is `[0.9, 0.99]`.",
+        "optimizer.params.betas",
+    )
+    eps: Positive = key(1.0e-8, "Adam's epsilon.", "optimizer.params.eps")
+    weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings. It is decoupled, except with sgd.")
+    gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
+    trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
+        None,
+        "List of the parts of the model to train; null trains everything. All other weights are frozen. `key` is also"
+        " CoCA's T projection, `attention_output` is the output projection, and `positions` are the weights of the"
+        " position method. `embedding` includes the output head if they are tied.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_of_lion(cls, values: Any) -> Any:
+        if isinstance(values, dict) and _normalise_optimizer(values.get("optimizer.type")) == "lion":
+            return {"optimizer.params.betas": (0.9, 0.99)} | values
+        return values
+
+    def trains(self, *parts: TrainablePart) -> bool:
+        """Return whether all of these parts are trained."""
+        return self.trainable is None or set(parts) <= set(self.trainable)
+
+
+class BatchSizes(NamedTuple):
+    """Samples per micro-batch on each rank, micro-batches per optimizer step, and samples per step over all ranks."""
+
+    micro: int
+    accumulation: int
+    total: int
+
+
+class BatchConfig(ConfigGroup):
+    """Batch sizes in samples. Set the micro-batch, the total, or both."""
+
+    train_micro_batch_size_per_gpu: Size | None = key(None, "Samples per micro-batch on each rank.")
+    train_batch_size: Size | None = key(None, "Samples per optimizer step over all ranks.")
+    gradient_accumulation_steps: Size | None = key(
+        None, "Micro-batches per optimizer step; null: derived from the two batch sizes if both are set, else 1."
+    )
+
+    def resolve(self, data_parallel_size: int) -> BatchSizes:
+        """Return the sizes for `data_parallel_size` ranks.
+
+        Raises:
+            ConfigError: neither size is set, or train_batch_size is not the product of the others.
+        """
+        micro, total = self.train_micro_batch_size_per_gpu, self.train_batch_size
+        steps = self.gradient_accumulation_steps
+        if micro is None and total is None:
+            raise ConfigError("train_micro_batch_size_per_gpu: not set; set it, or train_batch_size")
+        if steps is None:
+            derived = micro is not None and total is not None
+            steps = max(1, total // (micro * data_parallel_size)) if derived else 1  # type: ignore[operator]
+        if micro is None:
+            micro = max(1, total // (steps * data_parallel_size))  # type: ignore[operator]
+        product = micro * steps * data_parallel_size
+        if total is not None and total != product:
+            raise ConfigError(
+                f"train_batch_size: {total} is not micro {micro} x accumulation {steps} x {data_parallel_size} ranks"
+                f" (= {product}); change train_batch_size, train_micro_batch_size_per_gpu,"
+                " gradient_accumulation_steps or the number of ranks"
+            )
+        return BatchSizes(micro, steps, product)
+
+
+class Fp16(TypedDict, total=False):
+    """DeepSpeed's fp16 section."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # type: ignore[misc]
+    enabled: bool
+    auto_cast: bool
+    loss_scale: NotNegative
+    initial_scale_power: Annotated[int, Field(ge=0, le=127)]
+    loss_scale_window: Positive
+    hysteresis: Count
+    min_loss_scale: NotNegative
+
+
+class Bf16(TypedDict, total=False):
+    """DeepSpeed's bf16 section."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+    enabled: bool
+    immediate_grad_update: bool
+
+
+class PrecisionConfig(ConfigGroup):
+    """dtype of forward and backward pass; the optimizer state is fp32."""
+
+    precision: Literal["fp16", "fp32", "bfloat16"] | None = key(
+        None, "dtype; null: the one that the fp16 or bf16 section enables, else fp32."
+    )
+    fp16: Fp16 | None = key(None, "DeepSpeed's fp16 section (loss scaling).")
+    bf16: Bf16 | None = key(None, "DeepSpeed's bf16 section.")
+
+    @property
+    def requested(self) -> frozenset[Dtype]:
+        """Every dtype that one of the three keys selects. More than one is an error."""
+        named: dict[str | None, Dtype] = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
+        dtypes: set[Dtype] = {named[self.precision]} if self.precision in named else set()
+        dtypes |= {"fp16"} if (self.fp16 or {}).get("enabled") else set()
+        dtypes |= {"bf16"} if (self.bf16 or {}).get("enabled") else set()
+        return frozenset(dtypes)
+
+    @property
+    def dtype(self) -> Dtype:
+        """dtype of the run."""
+        return next(iter(self.requested), "fp32")

@@ -1,0 +1,93 @@
+"""Keys of ZeRO, of tensor, pipeline and sequence parallelism, and of the launch of the processes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from megatron_coca.config.base import ConfigGroup, PathName, Seconds, Size, key, shown
+
+
+def _with_valid_stage(section: dict[str, Any]) -> dict[str, Any]:
+    stage = section.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        message = f"stage {shown(stage)} is not one of 0 | 1 | 2 | 3"
+        raise PydanticCustomError("option", "{message}", {"message": message})
+    return section
+
+
+class ParallelConfig(ConfigGroup):
+    """Data, tensor, pipeline and sequence parallelism."""
+
+    zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
+        None, "DeepSpeed's section of ZeRO, passed through; `stage` is 0 to 3."
+    )
+    pipe_parallel_size: Annotated[int, Field(ge=0, le=2**20)] = key(
+        0, "Pipeline stages; 0 and 1 both disable the pipeline."
+    )
+    pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
+        "type:transformer|mlp",
+        "Balance pipeline stages by the number of blocks, by parameters, or by layers (the embedding and the head each"
+        " count as one).",
+    )
+    model_parallel_size: Size = key(
+        1, "Tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."
+    )
+    sequence_parallel_size: Size = key(
+        1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide num_attention_heads, num_kv_heads and seq_length."
+    )
+    sequence_parallel: bool = key(
+        False,
+        "Accepted without effect: in Megatron it divides the activations of norms and dropouts among tensor ranks, with"
+        " the same results. For long sequences see sequence_parallel_size.",
+    )
+    deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
+    distributed_backend: Literal["nccl", "gloo"] | None = key(
+        None,
+        "nccl: train on GPUs (an error if there are none); gloo: train on the CPU; null: as nccl if num_gpus is set,"
+        " else on GPUs if the host has any, else on the CPU.",
+    )
+
+    @property
+    def model_copies(self) -> int:
+        """Ranks that together hold the weights of one model."""
+        return max(1, self.pipe_parallel_size) * self.model_parallel_size
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """True if `data_types: {grad_accum_dtype: fp32}` is set: gradients of micro-batches are summed in float32."""
+        types = (self.deepspeed_extra_args or {}).get("data_types") or {}
+        return isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return int((self.zero_optimization or {}).get("stage", 0))
+
+
+MOST_SLOTS = 9999
+"""Most processes of one host."""
+
+
+class LaunchConfig(ConfigGroup):
+    """Launch of the processes; see docs/launch.md."""
+
+    hostfile: PathName | None = key(
+        None, "File with host names and slots. If it does not exist, the run warns and uses this host, as in GPT-NeoX."
+    )
+    num_nodes: int = Field(
+        default=-1, ge=-1, le=2**20, description="Number of hosts to use; -1: all hosts of the hostfile."
+    )
+    num_gpus: Annotated[int, Field(ge=1, le=MOST_SLOTS)] | None = key(
+        None,
+        "Processes per host, one on each GPU, or on the CPU with distributed_backend gloo; null: one, or with a"
+        " hostfile one per slot.",
+    )
+    master_addr: str | None = key(None, "Address of rank 0.")
+    master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
+    join_timeout: Seconds = key(600.0, "Seconds to wait for all processes at the start.")
+    launcher: Literal["pdsh", "slurm"] = key("pdsh", "Multi-host launcher; docs/launch.md compares them.")
+    no_ssh_check: bool = key(False, "pdsh: skip the check that the hosts are reachable.")
+    comment: str | None = key(None, "Comment of the Slurm job.")
+    account: str | None = key(None, "Account of the Slurm job.")
+    deepspeed_slurm: bool = key(False, "The same as `launcher: slurm`.")
