@@ -242,8 +242,9 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
         args.repeat,
         evaluation.chosen_start(args.start_token),
     )
-    if any(tokens[0] != evaluation.usual_start for tokens in documents.arrays):  # prepared documents may have it
-        evaluation.note_start(args.start_token)
+    usual = evaluation.tokenizer.usual_start if evaluation.tokenizer is not None else None
+    if any(tokens[0] != usual for tokens in documents.arrays):  # prepared documents may begin with it
+        evaluation.warn_of_start(args.start_token)
     return documents
 
 

@@ -116,9 +116,9 @@ class Evaluation:
         return is_huggingface_folder(self.opened.folder) or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
-        """Return the id of `--start-token`, None without it, which is noted. Raises as `chosen_start`."""
+        """Return the id of `--start-token`; without it warn and return None. Raises as `chosen_start`."""
         start = self.chosen_start(symbol)
-        self.note_start(symbol)
+        self.warn_of_start(symbol)
         return start
 
     def chosen_start(self, symbol: str | None) -> int | None:
@@ -132,20 +132,11 @@ class Evaluation:
             raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it is")
         return self.tokenizer.token(symbol)
 
-    @property
-    def usual_start(self) -> int | None:
-        """Id of the token that began the texts of the training or that the model's own library puts before texts."""
-        if self.tokenizer is None:
-            return None
-        trained = self.tokenizer.trained_start
-        return self.tokenizer.start if trained is None else trained
-
-    def note_start(self, symbol: str | None) -> None:
+    def warn_of_start(self, symbol: str | None) -> None:
         """Warn if texts usually begin with a token and `--start-token` names none."""
-        if symbol is None and self.tokenizer is not None and self.usual_start is not None:
-            owner = "the model's own library puts" if self.tokenizer.trained_start is None else "the training data has"
-            usual = self.tokenizer.piece(self.usual_start)
-            logger.warning("%s %s before every text; --start-token '%s' does", owner, usual, usual)
+        warning = None if symbol is not None or self.tokenizer is None else self.tokenizer.start_warning()
+        if warning is not None:
+            logger.warning("%s", warning)
 
     def subjects(self) -> Iterator[Subject | Refused]:
         """Load one variant after the other; overrides that do not fit the weights give `Refused`."""
@@ -204,8 +195,13 @@ class Evaluation:
                 self.options.show(store.result)
             for missing in store.noted:
                 self.status = 2
-                said = f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}"
-                print(plain(said), file=sys.stderr)
+                print_missing(header.label, missing)
+
+
+def print_missing(label: str, missing: Missing) -> None:
+    """Print one line to stderr on an entry that has no result."""
+    line = f"megatron-coca evaluate: {label}: {missing.at}: {missing.kind}: {missing.reason}"
+    print(plain(line), file=sys.stderr)
 
 
 def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:

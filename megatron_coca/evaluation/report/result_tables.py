@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
@@ -263,6 +264,15 @@ def overrides_text(result: Result) -> str:
         given = ", ".join(f"{name} {option}" for name, option in options if option is not None)
         shown.append(f"{key}: {given if isinstance(value, Mapping) else value}")
     return f" ({'; '.join(shown)})" if shown else ""
+
+
+def answer_texts(protocol: Any) -> list[str]:
+    """What a protocol says on answers and prompts that are not plain."""
+    return [
+        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
+        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
+        dynamic_length_text(protocol.dynamic_length),
+    ]
 
 
 def data_text(result: Any) -> str:

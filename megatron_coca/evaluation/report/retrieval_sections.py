@@ -8,7 +8,6 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import (
     SHARES,
@@ -51,9 +50,7 @@ def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
     parts = [
         f"{protocol.text}; {protocol.cases} cases a {cell}, seed {protocol.seed}",
         f"token {protocol.start} before every prompt" if protocol.start is not None else "",
-        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
-        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
-        dynamic_length_text(protocol.dynamic_length),
+        *shared.answer_texts(protocol),
     ]
     return f"Protocol: {'; '.join(filter(None, parts))}."
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import value_cell
@@ -110,9 +109,7 @@ def protocol_text(protocol: HarnessProtocol) -> str:
         "names of special tokens in prompts are these tokens" if protocol.names_tokens else "",
         "the start and end tokens of the model's own library are around every text" if protocol.adds else "",
         f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",
-        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
-        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
-        dynamic_length_text(protocol.dynamic_length),
+        *shared.answer_texts(protocol),
     ]
     return f"Protocol: {'; '.join(filter(None, parts))}."
 

@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks.answers import finished_by
 from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding, render_chat
 from megatron_coca.evaluation.tasks.perplexity import score_hidden
 from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, equal_length_batches, generate
@@ -195,20 +196,12 @@ class HarnessModel(TemplateLM):
 
     def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[str]:
         tokenizer, stops = self.encoding.tokenizer, (*stops, *self.encoding.stops)
-        window = max((len(stop.encode()) for stop in stops), default=0) + 4
-        ends = set(self.encoding.ends)
-
-        def finished(generated: list[int]) -> bool:
-            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended. It may
-            # be the name of a special token, which the answer's text does not have.
-            tail = tokenizer.spell(generated[-window:])
-            return generated[-1] in ends or any(stop in tail for stop in stops)
-
         answers = generate(
             self.model,
             torch.tensor(prompts, dtype=torch.int64, device=self.model_device),
             new_tokens,
-            finished=finished,
+            # Spelled, because a stop string may be the name of a special token, which decoding leaves out.
+            finished=finished_by(set(self.encoding.ends), stops, tokenizer.spell),
             vocab_size=self.vocab_size,
             dynamic_length=self.dynamic_length,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_coca.data import DataError, Tokenizer
+from megatron_coca.evaluation.tasks.answers import end_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class PromptEncoding:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys([*self.tokenizer.ends, *(self.tokenizer.turn_ends()[0] if self.chat else ())]))
+        return tuple(end_tokens(self.tokenizer, self.chat))
 
     @cached_property
     def stops(self) -> tuple[str, ...]:

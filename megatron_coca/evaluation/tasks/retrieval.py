@@ -16,6 +16,7 @@ from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
+from megatron_coca.evaluation.tasks.answers import end_tokens, finished_by
 from megatron_coca.evaluation.tasks.prompts import (
     FILLER_BLOCKS,
     Case,
@@ -196,8 +197,7 @@ def passkey(args: Namespace) -> int:
 
 
 def needle(args: Namespace) -> int:
-    evaluation = Evaluation(subject_options(args), "needle")
-    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    evaluation, haystack = evaluation_in_haystack(args, "needle")
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
     fields = protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
     protocol = NeedleProtocol(**fields, depths=args.depths)
@@ -209,8 +209,7 @@ def needle(args: Namespace) -> int:
 
 
 def ruler(args: Namespace) -> int:
-    evaluation = Evaluation(subject_options(args), "ruler")
-    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    evaluation, haystack = evaluation_in_haystack(args, "ruler")
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     fields = protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack, by_name.values())
     protocol = RetrievalProtocol(**fields)
@@ -222,6 +221,12 @@ def ruler(args: Namespace) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
+def evaluation_in_haystack(args: Namespace, task: str) -> tuple[Evaluation, Haystack]:
+    """Open the checkpoint and read `--haystack`. Raises as both of them."""
+    evaluation = Evaluation(subject_options(args), task)
+    return evaluation, load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+
+
 def protocol_fields(
     args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
 ) -> dict[str, Any]:
@@ -231,7 +236,7 @@ def protocol_fields(
     chat = chat_record(args, tokenizer)
     if chat is not None and args.start_token is not None:
         raise EvaluationError("--start-token: a chat has that of its template; leave it out")
-    ends = [*dict.fromkeys([*tokenizer.ends, *(tokenizer.turn_ends()[0] if chat is not None else ())])]
+    ends = end_tokens(tokenizer, chat is not None)
     return {name: getattr(args, name) for name in options} | {
         "text": text,
         "haystack": haystack.record(),
@@ -318,12 +323,7 @@ def generate_answers(
     answers: dict[int, list[int]] = {}
     ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}
     stops = tokenizer.turn_ends()[1] if protocol.chat is not None else []
-    window = max((len(stop.encode()) for stop in stops), default=0) + 4  # tokens with a text that has just ended
-
-    def finished(answer: list[int]) -> bool:
-        tail = tokenizer.decode(answer[-window:]) if stops else ""
-        return answer[-1] in ends or any(stop in tail for stop in stops)
-
+    finished = finished_by(ends, stops, tokenizer.decode)
     lengths = [len(prompt) for prompt in prompts]
     with Progress(title, len(prompts), "cases") as progress:
         for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):

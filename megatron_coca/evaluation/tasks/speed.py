@@ -5,7 +5,6 @@ One model for each method, all with the same weights. Times vary between runs, s
 
 import platform
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +29,10 @@ from megatron_coca.config.model import GAU
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import WHATS, Variant, What, read_variants, resolve_device
 from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
-from megatron_coca.evaluation.subject import backend_name, environment_record
+from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
 from megatron_coca.model import GPT, build_model, keep_freed_memory
 from megatron_coca.support.console import track
-from megatron_coca.support.plain_text import masked, plain
+from megatron_coca.support.plain_text import masked
 
 PROTOCOL = (
     "random weights, the same for all methods; in every round each method makes one call, after a round that does not "
@@ -425,8 +424,7 @@ def run(args: Namespace) -> int:
             measure(methods, what, length, args.batch_size, args.rounds, store)
     args.show(store.result)
     for missing in store.result.missing:
-        said = f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}"
-        print(plain(said), file=sys.stderr)
+        print_missing(store.result.label, missing)
     return 2 if store.result.missing else 0
 
 
