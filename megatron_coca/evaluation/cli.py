@@ -1,4 +1,4 @@
-"""The command line of evaluation: one subcommand for each task, whose module is imported only when it runs."""
+"""The command line of evaluation: one subcommand for each task. Only the module of the task that runs is imported."""
 
 import os
 import sys
@@ -25,68 +25,107 @@ def show(result: Result) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """One subcommand of `megatron-coca evaluate`: help text, option declarations, and the module of this package with
-    the function that runs it. The module is imported only when the subcommand runs.
+    """One subcommand of `megatron-coca evaluate`.
+
+    Attributes:
+        help: its line in the help.
+        add_arguments: declares its options.
+        example: options that the help shows.
+        module: the module of this package with its function, imported only when the subcommand runs.
+        function: gets the parsed options, and returns the exit status.
+        measures: the function also gets `show`, to call with every result.
     """
 
     help: str
     add_arguments: Callable[[ArgumentParser], None]
+    example: str
     module: str
     function: str = "run"
+    measures: bool = True
 
     def run(self, args: Namespace) -> int:
         """Return the exit status. Raises one of the errors that `main` reports."""
-        args.show = show
-        return int(getattr(import_module(f"megatron_coca.evaluation.{self.module}"), self.function)(args))
+        function = getattr(import_module(f"megatron_coca.evaluation.{self.module}"), self.function)
+        return int(function(args, show) if self.measures else function(args))
 
 
-PERPLEXITY = "sliding-window perplexity of a checkpoint"
-PASSKEY = "a number hidden in filler, by length"
-NEEDLE = "a sentence hidden in text, by length and depth"
-RECALL = "key-value recall by length and shift, and the scores of the heads that retrieve"
-RULER = "RULER-style tasks: several facts, chains of facts"
-HARNESS = "tasks of lm-evaluation-harness"
-ANALYSE = "angles, falling scores and entropy of a checkpoint's attention"
-SPEED = "time and memory of position methods, side by side"
-REPORT = "tables, plots and one page of many results, next to published ones"
-SUITE = "all tasks of a file over all its checkpoints, and the report"
-RETRIEVAL = "tasks.retrieval"
+CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
 MEASUREMENTS = {
-    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, "tasks.perplexity"),
-    "passkey": Task(PASSKEY, options.add_passkey_options, RETRIEVAL, "passkey"),
-    "recall": Task(RECALL, options.add_recall_options, "tasks.recall"),
-    "needle": Task(NEEDLE, options.add_needle_options, RETRIEVAL, "needle"),
-    "ruler": Task(RULER, options.add_ruler_options, RETRIEVAL, "ruler"),
-    "lm-eval": Task(HARNESS, options.add_lm_eval_options, "tasks.lm_eval"),
-    "analyse": Task(ANALYSE, options.add_analyse_options, "tasks.attention_analysis"),
+    "perplexity": Task(
+        "sliding-window perplexity of a checkpoint",
+        options.add_perplexity_options,
+        f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
+        "tasks.perplexity",
+    ),
+    "passkey": Task(
+        "a number hidden in filler, by length",
+        options.add_passkey_options,
+        f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+        "tasks.retrieval",
+        "passkey",
+    ),
+    "recall": Task(
+        "key-value recall by length and shift, and the scores of the heads that retrieve",
+        options.add_recall_options,
+        "--checkpoint runs/recall --output results",
+        "tasks.recall",
+    ),
+    "needle": Task(
+        "a sentence hidden in text, by length and depth",
+        options.add_needle_options,
+        f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+        "tasks.retrieval",
+        "needle",
+    ),
+    "ruler": Task(
+        "RULER-style tasks: several facts, chains of facts",
+        options.add_ruler_options,
+        f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
+        "tasks.retrieval",
+        "ruler",
+    ),
+    "lm-eval": Task(
+        "tasks of lm-evaluation-harness",
+        options.add_lm_eval_options,
+        f"{CHECKPOINT} --tasks piqa,lambada_openai --output results",
+        "tasks.lm_eval",
+    ),
+    "analyse": Task(
+        "angles, falling scores and entropy of a checkpoint's attention",
+        options.add_analyse_options,
+        f"{CHECKPOINT} --lengths 512,2048 --output results",
+        "tasks.attention_analysis",
+    ),
 }
 """Tasks of checkpoints that write result files; a suite may run any of them."""
 
 TASKS = {
     **MEASUREMENTS,
-    "speed": Task(SPEED, options.add_speed_options, "tasks.speed"),
-    "report": Task(REPORT, options.add_report_options, "report"),
-    "suite": Task(SUITE, options.add_suite_options, "suite"),
+    "speed": Task(
+        "time and memory of position methods, side by side",
+        options.add_speed_options,
+        "--config configs/350M/roformer_coca.yml --lengths 512,2048 --methods rotary,coca",
+        "tasks.speed",
+    ),
+    "report": Task(
+        "tables, plots and one page of many results, next to published ones",
+        options.add_report_options,
+        "results --output results/report",
+        "report",
+        measures=False,
+    ),
+    "suite": Task(
+        "all tasks of a file over all its checkpoints, and the report",
+        options.add_suite_options,
+        "configs/evaluation/checkpoint.yml --checkpoint CoCA=runs/350M_roformer_coca --output results/coca",
+        "suite",
+        measures=False,
+    ),
 }
-
-CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
-EXAMPLES = {
-    "perplexity": f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
-    "passkey": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
-    "recall": "--checkpoint runs/recall --output results",
-    "needle": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
-    "ruler": f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
-    "lm-eval": f"{CHECKPOINT} --tasks piqa,lambada_openai --output results",
-    "analyse": f"{CHECKPOINT} --lengths 512,2048 --output results",
-    "speed": "--config configs/350M/roformer_coca.yml --lengths 512,2048 --methods rotary,coca",
-    "report": "results --output results/report",
-    "suite": "configs/evaluation/checkpoint.yml --checkpoint CoCA=runs/350M_roformer_coca --output results/coca",
-}
-"""Options of each task, for its help."""
 
 
 def example(*tasks: str) -> str:
-    lines = [f"    megatron-coca evaluate {task} {EXAMPLES[task]}" for task in tasks]
+    lines = [f"    megatron-coca evaluate {task} {TASKS[task].example}" for task in tasks]
     return "\n".join(["for example:", *lines])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_coca import methods
-from megatron_coca.evaluation.results import EvaluationError, Result
+from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.program import expanded, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The checkpoint with its variants, the device, the result files, and what prints them; from `subject_options`."""
+    """The checkpoint with its variants, the device and the result files; from `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -55,7 +55,6 @@ class SubjectOptions:
     dtype: str
     output: Path | None
     overwrite: bool
-    show: Callable[[Result], None] = lambda result: None
 
     def output_of(self, task: str, label: str) -> Path | None:
         if self.output is None or self.output.suffix == ".json":
@@ -391,8 +390,7 @@ def subject_options(args: Namespace) -> SubjectOptions:
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
         raise EvaluationError(f"--output {args.output}: must be a folder for several variants, with one file each")
-    show = getattr(args, "show", SubjectOptions.show)
-    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite, show)
+    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite)
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:

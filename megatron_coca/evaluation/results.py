@@ -159,6 +159,10 @@ RecordType = TypeVar("RecordType", bound=Record)
 ResultType = TypeVar("ResultType", bound=Result)
 
 
+Show = Callable[[Result], None]
+"""Shows a result to the user when it is complete."""
+
+
 def check_writable(path: Path) -> None:
     """Create the parent folder of the file `path` and try to write there. Raises EvaluationError."""
     if path.is_dir():

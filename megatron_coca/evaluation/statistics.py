@@ -1,4 +1,4 @@
-"""Means over seeds with t intervals, and the paired bootstrap over documents."""
+"""Intervals of shares and of means over seeds, corrected p-values, and the paired bootstrap over documents."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,6 @@ from functools import cache
 from statistics import NormalDist, fmean, stdev
 
 import numpy as np
-
-from megatron_coca.evaluation.tasks.perplexity import exponential
 
 RESAMPLES = 10_000
 """Bootstrap samples of the documents. They come from a fixed seed and are the same for every comparison."""
@@ -69,6 +67,21 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, nowhere empty.
+
+    For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
+    """
+    z = 1.959963984540054  # standard normal quantile at 0.975
+    centre = fraction + z**2 / (2 * count)
+    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
+    # At 0 and 1 the formula gives the bound itself only up to rounding.
+    low = (centre - reach) / scale if fraction > 0 else 0.0
+    high = (centre + reach) / scale if fraction < 1 else 1.0
+    return low, high
+
+
 def p_value(values: Sequence[float]) -> float:
     """The two-sided p-value of Student's t test that the mean of at least two values is 0; 1 if all are 0."""
     spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
@@ -111,6 +124,14 @@ def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
     below = math.hypot(one.mean - one.low, other.high - other.mean)
     above = math.hypot(one.high - one.mean, other.mean - other.low)
     return difference - below, difference + above
+
+
+def exponential(value: float) -> float:
+    """exp(value), infinite where it overflows: beyond the training length a token can cost more than 709 nats."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def geometric_estimate(logarithms: Sequence[float]) -> Estimate:

@@ -24,7 +24,7 @@ from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
-from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
+from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
 from megatron_coca.model import GPT, keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
 
@@ -83,8 +83,8 @@ class Evaluation:
     the exit status: 2 if anything that was requested is missing.
     """
 
-    def __init__(self, options: SubjectOptions, task: str) -> None:
-        self.task, self.options, self.status = task, options, 0
+    def __init__(self, options: SubjectOptions, task: str, show: Show = lambda result: None) -> None:
+        self.task, self.options, self.status, self._show = task, options, 0, show
         resolve_device(options.device)
         for variant in options.variants:
             if (output := options.output_of(task, variant.label)) is not None:
@@ -192,7 +192,7 @@ class Evaluation:
             else:
                 yield subject, store
             if store.result.results:
-                self.options.show(store.result)
+                self._show(store.result)
             for missing in store.noted:
                 self.status = 2
                 print_missing(header.label, missing)

@@ -8,10 +8,10 @@ from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import console_text, csv_table, html_page, markdown
+from megatron_coca.evaluation.report.lm_eval_section import limit_text
 from megatron_coca.evaluation.report.reading import LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.report.short_sections import limit_text
 from megatron_coca.evaluation.results import Result, check_writable, write_atomically
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.support.plain_text import plain

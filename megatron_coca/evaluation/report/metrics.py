@@ -9,8 +9,8 @@ from typing import Any
 from megatron_coca.evaluation.report.document import TableCell
 from megatron_coca.evaluation.report.reading import Replicate, Series
 from megatron_coca.evaluation.results import Missing
-from megatron_coca.evaluation.statistics import differ, estimate, geometric_estimate
-from megatron_coca.evaluation.tasks.retrieval import Tally, wilson_interval
+from megatron_coca.evaluation.statistics import differ, estimate, geometric_estimate, wilson_interval
+from megatron_coca.evaluation.tasks.retrieval import Tally
 
 MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
 """Table text for each kind of missing cell."""

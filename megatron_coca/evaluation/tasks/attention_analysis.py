@@ -18,7 +18,7 @@ from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.model import GPT
 from megatron_coca.support.console import track
@@ -251,10 +251,10 @@ PROTOCOL = (
 REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, show: Show) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
-    evaluation = Evaluation(subject_options(args), "analyse")
+    evaluation = Evaluation(subject_options(args), "analyse", show)
     documents = read_subject_documents(args, evaluation, max(args.lengths))
     samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}
     names = evaluation.opened.trained.layer_types

@@ -20,6 +20,7 @@ from megatron_coca.evaluation.results import (
     Missing,
     Record,
     Result,
+    Show,
     Store,
     measured,
     out_of_memory,
@@ -106,7 +107,7 @@ class HarnessResult(Result):
     results: list[TaskScores]
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, show: Show) -> int:
     """Measure every variant; returns the exit status. Raises EvaluationError if the harness is not installed."""
     try:
         installed = version("lm_eval")
@@ -117,7 +118,7 @@ def run(args: Namespace) -> int:
         ) from error
     if args.log_samples and args.output is None:
         raise EvaluationError("--log-samples: needs --output, beside which the samples are written")
-    evaluation = Evaluation(subject_options(args), "lm-eval")
+    evaluation = Evaluation(subject_options(args), "lm-eval", show)
     encoding, protocol = prepare(evaluation, args, installed)
     manager = index_tasks(args.tasks, args.include_path)
     entries = [(name, manager.task_index[name]) for name in args.tasks]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, Show, measured
+from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.support.console import track
 
@@ -81,9 +82,9 @@ class PerplexityResult(Result):
     results: list[WindowResult]
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, show: Show) -> int:
     check_windows(args.windows, args.stride)
-    evaluation = Evaluation(subject_options(args), "perplexity")
+    evaluation = Evaluation(subject_options(args), "perplexity", show)
     documents = read_subject_documents(args, evaluation, max(args.windows))
     check_vocabulary(documents.arrays, args.vocabulary)
     task = evaluation.opened.trained.data.synthetic
@@ -301,11 +302,3 @@ def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int])
         nll_by_document=nlls,
         correct_by_document=[score.correct for score in scores],
     )
-
-
-def exponential(value: float) -> float:
-    """exp(value), infinite where it overflows: beyond the training length a token can cost more than 709 nats."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

@@ -22,7 +22,7 @@ from megatron_coca.data.shards import sampled_digest
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.options import TRAINED, subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
 from megatron_coca.evaluation.tasks.retrieval import Tally, noting_refusals, tally, tally_fields
@@ -166,8 +166,8 @@ def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
     return make
 
 
-def run(args: Namespace) -> int:
-    evaluation = Evaluation(subject_options(args), "recall")
+def run(args: Namespace, show: Show) -> int:
+    evaluation = Evaluation(subject_options(args), "recall", show)
     trained = evaluation.opened.trained
     task, length = trained.data.synthetic, trained.model.seq_length
     if task is not None and task.task != "recall":

@@ -13,7 +13,19 @@ import torch
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
+from megatron_coca.evaluation.results import (
+    OPEN,
+    Cell,
+    Cost,
+    EvaluationError,
+    Missing,
+    Record,
+    Result,
+    Show,
+    Store,
+    measured,
+)
+from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
 from megatron_coca.evaluation.tasks.answers import end_tokens, finished_by
@@ -131,21 +143,6 @@ class RulerResult(Result):
 RetrievalResult = PasskeyResult | NeedleResult | RulerResult
 
 
-def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, nowhere empty.
-
-    For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
-    """
-    z = 1.959963984540054  # standard normal quantile at 0.975
-    centre = fraction + z**2 / (2 * count)
-    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
-    scale = 1 + z**2 / count
-    # At 0 and 1 the formula gives the bound itself only up to rounding.
-    low = (centre - reach) / scale if fraction > 0 else 0.0
-    high = (centre + reach) / scale if fraction < 1 else 1.0
-    return low, high
-
-
 def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
     accuracy = math.fsum(scores) / len(scores)
     low, high = wilson_interval(accuracy, len(scores))
@@ -184,20 +181,20 @@ class Unit(NamedTuple):
     tasks: dict[tuple[Any, ...], RetrievalTask]  # by the cell's key
 
 
-def passkey(args: Namespace) -> int:
+def passkey(args: Namespace, show: Show) -> int:
     units = [
         Unit(f"length {length}", length, {(length,): tasks.passkey(args.answer_stub)})
         for length in sorted(set(args.lengths))
     ]
-    evaluation = Evaluation(subject_options(args), "passkey")
+    evaluation = Evaluation(subject_options(args), "passkey", show)
     made = [task for unit in units[:1] for task in unit.tasks.values()]
     fields = protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS, made)
     protocol = RetrievalProtocol(**fields)
     return measure(evaluation, units, protocol, PasskeyResult)
 
 
-def needle(args: Namespace) -> int:
-    evaluation, haystack = evaluation_in_haystack(args, "needle")
+def needle(args: Namespace, show: Show) -> int:
+    evaluation, haystack = evaluation_in_haystack(args, "needle", show)
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
     fields = protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
     protocol = NeedleProtocol(**fields, depths=args.depths)
@@ -208,8 +205,8 @@ def needle(args: Namespace) -> int:
     return measure(evaluation, units, protocol, NeedleResult)
 
 
-def ruler(args: Namespace) -> int:
-    evaluation, haystack = evaluation_in_haystack(args, "ruler")
+def ruler(args: Namespace, show: Show) -> int:
+    evaluation, haystack = evaluation_in_haystack(args, "ruler", show)
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     fields = protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack, by_name.values())
     protocol = RetrievalProtocol(**fields)
@@ -221,9 +218,9 @@ def ruler(args: Namespace) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
-def evaluation_in_haystack(args: Namespace, task: str) -> tuple[Evaluation, Haystack]:
+def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Evaluation, Haystack]:
     """Open the checkpoint and read `--haystack`. Raises as both of them."""
-    evaluation = Evaluation(subject_options(args), task)
+    evaluation = Evaluation(subject_options(args), task, show)
     return evaluation, load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
 
 

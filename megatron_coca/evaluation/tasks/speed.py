@@ -28,7 +28,7 @@ from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GAU
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import WHATS, Variant, What, read_variants, resolve_device
-from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
+from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Show, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
 from megatron_coca.model import GPT, build_model, keep_freed_memory
 from megatron_coca.support.console import track
@@ -398,7 +398,7 @@ def measure(
         store.put(cell)
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, show: Show) -> int:
     if args.output is not None:
         results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
@@ -422,7 +422,7 @@ def run(args: Namespace) -> int:
     for what in WHATS if args.what is None else args.what:
         for length in track(sorted(args.lengths), what, len(args.lengths), "lengths"):
             measure(methods, what, length, args.batch_size, args.rounds, store)
-    args.show(store.result)
+    show(store.result)
     for missing in store.result.missing:
         print_missing(store.result.label, missing)
     return 2 if store.result.missing else 0

@@ -13,10 +13,11 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
+from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.evaluation.tasks.recall import RecallResult
-from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult, wilson_interval
+from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.tasks.speed import WHATS, SpeedResult
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}

@@ -39,8 +39,7 @@ from megatron_coca.evaluation.report.document import ReportBlock, Section, Table
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.statistics import Estimate, difference_interval
-from megatron_coca.evaluation.tasks.retrieval import wilson_interval
+from megatron_coca.evaluation.statistics import Estimate, difference_interval, wilson_interval
 
 
 def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[str, Section]:

@@ -74,7 +74,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
     stores: list[Store[Any]] = []
 
     class OneSubject(Evaluation):
-        def __init__(self, options: SubjectOptions, task: str) -> None:
+        def __init__(self, options: SubjectOptions, task: str, show: Any) -> None:
             self.opened: Any = SimpleNamespace(trained=CONFIG)
             self.options, self.tokenizer, self.status = options, tokenizer, 0
 
@@ -85,7 +85,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval_tasks, "Evaluation", OneSubject)
-        assert getattr(retrieval_tasks, task)(args) == 0
+        assert getattr(retrieval_tasks, task)(args, lambda result: None) == 0
     return stores[0].result
 
 

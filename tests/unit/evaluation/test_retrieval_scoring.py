@@ -4,13 +4,13 @@ import math
 
 import pytest
 
+from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.retrieval import (
     CaseRecord,
     FactRecord,
     PasskeyCell,
     make_cell,
     tally,
-    wilson_interval,
 )
 from megatron_coca.evaluation.tasks.retrieval_cases import first_run, passkey_score, share_found
 

@@ -67,7 +67,7 @@ def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
 
 
 @shared.grouped("short", HARNESS_COMPARABLE)
-def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
+def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """All scores, and CoCA Table 5, whose means of groups the paper does not take apart into tasks."""
     keys = score_keys(group)
     heads = [
