@@ -17,7 +17,7 @@ from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.tasks.recall import RecallCell, RecallResult
+from megatron_coca.evaluation.tasks.recall import RecallEntry, RecallResult
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)
@@ -72,12 +72,12 @@ class Figures:
         return found
 
     @cached_property
-    def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallCell]]]:
-        found: dict[str, dict[int, dict[tuple[float, int], RecallCell]]] = {}
+    def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallEntry]]]:
+        found: dict[str, dict[int, dict[tuple[float, int], RecallEntry]]] = {}
         for label, cell, result in self._results("recall", RecallResult):
             length = cell.config.model.seq_length
-            cells = {(asked.length / length, asked.shift): asked for asked in result.results}
-            found.setdefault(label, {})[cell.seed] = cells
+            entries = {(entry.length / length, entry.shift): entry for entry in result.results}
+            found.setdefault(label, {})[cell.seed] = entries
         return found
 
     @property
@@ -98,9 +98,9 @@ class Figures:
         facts. Raises EvaluationError for what was not measured.
         """
         found = {}
-        for seed, cells in self._recalls.get(label, {}).items():
-            cell = cells.get((multiple, shift))
-            tally = cell if cell is None or not side else getattr(cell, side)
+        for seed, entries in self._recalls.get(label, {}).items():
+            entry = entries.get((multiple, shift))
+            tally = entry if entry is None or not side else getattr(entry, side)
             if tally is not None:
                 found[seed] = tally.accuracy
         if not found:
@@ -217,7 +217,7 @@ class Figures:
         for label in labels:
             recall = label in self._recalls
             by_seed = self._recalls[label].values() if recall else self._windows[label].values()
-            multiples = sorted(set.intersection(*(set(_lengths(cells)) for cells in by_seed)))
+            multiples = sorted(set.intersection(*(set(_lengths(entries)) for entries in by_seed)))
             of = self.recall if recall else partial(self.estimate, "perplexity")
             found = [of(label, multiple) for multiple in multiples]
             means, low, high = (tuple(getattr(each, end) for each in found) for end in ("mean", "low", "high"))
@@ -231,8 +231,8 @@ class Figures:
         """Return a plot of the scores of the retrieving heads of labels against the length, means over seeds."""
         unshifted = {
             label: [
-                {length: cell for (length, shift), cell in sorted(cells.items()) if not shift}
-                for cells in self._recalls[label].values()
+                {length: entry for (length, shift), entry in sorted(entries.items()) if not shift}
+                for entries in self._recalls[label].values()
             ]
             for label in labels
         }
@@ -240,7 +240,7 @@ class Figures:
         return Figure("heads", "", "", panels(drawn, columns=2), size_with_legend(labels, 3.6, 9.0))
 
 
-def _lengths(cells: Mapping[Any, object]) -> list[float]:
-    """The multiples of the training length among the keys of cells: numbers, or pairs with a shift of 0."""
-    pairs = [key if isinstance(key, tuple) else (key, 0) for key in cells]
+def _lengths(entries: Mapping[Any, object]) -> list[float]:
+    """The multiples of the training length among the keys of entries: numbers, or pairs with a shift of 0."""
+    pairs = [key if isinstance(key, tuple) else (key, 0) for key in entries]
     return sorted(multiple for multiple, shift in pairs if not shift)

@@ -240,7 +240,13 @@ def add_retrieval_options(
     lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # of the CoCA paper
     text = "prompt lengths in tokens; default: 512..32k"
     add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
-    add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
+    add(
+        "--cases",
+        type=positive_int,
+        default=cases,
+        metavar="N",
+        help=f"prompts for each length, and depth or task; default: {cases}",
+    )
     text = f"maximum tokens of an answer; default: {max_new_tokens}"
     add("--max-new-tokens", type=token_count, default=max_new_tokens, metavar="N", help=text)
     add("--seed", type=int, default=0, metavar="N", help="seed of the cases, the same for every model; default: 0")

@@ -50,13 +50,13 @@ OPEN = ConfigDict(extra="ignore")
 """Of a record of which files of earlier versions have more fields."""
 
 
-class Cell(Record):
+class Entry(Record):
     """One measured number of a result, with the values that it is computed from."""
 
     @property
     @abstractmethod
     def key(self) -> tuple[Any, ...]:
-        """Identifies the cell in its file; files are sorted by it."""
+        """Identifies the entry in its file; files are sorted by it."""
 
 
 class CheckpointRecord(Record):
@@ -88,7 +88,7 @@ class EnvironmentRecord(Record):
 
 
 class Missing(Record):
-    """A requested cell, or all cells, without a result."""
+    """A requested entry, or all entries, without a result."""
 
     at: str  # "window 4096", or "all"
     kind: Literal["refused", "out of memory", "not run", "failed"]
@@ -107,7 +107,7 @@ class Result(Record):
     overrides: dict[str, JsonValue]
     tokenizer: str | None  # fingerprint; None if the checkpoint has no tokenizer
     environment: EnvironmentRecord
-    results: Sequence[Cell]
+    results: Sequence[Entry]
     missing: list[Missing]
 
     @property
@@ -128,7 +128,7 @@ class Result(Record):
 
 
 class Cost(Record):
-    """Cost of one cell, summed over interruptions."""
+    """Cost of one entry, summed over interruptions."""
 
     at: str
     seconds: float
@@ -303,9 +303,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Store(Generic[ResultType]):
-    """The result file at `path` (None: in memory only), written after every cell.
+    """The result file at `path` (None: in memory only), written after every entry.
 
-    A file of the same measurement is resumed: its cells are kept. A file of another measurement is replaced if
+    A file of the same measurement is resumed: its entries are kept. A file of another measurement is replaced if
     `overwrite` or if it has no results, and is an EvaluationError otherwise. The file exists from the start, so a
     killed process leaves one. Several processes may fill one file: each reads what is there before it writes.
 
@@ -322,29 +322,29 @@ class Store(Generic[ResultType]):
             return
         check_writable(path)
         with self._latest(lambda: _same_measurement(path, empty, overwrite)):
-            missing = [cell for cell in self.result.missing if cell.at != "all"]
+            missing = [entry for entry in self.result.missing if entry.at != "all"]
             self.result = self.result.model_copy(update={"missing": missing})
 
     def get(self, key: tuple[Any, ...]) -> Any:
-        return next((cell for cell in self.result.results if cell.key == key), None)
+        return next((entry for entry in self.result.results if entry.key == key), None)
 
-    def put(self, cell: Cell, cost: Cost | None = None) -> None:
-        """Add or replace a cell and write the files. A cost clears what was missing at its place."""
+    def put(self, entry: Entry, cost: Cost | None = None) -> None:
+        """Add or replace an entry and write the files. A cost clears what was missing at its place."""
         with self._latest():
-            others = [other for other in self.result.results if other.key != cell.key]
+            others = [other for other in self.result.results if other.key != entry.key]
             missing = self.result.missing
             if cost is not None:
                 earlier = self.costs.get(cost.at)
                 self.costs[cost.at] = cost if earlier is None else earlier.plus(cost)
                 missing = [other for other in missing if other.at != cost.at]
-            cells = sorted([*others, cell], key=lambda cell: cell.key)
-            self.result = self.result.model_copy(update={"results": cells, "missing": missing})
+            entries = sorted([*others, entry], key=lambda entry: entry.key)
+            self.result = self.result.model_copy(update={"results": entries, "missing": missing})
 
     def miss(self, missing: Missing) -> None:
         self.noted.append(missing)
         with self._latest():
             others = [other for other in self.result.missing if other.at != missing.at]
-            ordered = sorted([*others, missing], key=lambda cell: (len(cell.at), cell.at))
+            ordered = sorted([*others, missing], key=lambda entry: (len(entry.at), entry.at))
             self.result = self.result.model_copy(update={"missing": ordered})
 
     @contextmanager

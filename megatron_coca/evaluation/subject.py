@@ -236,7 +236,7 @@ def backend_name(model: GPT) -> str:
 
 @contextmanager
 def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
-    """Note in `store` that the cell `at` cannot be measured because the model has no such positions or memory is
+    """Note in `store` that the entry `at` cannot be measured because the model has no such positions or memory is
     exhausted; `remedy` is the advice for that. Other errors are raised.
     """
     try:

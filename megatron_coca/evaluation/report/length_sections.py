@@ -41,7 +41,7 @@ PERPLEXITY_COMPARABLE: Comparable = {
 WINDOW, NLL, LOSSES = "window {}", attrgetter("nll"), attrgetter("nll_by_document")
 PERPLEXITY = Metric(WINDOW, NLL, sums=LOSSES, log=True, lowest=True)
 LOSS = Metric(WINDOW, NLL, "{:.4f}".format, sums=LOSSES, lowest=True)
-ACCURACY = Metric(WINDOW, lambda cell: 100 * cell.accuracy, sums=attrgetter("correct_by_document"))
+ACCURACY = Metric(WINDOW, lambda entry: 100 * entry.accuracy, sums=attrgetter("correct_by_document"))
 LOSS_CAPTION, ACCURACY_CAPTION = "Loss in nats per token by window", "Next-token accuracy in percent by window"
 MAP_TABLES = (
     LengthTable(LOSS_CAPTION, "loss at window", {"{}": LOSS}, "-loss", "loss"),
@@ -56,7 +56,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     protocol, documents = group.first.protocol, group.first.documents
     alone = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} alone"
     measured = f"stride {protocol.stride}{alone}"
-    scored = [cell.tokens_scored for series in group.series for cell in series.cells()]
+    scored = [entry.tokens_scored for series in group.series for entry in series.entries()]
     most = f", {max(scored)} tokens scored" if scored else ""
     begun = "" if documents.start is None else f", each after the token {documents.start}"
     notes = (f"{measured}, {documents.count} documents{begun}{most}",)
@@ -149,9 +149,9 @@ def span_cell(series: Series) -> TableCell:
         return missing_cell(series.replicates[0].why("all"))
     trained = series.header.checkpoint.seq_length
     spans = [
-        span({length: cell.accuracy for (length,), cell in replicate.cells.items()}, trained)
+        span({length: entry.accuracy for (length,), entry in replicate.entries.items()}, trained)
         for replicate in series.replicates
-        if replicate.cells
+        if replicate.entries
     ]
     means = {length: PASSKEY.cell(series, length).value or 0.0 for length in lengths}
     value = span(means, trained)

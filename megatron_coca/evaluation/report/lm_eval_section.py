@@ -31,8 +31,8 @@ ScoreKey = tuple[str, str, str]
 
 
 def find_score(replicate: Replicate, key: ScoreKey) -> Score | None:
-    cell = replicate.cells.get(key[:1])
-    scores: Sequence[Score] = cell.scores if cell is not None else []
+    entry = replicate.entries.get(key[:1])
+    scores: Sequence[Score] = entry.scores if entry is not None else []
     return next((score for score in scores if (score.metric, score.filter) == key[1:]), None)
 
 
@@ -56,7 +56,7 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
 
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
     """A score with the number of samples of which a prompt lost its beginning."""
-    tasks = [replicate.cells[key[:1]] for replicate in series.replicates if key[:1] in replicate.cells]
+    tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
     worst = max(tasks, key=lambda task: task.cut, default=None)
     if worst is None or worst.cut == 0:
         return cell
@@ -115,10 +115,10 @@ def protocol_text(protocol: HarnessProtocol) -> str:
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:
-    cells = [cell for series in group.series for cell in series.cells()]
-    keys = [(cell.task, score.metric, score.filter) for cell in cells for score in cell.scores]
+    entries = [entry for series in group.series for entry in series.entries()]
+    keys = [(entry.task, score.metric, score.filter) for entry in entries for score in entry.scores]
     missing = [
         at.removeprefix("task ") for series in group.series for at in sorted(series.missing()) if at.startswith("task ")
     ]
-    known = {cell.task for cell in cells}
+    known = {entry.task for entry in entries}
     return list(dict.fromkeys([*keys, *((task, "", "none") for task in missing if task not in known)]))

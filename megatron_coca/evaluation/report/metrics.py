@@ -1,4 +1,4 @@
-"""Numbers of a report: how they are read from cells, pooled over seeds and documents, and shown as a table's cells."""
+"""Numbers of a report: read from entries of results, pooled over seeds and documents, and shown in cells of tables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from megatron_coca.evaluation.statistics import differ, estimate, geometric_esti
 from megatron_coca.evaluation.tasks.retrieval import Tally
 
 MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
-"""Table text for each kind of missing cell."""
+"""Table text for each kind of missing entry."""
 Show = Callable[[float], str]
 TWO_DIGITS: Show = "{:.2f}".format
 MARK = "†"
@@ -42,7 +42,7 @@ def value_cell(
 ) -> TableCell:
     """The `mean_cell` over the replicates of a series.
 
-    `number` is None where a replicate has none; `at` is the name of the cell among those that are missing.
+    `number` is None where a replicate has none; `at` is the name of the entry among those that are missing.
     """
     numbers = [number(replicate) for replicate in series.replicates]
     known = [value for value in numbers if value is not None]
@@ -59,19 +59,19 @@ def value_cell(
     return replace(mean_cell(known, show, log), note=note)
 
 
-def whole(cell: Any) -> Any:
-    """A cell that is a tally itself."""
-    return cell
+def whole(entry: Any) -> Any:
+    """An entry that is a tally itself."""
+    return entry
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a result's cells: how it is read, pooled over seeds, shown and compared.
+    """A number of a result's entries: how it is read, pooled over seeds, shown and compared.
 
     Attributes:
-        at: name of a cell among those that are missing, with its key filled in.
-        number: of a cell; of a tally its accuracy.
-        key: of the cell in a column of a table, which is a length where nothing else is said.
+        at: name of an entry among those that are missing, with its key filled in.
+        number: of an entry; of a tally its accuracy.
+        key: of the entry in a column of a table, which is a length where nothing else is said.
         tally: the cases behind the number, whose Wilson interval is shown where seeds give none.
         sums: of each document, for paired comparisons.
         log: `number` is the logarithm of what is shown.
@@ -79,7 +79,7 @@ class Metric:
     """
 
     at: str
-    number: Callable[[Any], float | None] = lambda cell: cell.accuracy
+    number: Callable[[Any], float | None] = lambda entry: entry.accuracy
     show: Show = TWO_DIGITS
     key: Callable[[int], tuple[Any, ...]] = lambda length: (length,)
     tally: Callable[[Any], Tally | None] | None = None
@@ -89,9 +89,9 @@ class Metric:
 
     def of(self, replicate: Replicate, column: int) -> float | None:
         """The number of one seed; None without one."""
-        cell = replicate.cells.get(self.key(column))
-        cell = cell if cell is None or self.tally is None else self.tally(cell)
-        return None if cell is None else self.number(cell)
+        entry = replicate.entries.get(self.key(column))
+        entry = entry if entry is None or self.tally is None else self.tally(entry)
+        return None if entry is None else self.number(entry)
 
     def cell(self, series: Series, column: int, reference: Series | None = None) -> TableCell:
         """The number of a series: of one seed, or the mean over seeds with its t interval.
@@ -112,7 +112,7 @@ class Metric:
 
     def _tally_cell(self, series: Series, key: tuple[Any, ...], cell: TableCell) -> TableCell:
         assert self.tally is not None
-        found = [self.tally(replicate.cells[key]) for replicate in series.replicates if key in replicate.cells]
+        found = [self.tally(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         tallies = [tally for tally in found if tally is not None]
         if found and not tallies:
             return TableCell("–", detail="no case")
@@ -125,5 +125,5 @@ class Metric:
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
         """The sums of every document, means over the seeds; empty without one."""
         assert self.sums is not None
-        sums = [self.sums(replicate.cells[key]) for replicate in series.replicates if key in replicate.cells]
+        sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         return tuple(fmean(values) for values in zip(*sums, strict=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Result
+from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Result
 from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult
@@ -104,7 +104,7 @@ Comparable = Mapping[str, str]
 """Properties in which results of one table agree: its name in headings, and the attribute path in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
-"""A length in the `at` of a missing cell."""
+"""A length in the `at` of a missing entry."""
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 MAX_HEADING_VALUE = 100
 """Characters of a value in the heading of a group."""
@@ -115,7 +115,7 @@ class Replicate:
     """All results of one label and one seed in a group, from one or several files; `header` is the first's result."""
 
     header: Any
-    cells: dict[tuple[Any, ...], Any]
+    entries: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
 
     def why(self, at: str) -> Missing:
@@ -136,10 +136,10 @@ class Series:
 
     @property
     def keys(self) -> set[tuple[Any, ...]]:
-        return {key for replicate in self.replicates for key in replicate.cells}
+        return {key for replicate in self.replicates for key in replicate.entries}
 
-    def cells(self) -> list[Any]:
-        return [cell for replicate in self.replicates for cell in replicate.cells.values()]
+    def entries(self) -> list[Any]:
+        return [entry for replicate in self.replicates for entry in replicate.entries.values()]
 
     def missing(self) -> set[str]:
         return {at for replicate in self.replicates for at in replicate.missing}
@@ -164,12 +164,12 @@ class ResultGroup:
     def measured(self) -> list[Series]:
         return [series for series in self.series if series.keys]
 
-    def cell_keys(self) -> list[Any]:
+    def entry_keys(self) -> list[Any]:
         return sorted(set().union(*(series.keys for series in self.series)))
 
     def lengths(self) -> list[int]:
         missing = [_LENGTH.search(at) for series in self.series for at in series.missing()]
-        measured = {next(part for part in key if isinstance(part, int)) for key in self.cell_keys()}
+        measured = {next(part for part in key if isinstance(part, int)) for key in self.entry_keys()}
         return sorted(measured | {int(match[1]) for match in missing if match})
 
     def training_lengths(self) -> set[int]:
@@ -179,7 +179,7 @@ class ResultGroup:
 def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
     """Groups comparable results, in the order of the files.
 
-    Raises EvaluationError where one label of a group names two models, or two values of one cell.
+    Raises EvaluationError where one label of a group names two models, or two values of one entry.
     """
     values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
     members: dict[str, list[LoadedResult]] = {}
@@ -230,22 +230,22 @@ def _different_models(label: str, one: LoadedResult, other: LoadedResult) -> Eva
 
 
 def _merge(label: str, files: Sequence[LoadedResult]) -> Replicate:
-    cells: dict[tuple[Any, ...], Cell] = {}
+    entries: dict[tuple[Any, ...], Entry] = {}
     origins: dict[tuple[Any, ...], str] = {}
     missing: dict[str, Missing] = {}
     for item in files:
         result: Any = item.result
-        for cell in result.results:
-            if (scored := getattr(cell, "documents", None)) is not None and scored < result.documents.count:
+        for entry in result.results:
+            if (scored := getattr(entry, "documents", None)) is not None and scored < result.documents.count:
                 reason = f"interrupted: the first {scored} of {result.documents.count} documents"
-                at = f"window {cell.window}"
+                at = f"window {entry.window}"
                 missing[at] = Missing(at=at, kind="not run", reason=reason)
                 continue
-            if origins.setdefault(cell.key, item.file) != item.file:
+            if origins.setdefault(entry.key, item.file) != item.file:
                 raise EvaluationError(
-                    f"label `{label}` has the cell {' '.join(map(str, cell.key))} of {result.task} both in "
-                    f"{origins[cell.key]} and in {item.file}; report only one of them"
+                    f"label `{label}` has the entry {' '.join(map(str, entry.key))} of {result.task} both in "
+                    f"{origins[entry.key]} and in {item.file}; report only one of them"
                 )
-            cells[cell.key] = cell
-        missing |= {entry.at: entry for entry in result.missing}
-    return Replicate(files[0].result, dict(sorted(cells.items())), missing)
+            entries[entry.key] = entry
+        missing |= {each.at: each for each in result.missing}
+    return Replicate(files[0].result, dict(sorted(entries.items())), missing)

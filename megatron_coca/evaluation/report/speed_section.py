@@ -19,7 +19,7 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
     blocks = []
     for index, item in enumerate(loaded, 1):
         result: Any = item.result
-        measured = [what for what in WHATS if any(cell.what == what for cell in result.results)]
+        measured = [what for what in WHATS if any(entry.what == what for entry in result.results)]
         names = {what: f"speed-{index}-{re.sub('[ +]', '-', what)}" for what in measured}
         tables = [speed_table(result, names[what], what) for what in measured]
         shape, machine = result.protocol.shape, result.machine
@@ -40,22 +40,25 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
 
 def speed_table(result: SpeedResult, name: str, what: str) -> Table:
     """Milliseconds of one kind of work by method and length; ratios and memory in small print."""
-    cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
-    missing = {entry.at: entry for entry in result.missing}
-    lengths, rows = sorted({cell.length for cell in result.results}), []
-    # In the order of the file; methods without any cell last.
-    without = [entry.at.rpartition(", ")[2] for entry in result.missing]
-    for method in dict.fromkeys([*(cell.method for cell in result.results), *without]):
+    entries = {(entry.method, entry.length): entry for entry in result.results if entry.what == what}
+    missing = {each.at: each for each in result.missing}
+    lengths, rows = sorted({entry.length for entry in result.results}), []
+    # In the order of the file; methods without any entry last.
+    without = [each.at.rpartition(", ")[2] for each in result.missing]
+    for method in dict.fromkeys([*(entry.method for entry in result.results), *without]):
         row = []
         for length in lengths:
             known = [missing[at] for at in (f"{what}, length {length}, {method}", method, "all") if at in missing]
             why = known[0] if known else Missing(at=method, kind="not run", reason="")
-            cell = cells.get((method, length))
-            row.append(TableCell(cell.milliseconds, 1000 * cell.seconds, cell.details) if cell else missing_cell(why))
-        sizes = [cell.cache_bytes_per_token for (name, _), cell in cells.items() if name == method]
+            entry = entries.get((method, length))
+            shown = missing_cell(why)
+            if entry is not None:
+                shown = TableCell(entry.milliseconds, 1000 * entry.seconds, entry.details)
+            row.append(shown)
+        sizes = [entry.cache_bytes_per_token for (name, _), entry in entries.items() if name == method]
         cache = next((size for size in sizes if size is not None), None)
         rows.append(TableRow(method, tuple(row), detail="" if cache is None else f"cache: {cache:,} bytes a token"))
-    against = next((cell.to_rope.against for cell in cells.values() if cell.to_rope is not None), None)
+    against = next((entry.to_rope.against for entry in entries.values() if entry.to_rope is not None), None)
     small_print = f"Small print: time against {against}; peak memory; tokens a second."
     caption = f"{what[0].upper()}{what[1:]}: milliseconds by length"
     header, notes = ("method", *map(str, lengths)), () if against is None else (small_print,)

@@ -18,7 +18,7 @@ from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Record, Result, Show, measured
+from megatron_coca.evaluation.results import OPEN, Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.model import GPT
 from megatron_coca.support.console import track
@@ -83,7 +83,7 @@ class Entropy(Part):
     mean: float
 
 
-class LengthAnalysis(Cell):
+class LengthAnalysis(Entry):
     length: int
     documents: int
     angles: Angles | None  # None where nothing is rotated
@@ -269,6 +269,6 @@ def run(args: Namespace, show: Show) -> int:
                 continue
             with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
-                    cell = analyse(subject.model, documents.arrays, length, protocol, chosen)
-                store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
+                    entry = analyse(subject.model, documents.arrays, length, protocol, chosen)
+                store.put(entry, Cost.of(at, meter, length * len(documents.arrays)))
     return evaluation.status

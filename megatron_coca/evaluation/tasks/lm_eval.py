@@ -14,8 +14,8 @@ from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
     OPEN,
-    Cell,
     Cost,
+    Entry,
     EvaluationError,
     Missing,
     Record,
@@ -59,7 +59,7 @@ class Score(Record):
         return None if value == NOT_MEASURED and str(info.data.get("metric")).isdecimal() else value
 
 
-class TaskScores(Cell):
+class TaskScores(Entry):
     """One task of the harness, or the mean of one of its groups."""
 
     task: str
@@ -121,8 +121,8 @@ def run(args: Namespace, show: Show) -> int:
     evaluation = Evaluation(subject_options(args), "lm-eval", show)
     encoding, protocol = prepare(evaluation, args, installed)
     manager = index_tasks(args.tasks, args.include_path)
-    entries = [(name, manager.task_index[name]) for name in args.tasks]
-    names = [one for name, entry in entries for one in (sorted(entry.tags) if entry.kind.name == "TAG" else [name])]
+    indexed = [(name, manager.task_index[name]) for name in args.tasks]
+    names = [one for name, known in indexed for one in (sorted(known.tags) if known.kind.name == "TAG" else [name])]
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
     for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
         for name in dict.fromkeys(names):
@@ -170,8 +170,8 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
     return encoding, protocol
 
 
-def _is_logged(cell: TaskScores, store: Store[HarnessResult]) -> bool:
-    return store.path is not None and bool(cell.logged) and all(file.intact(store.path) for file in cell.logged)
+def _is_logged(entry: TaskScores, store: Store[HarnessResult]) -> bool:
+    return store.path is not None and bool(entry.logged) and all(file.intact(store.path) for file in entry.logged)
 
 
 def _changed(earlier: TaskScores, manager: Any) -> str | None:
@@ -210,10 +210,12 @@ def _measure(
         with measured(subject.device) as meter:
             results = evaluate_task(model, manager, name, given.num_fewshot, given.limit, given.seed, chat)
         logged = log_samples(store.path, results["samples"], model.cut) if log and store.path is not None else {}
-        # The cell of the given name comes last: it says that those of all of its tasks are there.
+        # The entry of the given name comes last: it says that those of all of its tasks are there.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
         hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
-        cells = [task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)]
+        entries = [
+            task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)
+        ]
     except PositionRangeError:
         raise
     # A task file can run any code; the fault of one task must not stop the others.
@@ -223,16 +225,16 @@ def _measure(
         logger.debug("task %s", name, exc_info=error)
         store.miss(Missing(at=f"task {name}", kind="failed", reason=reason(error)))
         return
-    for cell in cells:
-        if cell.cut and cell.documents_sha256 is not None:
+    for entry in entries:
+        if entry.cut and entry.documents_sha256 is not None:
             logger.warning(
                 "%s: task %s: the prompts of %d of %d samples exceed the limit of %s tokens (--max-length) and lost "
                 "their beginning; raise it, or do not compare the score",
-                *(subject.label, cell.task, cell.cut, cell.samples, given.max_length),
+                *(subject.label, entry.task, entry.cut, entry.samples, given.max_length),
             )
-    for cell in cells[:-1]:
-        store.put(cell)
-    store.put(cells[-1], Cost.of(f"task {name}", meter, model.tokens))
+    for entry in entries[:-1]:
+        store.put(entry)
+    store.put(entries[-1], Cost.of(f"task {name}", meter, model.tokens))
 
 
 def reason(error: BaseException) -> str:
@@ -255,7 +257,7 @@ def task_scores(
     cut: Mapping[str, Collection[int]],
     logged: Mapping[str, LoggedFile],
 ) -> TaskScores:
-    """The cell of a task or group; `cut` has the documents by task of which a prompt was truncated."""
+    """The entry of a task or group; `cut` has the documents by task of which a prompt was truncated."""
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
     version = results["versions"].get(name)
     shots = results["n-shot"].get(name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.options import subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, Show, measured
+from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.support.console import track
@@ -41,7 +41,7 @@ class DocumentScore(NamedTuple):
     correct: int
 
 
-class WindowResult(Cell):
+class WindowResult(Entry):
     """One window size over all documents, or over the first of them if the measurement was interrupted."""
 
     window: int  # tokens of one input
@@ -278,7 +278,7 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
 
 
 def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int]) -> WindowResult:
-    """Pool the scores of documents with these numbers of tokens into one cell.
+    """Pool the scores of documents with these numbers of tokens into one entry.
 
     Sums are exact (math.fsum), so the order of the documents changes nothing. The standard error is the ratio
     estimator's, over documents as independent draws.

@@ -22,7 +22,7 @@ from megatron_coca.data.shards import sampled_digest
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.options import TRAINED, subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, Show, measured
+from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
 from megatron_coca.evaluation.tasks.retrieval import Tally, noting_refusals, tally, tally_fields
@@ -52,7 +52,7 @@ class HeadScores(Record):
     weight: float  # of the fact in softmax
 
 
-class RecallCell(Tally, Cell):
+class RecallEntry(Tally, Entry):
     """Cases at one length and shift of all positions; `heads` only where diagnosed."""
 
     length: int
@@ -81,7 +81,7 @@ class RecallProtocol(Record):
 class RecallResult(Result):
     task: Literal["recall"] = "recall"
     protocol: RecallProtocol
-    results: list[RecallCell]
+    results: list[RecallEntry]
 
 
 class Questions(NamedTuple):
@@ -191,13 +191,13 @@ def run(args: Namespace, show: Show) -> int:
         prompts_sha256=tasks.sample_digest([tasks.passkey(answer_stub=True)]) if settings is None else None,
         text_sha256=_text_digest(trained.data) if settings is not None and settings.text else None,
     )
-    cells = [(tokens, 0) for tokens in sorted(set(lengths))]
-    cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]
+    entries = [(tokens, 0) for tokens in sorted(set(lengths))]
+    entries += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in entries]
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
     made: dict[int, list[Questions]] = {}  # by length, the same for every variant
     for subject, store in evaluation.variants(RecallResult, protocol=protocol):
-        with Progress(subject.label, len(cells), "cells") as progress:
-            for tokens, shift in cells:
+        with Progress(subject.label, len(entries), "measurements") as progress:
+            for tokens, shift in entries:
                 progress.advance(1)
                 at = f"length {tokens}" + (f", shift {shift}" if shift else "")
                 if store.get((tokens, shift)) is not None:
@@ -207,8 +207,8 @@ def run(args: Namespace, show: Show) -> int:
                         made[tokens] = make(tokens)
                     with measured(subject.device) as meter:
                         diagnosed = 0 if shift else args.diagnosed
-                        cell = measure(subject, made[tokens], tokens, shift, diagnosed, args.tokens_per_batch)
-                    store.put(cell, Cost.of(at, meter, args.cases * tokens))
+                        entry = measure(subject, made[tokens], tokens, shift, diagnosed, args.tokens_per_batch)
+                    store.put(entry, Cost.of(at, meter, args.cases * tokens))
     return evaluation.status
 
 
@@ -222,7 +222,7 @@ def batches(questions: Sequence[Questions], tokens_per_batch: int) -> Iterator[Q
 @torch.inference_mode()
 def measure(
     subject: Subject, questions: Sequence[Questions], length: int, shift: int, diagnosed: int, tokens_per_batch: int
-) -> RecallCell:
+) -> RecallEntry:
     """Ask all `questions` with positions shifted by `shift`, and score the heads in the first `diagnosed`."""
     model, scores, distances, nll = subject.model, [], [], 0.0
     for batch in batches(questions, tokens_per_batch):
@@ -239,7 +239,7 @@ def measure(
             f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
         )
     cases, trained = list(zip(distances, scores, strict=True)), subject.training_length
-    return RecallCell(
+    return RecallEntry(
         **tally_fields(scores),
         length=length,
         shift=shift,
@@ -280,13 +280,13 @@ def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_p
     return found
 
 
-def retrieving_head(cells: Sequence[RecallCell]) -> tuple[int, int] | None:
+def retrieving_head(entries: Sequence[RecallEntry]) -> tuple[int, int] | None:
     """Return layer and head with the largest attention weight on the fact at the shortest length, if diagnosed."""
-    heads = next((cell.heads for cell in cells if cell.heads), [])
+    heads = next((entry.heads for entry in entries if entry.heads), [])
     best = max(heads, key=lambda head: head.weight, default=None)
     return None if best is None else (best.layer, best.head)
 
 
-def scores_of(cell: RecallCell, place: tuple[int, int]) -> HeadScores | None:
+def scores_of(entry: RecallEntry, place: tuple[int, int]) -> HeadScores | None:
     """Return the scores of one head."""
-    return next((head for head in cell.heads if (head.layer, head.head) == place), None)
+    return next((head for head in entry.heads if (head.layer, head.head) == place), None)

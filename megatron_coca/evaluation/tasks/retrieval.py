@@ -15,8 +15,8 @@ from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
     OPEN,
-    Cell,
     Cost,
+    Entry,
     EvaluationError,
     Missing,
     Record,
@@ -66,14 +66,14 @@ class CaseRecord(Record):
     score: float  # 0 .. 1
 
 
-class ScoredCell(Tally, Cell):
-    """Cases of one cell and their tally."""
+class ScoredEntry(Tally, Entry):
+    """Cases of one entry and their tally."""
 
     length: int  # requested tokens; prompts are at most that long
     cases: list[CaseRecord]
 
 
-class PasskeyCell(ScoredCell):
+class PasskeyEntry(ScoredEntry):
     """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
 
     model_config = OPEN
@@ -85,7 +85,7 @@ class PasskeyCell(ScoredCell):
         return (self.length,)
 
 
-class NeedleCell(ScoredCell):
+class NeedleEntry(ScoredEntry):
     depth: int  # percent of the filler units before the needle
 
     @property
@@ -93,7 +93,7 @@ class NeedleCell(ScoredCell):
         return (self.length, self.depth)
 
 
-class RulerCell(ScoredCell):
+class RulerEntry(ScoredEntry):
     task: str
 
     @property
@@ -102,10 +102,10 @@ class RulerCell(ScoredCell):
 
 
 class RetrievalProtocol(Record):
-    """Options of all cells of a result file; a cell has its own length and task."""
+    """Options of all entries of a result file; an entry has its own length and task."""
 
     text: str
-    cases: int  # of each cell
+    cases: int  # of each entry
     max_new_tokens: int
     seed: int
     tokens_per_batch: int
@@ -125,19 +125,19 @@ class NeedleProtocol(RetrievalProtocol):
 class PasskeyResult(Result):
     task: Literal["passkey"] = "passkey"
     protocol: RetrievalProtocol
-    results: list[PasskeyCell]
+    results: list[PasskeyEntry]
 
 
 class NeedleResult(Result):
     task: Literal["needle"] = "needle"
     protocol: NeedleProtocol
-    results: list[NeedleCell]
+    results: list[NeedleEntry]
 
 
 class RulerResult(Result):
     task: Literal["ruler"] = "ruler"
     protocol: RetrievalProtocol
-    results: list[RulerCell]
+    results: list[RulerEntry]
 
 
 RetrievalResult = PasskeyResult | NeedleResult | RulerResult
@@ -154,19 +154,19 @@ def tally(scores: Sequence[float]) -> Tally | None:
     return Tally(**tally_fields(scores)) if scores else None
 
 
-CELLS: dict[str, tuple[type[ScoredCell], tuple[str, ...]]] = {
-    "passkey": (PasskeyCell, ("length",)),
-    "needle": (NeedleCell, ("length", "depth")),
-    "ruler": (RulerCell, ("task", "length")),
+ENTRIES: dict[str, tuple[type[ScoredEntry], tuple[str, ...]]] = {
+    "passkey": (PasskeyEntry, ("length",)),
+    "needle": (NeedleEntry, ("length", "depth")),
+    "ruler": (RulerEntry, ("task", "length")),
 }
-"""The cells of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
+"""The entries of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
 
 
-def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
-    """Build the result cell of `megatron-coca evaluate TASK` with this key."""
-    kind, names = CELLS[task]
+def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredEntry:
+    """Build the result entry of `megatron-coca evaluate TASK` with this key."""
+    kind, names = ENTRIES[task]
     fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
-    if kind is PasskeyCell:
+    if kind is PasskeyEntry:
         scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
         fields["inside"] = tally([score for distance, score in scored if distance <= training_length])
         fields["beyond"] = tally([score for distance, score in scored if distance > training_length])
@@ -178,7 +178,7 @@ class Unit(NamedTuple):
 
     at: str
     length: int
-    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the cell's key
+    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the entry's key
 
 
 def passkey(args: Namespace, show: Show) -> int:
@@ -291,8 +291,8 @@ def measure(
                 cost = Cost.of(unit.at, meter, sum(map(len, answers)))
                 for number, key in enumerate(unit.tasks):
                     own = answered[number * protocol.cases :][: protocol.cases]
-                    cell = make_cell(store.result.task, key, own, subject.training_length)
-                    store.put(cell, cost if number == len(unit.tasks) - 1 else None)
+                    entry = make_entry(store.result.task, key, own, subject.training_length)
+                    store.put(entry, cost if number == len(unit.tasks) - 1 else None)
     return evaluation.status
 
 

@@ -28,7 +28,7 @@ from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GAU
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import WHATS, Variant, What, read_variants, resolve_device
-from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Show, Store
+from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Record, Result, Show, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
 from megatron_coca.model import GPT, build_model, keep_freed_memory
 from megatron_coca.support.console import track
@@ -57,7 +57,7 @@ class Ratio(Record):
     high: float
 
 
-class SpeedCell(Cell):
+class SpeedEntry(Entry):
     what: What
     length: int  # tokens of a row; in `decode` the tokens in the cache
     method: str
@@ -111,7 +111,7 @@ class SpeedResult(Result):
     task: Literal["speed"] = "speed"
     protocol: SpeedProtocol
     machine: MachineRecord
-    results: list[SpeedCell]
+    results: list[SpeedEntry]
 
     @property
     def setting(self) -> str:
@@ -363,7 +363,7 @@ def ratio(own: list[float], other: list[float], against: str) -> Ratio:
 def measure(
     methods: Sequence[TimedMethod], what: What, length: int, batch: int, rounds: int, store: Store[SpeedResult]
 ) -> None:
-    """Try one kind of work with every method, time those that fit, and put cells and reasons into `store`."""
+    """Try one kind of work with every method, time those that fit, and put entries and reasons into `store`."""
     works: dict[str, Workload] = {}
     peaks: dict[str, int] = {}
     for method in methods:
@@ -382,7 +382,7 @@ def measure(
         kept = [method.model.methods[name] for name in method.model.layer_types]
         dtype = first_layer(method.model).dense.weight.dtype
         cache = cache_bytes(kept, method.config.model.num_kv_heads, length, dtype) // length
-        cell = SpeedCell(
+        entry = SpeedEntry(
             what=what,
             length=length,
             method=method.label,
@@ -395,7 +395,7 @@ def measure(
             peak_memory_bytes=peaks[method.label],
             cache_bytes_per_token=cache if what == "decode" else None,
         )
-        store.put(cell)
+        store.put(entry)
 
 
 def run(args: Namespace, show: Show) -> int:

@@ -87,7 +87,7 @@ def test_windows_of_one_model_in_two_files_are_one_line(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({}, r"label `rotary` is used for different models in .*one.json and .*two.json"),
-        ({"checkpoint__identity": "rotary"}, r"label `rotary` has the cell 64 of perplexity both in .*one.json"),
+        ({"checkpoint__identity": "rotary"}, r"label `rotary` has the entry 64 of perplexity both in .*one.json"),
         ({"checkpoint__identity": "rotary", "overrides": NTK}, r"different models"),
     ],
 )

@@ -8,8 +8,8 @@ from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.retrieval import (
     CaseRecord,
     FactRecord,
-    PasskeyCell,
-    make_cell,
+    PasskeyEntry,
+    make_entry,
     tally,
 )
 from megatron_coca.evaluation.tasks.retrieval_cases import first_run, passkey_score, share_found
@@ -80,9 +80,9 @@ def record(distance: int, value: float) -> CaseRecord:
 
 def test_the_passkey_is_split_by_distance() -> None:
     cases = [record(10, 1), record(25, 1), record(26, 0), record(60, 1), record(61, 0), record(99, 0)]
-    cell = make_cell("passkey", (100,), cases, training_length=60)
-    assert isinstance(cell, PasskeyCell)
+    cell = make_entry("passkey", (100,), cases, training_length=60)
+    assert isinstance(cell, PasskeyEntry)
     assert (cell.key, cell.accuracy, cell.correct, cell.count) == ((100,), 0.5, 3, 6)
     assert cell.inside is not None and (cell.inside.correct, cell.inside.count) == (3, 4)
     assert cell.beyond is not None and (cell.beyond.correct, cell.beyond.count) == (0, 2)
-    assert make_cell("passkey", (100,), cases, training_length=100).model_dump()["beyond"] is None
+    assert make_entry("passkey", (100,), cases, training_length=100).model_dump()["beyond"] is None
