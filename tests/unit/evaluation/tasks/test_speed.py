@@ -27,7 +27,7 @@ from megatron_coca.evaluation.tasks.speed import (
 )
 from megatron_coca.model import build_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 50}
 CPU = torch.device("cpu")
 

@@ -1,10 +1,7 @@
 """How answers are read and counted."""
 
-import math
-
 import pytest
 
-from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.retrieval import (
     CaseRecord,
     FactRecord,
@@ -46,25 +43,6 @@ def test_the_first_run_of_five_digits(answer: str, found: str | None) -> None:
 )
 def test_the_share_that_is_found(answer: str, expected: tuple[str, ...], share: float) -> None:
     assert share_found(answer, expected) == share
-
-
-@pytest.mark.parametrize(
-    ("share", "count", "low", "high"),
-    [
-        (0.0, 100, 0.0, 0.036993),
-        (1.0, 100, 0.963007, 1.0),
-        (0.5, 100, 0.403832, 0.596168),
-        (0.9, 10, 0.595850, 0.982124),
-    ],
-)
-def test_wilson_intervals(share: float, count: int, low: float, high: float) -> None:
-    """The bounds are the shares from which the observed one is 1.96 standard errors away."""
-    found = wilson_interval(share, count)
-    assert found == pytest.approx((low, high), abs=1e-6)
-    assert (found[0] == 0) == (share == 0) and (found[1] == 1) == (share == 1)
-    for bound in found:
-        if 0 < bound < 1:
-            assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / count), rel=1e-6)
 
 
 def test_a_tally_counts_what_is_wholly_right_and_averages_the_rest() -> None:

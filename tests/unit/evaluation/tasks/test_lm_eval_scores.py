@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import harness, sections_of, write
 
 from megatron_coca.evaluation.report.document import csv_table
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult, task_scores
+from tests.unit.evaluation.report_cases import harness, sections_of, write
 
 
 def results(samples: dict[str, dict[str, list[Any]]], values: dict[str, dict[str, float]]) -> dict[str, Any]:

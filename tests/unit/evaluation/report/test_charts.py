@@ -10,18 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from report_cases import (
-    DOCUMENTS,
-    NTK,
-    ablation,
-    analysis,
-    every_result,
-    needle,
-    perplexity,
-    sections_of,
-    window,
-    write,
-)
 
 from megatron_coca.evaluation.report.charts import (
     LEAST_RATIO,
@@ -40,6 +28,18 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.results import Result
 from megatron_coca.evaluation.statistics import Estimate, difference_interval, wilson_interval
+from tests.unit.evaluation.report_cases import (
+    DOCUMENTS,
+    NTK,
+    ablation,
+    analysis,
+    every_result,
+    needle,
+    perplexity,
+    sections_of,
+    window,
+    write,
+)
 
 
 def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[str, Section]:

@@ -5,10 +5,10 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from report_cases import REROPE, harness, perplexity, sections_of, write
 
 from megatron_coca.evaluation.report.document import Table
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, tables_of
+from tests.unit.evaluation.report_cases import REROPE, harness, perplexity, sections_of, write
 
 NOT_NUMBERS = {"OOM", "–"}
 BY_NAME = {table.name: table for table in TABLES}

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import (
+
+from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.document import ReportDocument, console_text
+from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
+from megatron_coca.evaluation.report.sections import SECTIONS
+from megatron_coca.evaluation.results import read_record, write_atomically
+from megatron_coca.support.markdown_tables import escaped
+from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     FULL,
     NTK,
@@ -24,14 +32,6 @@ from report_cases import (
     write,
     write_costs,
 )
-
-from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint
-from megatron_coca.evaluation.report.document import ReportDocument, console_text
-from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
-from megatron_coca.evaluation.report.sections import SECTIONS
-from megatron_coca.evaluation.results import read_record, write_atomically
-from megatron_coca.support.markdown_tables import escaped
 
 
 def test_tables_and_plots(tmp_path: Path) -> None:

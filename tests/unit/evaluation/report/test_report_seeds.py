@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure as Canvas
-from report_cases import (
+from scipy import stats
+
+from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
+from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
+from megatron_coca.evaluation.report.length_sections import span
+from megatron_coca.evaluation.results import Result
+from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     FULL,
     NTK,
@@ -26,13 +33,6 @@ from report_cases import (
     window,
     write,
 )
-from scipy import stats
-
-from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
-from megatron_coca.evaluation.report.length_sections import span
-from megatron_coca.evaluation.results import Result
 
 SEEDS = (1234, 1235, 1236)
 

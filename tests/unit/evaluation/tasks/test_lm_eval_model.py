@@ -1,5 +1,6 @@
-"""Which generation settings are greedy decoding."""
+"""The harness's model: settings of greedy decoding, prompts and scores, and the import of `evaluate`."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks.lm_eval_model import greedy_limits
+from megatron_coca.evaluation.tasks.lm_eval_model import greedy_limits, import_evaluate_library
 from megatron_coca.evaluation.tasks.lm_eval_prompts import PromptEncoding
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.tokenizer_files import train_unigram
@@ -84,3 +85,18 @@ def test_names_that_a_sentencepiece_model_does_not_read_are_told(
     for text in ("the sea", "the sea<eod>", "calm<eod>"):
         encoding.encode(text)
     assert caplog.text.count("a prompt contains <eod>, which SPMTokenizer reads as ordinary text") == 1
+
+
+def test_the_library_is_found_beside_our_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's `evaluate`, not the script evaluate.py."""
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/evaluate.py").write_text("raise SystemExit('our script')")
+    (tmp_path / "site/evaluate").mkdir(parents=True)
+    (tmp_path / "site/evaluate/__init__.py").touch()
+    path = ["", str(tmp_path / "script"), str(tmp_path / "site")]
+    monkeypatch.chdir(tmp_path / "script")
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    import_evaluate_library()
+    found = sys.modules.pop("evaluate")
+    assert found.__file__ == str(tmp_path / "site/evaluate/__init__.py") and sys.path is path

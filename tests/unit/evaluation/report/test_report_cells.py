@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure as Canvas
-from report_cases import (
+
+from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation.report.charts import Figure, svg
+from megatron_coca.evaluation.report.document import ReportBlock
+from megatron_coca.evaluation.results import Result
+from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     FULL,
     REROPE,
@@ -23,11 +28,6 @@ from report_cases import (
     window,
     write,
 )
-
-from megatron_coca.evaluation import PerplexityResult
-from megatron_coca.evaluation.report.charts import Figure, svg
-from megatron_coca.evaluation.report.document import ReportBlock
-from megatron_coca.evaluation.results import Result
 
 
 def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[ReportBlock, ...]:
