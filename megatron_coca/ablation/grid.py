@@ -1,13 +1,13 @@
 """The file of an ablation and its cells: a cell is one training run with its evaluations."""
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
@@ -17,7 +17,6 @@ from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError
-from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.documents import find_sources
 from megatron_coca.evaluation.options import full_label, slug, subject_options
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
@@ -29,6 +28,7 @@ from megatron_coca.evaluation.suite import (
     check_variants,
     option_arguments,
     plan_commands,
+    task_parser,
     task_variants,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
@@ -351,11 +351,6 @@ def _changed(config: Config, changes: Sequence[str] | None) -> Config:
     return config.override(keys, files)
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise EvaluationError(message)
-
-
 class Measurements(NamedTuple):
     """Digests by result file, as in `Cell`."""
 
@@ -396,9 +391,7 @@ def _check_arguments(command: Command, config: Config, inputs: Inputs | None) ->
 
     Raises EvaluationError or DataError for what the call would refuse before it loads a model.
     """
-    parser = _Parser(allow_abbrev=False)
-    MEASUREMENTS[command.arguments[0]].add_arguments(parser)
-    args: Namespace = parser.parse_args(command.arguments[1:])
+    args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
     subject_options(args)
     if inputs is None:
         return None

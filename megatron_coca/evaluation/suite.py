@@ -10,6 +10,7 @@ import threading
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -201,13 +202,28 @@ def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], variants: Iter
             raise EvaluationError(f"tasks.{task}.variants: {wrong}: must be a list of variants; known: {names}")
 
 
+class TaskParser(ArgumentParser):
+    """A parser that raises an EvaluationError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EvaluationError(message)
+
+
+@cache
+def task_parser(task: str) -> TaskParser:
+    """Return the parser of one of `MEASUREMENTS`, built once: a grid asks for it with every model."""
+    parser = TaskParser(allow_abbrev=False)
+    MEASUREMENTS[task].add_arguments(parser)
+    return parser
+
+
 def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) -> list[str]:
     """Return a task's options of the suite's file as command-line arguments, "4L" as a number of tokens, where `length`
     is the training length. Raises EvaluationError for unknown options.
     """
-    parser = ArgumentParser(allow_abbrev=False)
-    MEASUREMENTS[task.partition(" ")[0]].add_arguments(parser)
-    known: dict[str, Action] = parser._option_string_actions  # argparse has no public access
+    known: dict[str, Action] = task_parser(
+        task.partition(" ")[0]
+    )._option_string_actions  # argparse has no public access
 
     def text(value: Any) -> str:
         return in_tokens(value, length) if isinstance(value, str) and MULTIPLES.fullmatch(value) else str(value)
