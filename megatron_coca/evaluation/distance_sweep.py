@@ -18,7 +18,6 @@ from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.attention_maps import in_band
 from megatron_coca.model.layers import soft_capped
 
-COCA_FORMS = ("coca", "coca_strict")
 ROTATED_FORMS = methods.names("pos_emb", rotary=True)
 
 
@@ -33,10 +32,10 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
         real, imaginary = x[..., : method.rotary_dim].double().chunk(2, dim=-1)
         return torch.complex(real.contiguous(), imaginary.contiguous())
 
-    queries = complex_pairs(q)
-    if method.name not in COCA_FORMS:
+    queries, block = complex_pairs(q), k[..., : method.rotary_dim].double()
+    u = method.form.kept(block)
+    if u.shape == block.shape:  # the keys themselves, not one coefficient for each pair of features
         return queries, complex_pairs(k)
-    u = method.form.kept(k[..., : method.rotary_dim].double())
     return queries, torch.complex(queries.real * u, queries.imag * u)
 
 
