@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 def show(result: Result) -> None:
-    """Print the tables of a result as its report has them."""
+    """Print the tables of a result as in a report."""
     from megatron_coca.evaluation.report import tables_of_result
 
     print(plain(tables_of_result(result)), end="\n\n", flush=True)
@@ -152,16 +152,20 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing, and
-    69 if an object store does not answer.
+    """Run one task and return the exit status.
+
+    It is 2 for an error of the user or a missing result, and 69 if an object store does not answer.
     """
     args = parser().parse_args(arguments)
     return run_task(args, divided=args.task in MEASUREMENTS and getattr(args, "jobs", 1) > 1)
 
 
 def run_task(args: Namespace, divided: bool = False) -> int:
-    """Run the task of parsed options, `divided` into `args.jobs` processes; returns the exit status, reports errors."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, which write carriage returns into logs
+    """Run the task of parsed options, report errors, and return the exit status.
+
+    `divided` shares the work among `args.jobs` processes.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries write carriage returns into logs
     try:
         if divided:
             return int(import_module("megatron_coca.evaluation.jobs").run_jobs(args, run_task))

@@ -24,7 +24,7 @@ HARNESS_COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 NOT_MEASURED = "not measured"
-"""Table text of a score that a task did not measure, such as that of a length without samples."""
+"""Table text of a score that a task did not measure, such as a length without samples."""
 NORMAL_95 = NormalDist().inv_cdf(0.975)
 ScoreKey = tuple[str, str, str]
 """Task, metric and filter of a score."""
@@ -37,7 +37,7 @@ def find_score(replicate: Replicate, key: ScoreKey) -> Score | None:
 
 
 def score_cell(series: Series, key: ScoreKey) -> TableCell:
-    """A score: of one seed with the harness's standard error, of several with their t interval."""
+    """Return a score: of one seed with the harness's standard error, of several seeds with their t interval."""
 
     def number(replicate: Replicate) -> float | None:
         score = find_score(replicate, key)
@@ -55,7 +55,7 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
 
 
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
-    """A score with the number of samples of which a prompt lost its beginning."""
+    """Return a score with the number of samples with a prompt that lost its beginning."""
     tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
     worst = max(tasks, key=lambda task: task.cut, default=None)
     if worst is None or worst.cut == 0:
@@ -68,7 +68,7 @@ def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
 
 @shared.grouped("short", HARNESS_COMPARABLE)
 def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """All scores, and CoCA Table 5, whose means of groups the paper does not take apart into tasks."""
+    """All scores, and CoCA Table 5, which has means of groups without the scores of their tasks."""
     keys = score_keys(group)
     heads = [
         f"{task} {metric}".strip() if filter_name == "none" else f"{task} {metric} ({filter_name})"

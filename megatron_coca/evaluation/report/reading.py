@@ -1,4 +1,4 @@
-"""Reading result files, and grouping results that measure the same thing."""
+"""Reading of result files, and groups of comparable results."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ RESULT_TYPES: dict[str, type[Result]] = {
 """The type of a result file by its field `task`."""
 
 KNOWN_FILES = frozenset({"report.json", "cell.json", "curve.json"})
-"""Files beside results that are left out without a warning: a report of earlier versions, records of an ablation."""
+"""Files beside results that are left out without a warning: reports of earlier versions, and records of an ablation."""
 REMEDY = "measure it again, or remove the file"
 
 
@@ -47,7 +47,7 @@ class LoadedResult:
 
 
 def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
-    """Reads files and folders with everything below them; each file once, in folders sorted by name.
+    """Read files, and folders with everything below them. Each file is read once; those of a folder are sorted by name.
 
     Other JSON files in a folder cause a warning. Raises EvaluationError for a named file that is not a result, for a
     damaged one, and if there is none.
@@ -67,20 +67,21 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
             else:
                 tasks = ", ".join(RESULT_TYPES)
                 raise EvaluationError(
-                    f"{file}: is not a result of `megatron-coca evaluate` (its task is none of {tasks})"
+                    f"{file}: is not a result of `megatron-coca evaluate` (task: {tasks}); name another file"
                 )
         if ignored:
             logger.warning("ignored %d files that are not results, such as %s", len(ignored), ignored[0])
     if not loaded:
         raise EvaluationError(
-            "no results to report: name files of `megatron-coca evaluate TASK --output`, or folders of them"
+            "results: none found; name files of `megatron-coca evaluate TASK --output`, or folders of them"
         )
     return list(loaded.values())
 
 
 def _task(file: Path) -> str | None:
-    """The field `task` if it is a known one. Raises EvaluationError for a file that is not readable JSON: a truncated
-    result does not show its task.
+    """Return the field `task` if it is known, otherwise None.
+
+    Raises EvaluationError for a file that is not readable JSON: a truncated result does not show its task.
     """
     try:
         content = json.loads(read_regular(file))
@@ -101,7 +102,7 @@ def _load(file: Path, task: str) -> LoadedResult:
 
 
 Comparable = Mapping[str, str]
-"""Properties in which results of one table agree: its name in headings, and the attribute path in a result."""
+"""The properties that results of one table have in common: their names in headings, and their paths in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
 """A length in the `at` of a missing entry."""
@@ -112,7 +113,7 @@ MAX_HEADING_VALUE = 100
 
 @dataclass(frozen=True)
 class Replicate:
-    """All results of one label and one seed in a group, from one or several files; `header` is the first's result."""
+    """All results of one label and one seed in a group, from one file or several; `header` is the first result."""
 
     header: Any
     entries: dict[tuple[Any, ...], Any]
@@ -125,7 +126,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Series:
-    """The replicates of one label: models that differ by the seed of their training only, sorted by it."""
+    """The replicates of one label: models that differ only in the seed of their training, sorted by it."""
 
     label: str
     replicates: tuple[Replicate, ...]
@@ -147,7 +148,7 @@ class Series:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """Comparable series; `differs` says how this group differs from the other groups of its task."""
+    """Comparable series; `differs` has the difference to the other groups of the task."""
 
     series: tuple[Series, ...]
     differs: str = ""
@@ -177,9 +178,9 @@ class ResultGroup:
 
 
 def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
-    """Groups comparable results, in the order of the files.
+    """Group comparable results, in the order of the files.
 
-    Raises EvaluationError where one label of a group names two models, or two values of one entry.
+    Raises EvaluationError if one label of a group has two models, or two values of one entry.
     """
     values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
     members: dict[str, list[LoadedResult]] = {}
@@ -199,7 +200,7 @@ def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> lis
 
 
 def _series(label: str, files: Sequence[LoadedResult]) -> Series:
-    """Raises EvaluationError if the models of the files differ by more than the seed of their training."""
+    """Return the series of one label. Raises EvaluationError if its models differ in more than the seed of training."""
     by_weights: dict[str, list[LoadedResult]] = {}
     for item in files:
         if _model(item.result) != _model(files[0].result):
@@ -217,14 +218,14 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
 
 
 def _model(result: Result) -> tuple[Any, ...]:
-    """The properties in which replicates agree."""
+    """Return the properties that replicates have in common."""
     checkpoint = result.checkpoint
     return checkpoint.step, checkpoint.seq_length, checkpoint.pos_emb, checkpoint.trained_with, result.overrides
 
 
 def _different_models(label: str, one: LoadedResult, other: LoadedResult) -> EvaluationError:
     return EvaluationError(
-        f"label `{label}` is used for different models in {one.file} and {other.file}, not only for different seeds; "
+        f"label `{label}`: has different models in {one.file} and {other.file}, not only different seeds; "
         "evaluate one of them again with another --label"
     )
 
@@ -243,7 +244,7 @@ def _merge(label: str, files: Sequence[LoadedResult]) -> Replicate:
                 continue
             if origins.setdefault(entry.key, item.file) != item.file:
                 raise EvaluationError(
-                    f"label `{label}` has the entry {' '.join(map(str, entry.key))} of {result.task} both in "
+                    f"label `{label}`: has the entry {' '.join(map(str, entry.key))} of {result.task} both in "
                     f"{origins[entry.key]} and in {item.file}; report only one of them"
                 )
             entries[entry.key] = entry

@@ -56,7 +56,7 @@ def retrieval_text(protocol: RetrievalProtocol, each: str) -> str:
 
 
 def by_side(metric: Metric) -> dict[str, Metric]:
-    """Rows with the fact inside and beyond the training length from the end of the prompt."""
+    """Return rows with the fact inside and beyond the training length from the end of the prompt."""
     return {f"{{}}, {side}": replace(metric, tally=attrgetter(side)) for side in ("inside", "beyond")}
 
 
@@ -123,7 +123,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
 
 
 def _with_means(series: Series, tasks: Sequence[str]) -> Series:
-    """A series with an entry "mean" for each length at which all tasks are measured."""
+    """Return a series with an entry "mean" for each length at which all tasks are measured."""
 
     def means(replicate: Replicate) -> dict[tuple[Any, ...], Any]:
         found = {}
@@ -177,7 +177,9 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 
 
 def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], x_label: str) -> list[Panel]:
-    """Score of the fact and log-sum-exp of the rest in the retrieving head, a panel each: means over seeds by length.
+    """Return two panels of the retrieving head: the score of the fact, and the log-sum-exp of all other keys.
+
+    Numbers are means over seeds by length.
 
     `recalls` has the unshifted entries of each seed by label, by ascending length.
     """

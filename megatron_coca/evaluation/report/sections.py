@@ -15,7 +15,7 @@ from megatron_coca.evaluation.report.speed_section import speed_blocks
 from megatron_coca.evaluation.results import EvaluationError
 
 NOT_PRINTED = ("summary", "training")
-"""Sections that do not appear on the console."""
+"""Sections that the console does not show."""
 SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "summary": ("Summary", ("perplexity", "passkey"), by_length.summary_blocks),
     "recall": ("Key-value recall", ("recall",), retrieval.recall_blocks),
@@ -28,18 +28,17 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "speed": ("Speed and memory", ("speed",), speed_blocks),
     "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
 }
-"""Title, tasks whose results are read, and builder of each section, in order. A new task adds a row here and one to
+"""Title, tasks of the results, and builder of each section, in order. A new task adds a row here and one to
 `RESULT_TYPES`."""
 
 
 def report_document(loaded: Sequence[LoadedResult], title: str, options: ReportOptions) -> ReportDocument:
-    """The content of a report: all sections that have any.
+    """Return the content of a report: all sections that are not empty.
 
-    Raises EvaluationError where there is nothing to report, for labels that name two models, and for a baseline that no
-    result has.
+    Raises EvaluationError if there is nothing to report, for a label of two models, and for a baseline without results.
     """
     if not any(item.result.results or item.result.missing for item in loaded):
-        raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
+        raise EvaluationError("results: the files have neither numbers nor reasons why they are missing; name others")
     labels = dict.fromkeys(item.result.label for item in loaded)
     if options.baseline is not None and options.baseline not in labels:
         raise EvaluationError(f"baseline `{options.baseline}`: no result has this label; there are {', '.join(labels)}")

@@ -11,17 +11,17 @@ from megatron_coca.evaluation.report.published import COST, tables_of
 from megatron_coca.evaluation.report.reading import LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.results import Missing
-from megatron_coca.evaluation.tasks.speed import WHATS, SpeedResult
+from megatron_coca.evaluation.tasks.speed import KINDS_OF_WORK, SpeedResult
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """CoCA Figure 6 and Table 6. Each file is on its own: times of two runs cannot be compared."""
+    """CoCA Figure 6 and Table 6. Each file has tables of its own, because times of two runs cannot be compared."""
     blocks = []
     for index, item in enumerate(loaded, 1):
         result: Any = item.result
-        measured = [what for what in WHATS if any(entry.what == what for entry in result.results)]
-        names = {what: f"speed-{index}-{re.sub('[ +]', '-', what)}" for what in measured}
-        tables = [speed_table(result, names[what], what) for what in measured]
+        measured = [kind for kind in KINDS_OF_WORK if any(entry.what == kind for entry in result.results)]
+        names = {kind: f"speed-{index}-{re.sub('[ +]', '-', kind)}" for kind in measured}
+        tables = [speed_table(result, names[kind], kind) for kind in measured]
         shape, machine = result.protocol.shape, result.machine
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         text = (
@@ -38,9 +38,9 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
     return blocks
 
 
-def speed_table(result: SpeedResult, name: str, what: str) -> Table:
-    """Milliseconds of one kind of work by method and length; ratios and memory in small print."""
-    entries = {(entry.method, entry.length): entry for entry in result.results if entry.what == what}
+def speed_table(result: SpeedResult, name: str, kind: str) -> Table:
+    """Return the milliseconds of one kind of work by method and length, with ratios and memory in small print."""
+    entries = {(entry.method, entry.length): entry for entry in result.results if entry.what == kind}
     missing = {each.at: each for each in result.missing}
     lengths, rows = sorted({entry.length for entry in result.results}), []
     # In the order of the file; methods without any entry last.
@@ -48,7 +48,7 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
     for method in dict.fromkeys([*(entry.method for entry in result.results), *without]):
         row = []
         for length in lengths:
-            known = [missing[at] for at in (f"{what}, length {length}, {method}", method, "all") if at in missing]
+            known = [missing[at] for at in (f"{kind}, length {length}, {method}", method, "all") if at in missing]
             why = known[0] if known else Missing(at=method, kind="not run", reason="")
             entry = entries.get((method, length))
             shown = missing_cell(why)
@@ -60,6 +60,6 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         rows.append(TableRow(method, tuple(row), detail="" if cache is None else f"cache: {cache:,} bytes a token"))
     against = next((entry.to_rope.against for entry in entries.values() if entry.to_rope is not None), None)
     small_print = f"Small print: time against {against}; peak memory; tokens a second."
-    caption = f"{what[0].upper()}{what[1:]}: milliseconds by length"
+    caption = f"{kind[0].upper()}{kind[1:]}: milliseconds by length"
     header, notes = ("method", *map(str, lengths)), () if against is None else (small_print,)
     return Table(name, caption, header, tuple(rows), notes)

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate passkey`, `needle` and `ruler`: their result files, and the measurement that they share."""
+"""`megatron-coca evaluate passkey`, `needle` and `ruler`: their result files and their common measurement."""
 
 import math
 from argparse import Namespace
@@ -44,14 +44,14 @@ from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batch
 from megatron_coca.support.console import Progress
 
 ANSWER_CHARACTERS = 160
-"""Characters of an answer in the result file; it is scored in full."""
+"""Characters of an answer in the result file. The score is that of the whole answer."""
 
 
 class Tally(Record):
     """A number of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
 
     accuracy: float
-    correct: int  # cases whose score is 1
+    correct: int  # cases with a score of 1
     count: int
     low: float
     high: float
@@ -60,21 +60,21 @@ class Tally(Record):
 class CaseRecord(Record):
     number: int
     tokens: int  # of the prompt
-    facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
+    facts: list[FactRecord]  # in the order of the text; empty if the answer depends on the whole text
     expected: list[str]
     answer: str  # its first 160 characters
     score: float  # 0 .. 1
 
 
 class ScoredEntry(Tally, Entry):
-    """Cases of one entry and their tally."""
+    """Cases of one length (and depth or task) with their tally."""
 
     length: int  # requested tokens; prompts are at most that long
     cases: list[CaseRecord]
 
 
 class PasskeyEntry(ScoredEntry):
-    """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
+    """One length. `inside` has the cases with a key within the training length of the end, `beyond` the rest."""
 
     model_config = OPEN
     inside: Tally | None
@@ -102,7 +102,7 @@ class RulerEntry(ScoredEntry):
 
 
 class RetrievalProtocol(Record):
-    """Options of all entries of a result file; an entry has its own length and task."""
+    """Options of all entries of a result file. Each entry has its own length and task."""
 
     text: str
     cases: int  # of each entry
@@ -111,7 +111,7 @@ class RetrievalProtocol(Record):
     tokens_per_batch: int
     answer_stub: bool
     haystack: HaystackRecord
-    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    dynamic_length: DynamicLength = "total"  # as before the option existed
     start: int | None = None  # token put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # prompts are chats
@@ -159,11 +159,11 @@ ENTRIES: dict[str, tuple[type[ScoredEntry], tuple[str, ...]]] = {
     "needle": (NeedleEntry, ("length", "depth")),
     "ruler": (RulerEntry, ("task", "length")),
 }
-"""The entries of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
+"""The type of entries of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
 
 
 def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredEntry:
-    """Build the result entry of `megatron-coca evaluate TASK` with this key."""
+    """Build the entry of `megatron-coca evaluate TASK` with this key."""
     kind, names = ENTRIES[task]
     fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
     if kind is PasskeyEntry:
@@ -174,7 +174,7 @@ def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], tra
 
 
 class Unit(NamedTuple):
-    """Cells that are measured together because their prompts have one length; `at` names them if they are missing."""
+    """Entries with prompts of one length, which are measured together; `at` names them if they are missing."""
 
     at: str
     length: int
@@ -227,12 +227,12 @@ def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Eval
 def protocol_fields(
     args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
 ) -> dict[str, Any]:
-    """The fields of a protocol. Raises EvaluationError for options of chats and tokens that the tokenizer lacks."""
+    """Return the fields of a protocol. Raises EvaluationError for wrong options of chats, and without a tokenizer."""
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
     tokenizer = evaluation.needed_tokenizer()
     chat = chat_record(args, tokenizer)
     if chat is not None and args.start_token is not None:
-        raise EvaluationError("--start-token: a chat has that of its template; leave it out")
+        raise EvaluationError("--start-token: the template of the chat puts its own; leave the option out")
     ends = end_tokens(tokenizer, chat is not None)
     return {name: getattr(args, name) for name in options} | {
         "text": text,
@@ -253,18 +253,18 @@ def prompt_form(tokenizer: Tokenizer, protocol: RetrievalProtocol) -> PromptForm
 def measure(
     evaluation: Evaluation, units: Sequence[Unit], protocol: RetrievalProtocol, kind: type[RetrievalResult]
 ) -> int:
-    """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
+    """Make the cases of each unit; generate, score and store the answers of each variant. Return the exit status."""
     tokenizer = evaluation.needed_tokenizer()
     form = prompt_form(tokenizer, protocol)
     cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
     remedy = (
-        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
+        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}; at least one prompt) or use --dtype bfloat16"
     )
     for subject, store in evaluation.variants(kind, protocol=protocol):
         for unit in units:
             if all(store.get(key) is not None for key in unit.tasks):
                 continue
-            with noting_missing(store, unit.at, remedy), noting_refusals(store, unit.at):
+            with noting_missing(store, unit.at, remedy), noting_errors(store, unit.at):
                 if unit.at not in cases:
                     cases[unit.at] = [
                         (task, case)
@@ -297,8 +297,8 @@ def measure(
 
 
 @contextmanager
-def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
-    """Note prompts that do not fit, positions that the model lacks, and numbers that overflow."""
+def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
+    """Record in `store` that prompts do not fit, that the model lacks positions, or that numbers overflow."""
     try:
         yield
     except ValueError as error:
@@ -312,10 +312,10 @@ def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
 def generate_answers(
     subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[list[int]]:
-    """Return the token ids of each answer without the token that ends it, in the order of `prompts` (int32 [n]).
+    """Return the token ids of each answer, without the token that ends it, in the order of `prompts` (int32 [n]).
 
-    Prompts are not padded, because with CoCA a shift of all positions changes what a model computes. The batches follow
-    from the prompts alone, so the same prompts give the same bits.
+    Prompts are not padded, because a shift of all positions changes the output of a model with CoCA. The batches depend
+    only on the prompts, so the same prompts give the same bits.
     """
     answers: dict[int, list[int]] = {}
     ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}

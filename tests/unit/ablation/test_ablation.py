@@ -175,7 +175,7 @@ def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
         "models.Overlay: ",
         "models.ALiBi: variants.+ NTK: ",
         "models.ALiBi: variants.larger: the model: its weights cannot be evaluated with another hidden_size",
-        "models.Shared: log_dir: all cells would share this folder",
+        "models.Shared: log_dir: all cells would write into this folder",
         "tasks.perplexity.windws: unknown option",
         "tasks.perplexity value: argument --stride",
         "tasks.perplexity data: absent: no such text file",
@@ -196,7 +196,7 @@ def test_faults_of_the_base_come_first(write: Write) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seeds": [1, 1]}, "roformer-s1-.*: the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
+        ({"seeds": [1, 1]}, "roformer-s1-.*: is the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
         ({"base": ["optimizer.params.lr=1"]}, "base: command line: describes no model \\(num_layers"),
         ({"models": {}}, "models: Dictionary should have at least 1 item"),
         ({"testing": "sequence"}, "testing: a sequence needs contrasts and at least two seeds; declare them"),
@@ -236,7 +236,7 @@ def test_a_named_cell_is_chosen_whatever_the_seeds(write: Write) -> None:
     [
         (["seed=7"], "seed: is set for every cell; remove it"),
         (["save=elsewhere"], "save: is set for every cell; remove it"),
-        (["load=elsewhere"], "load: only initial weights may be loaded; set finetune=true as well"),
+        (["load=elsewhere"], "load: a cell can load only initial weights; set finetune=true as well"),
     ],
 )
 def test_keys_of_the_runner_are_refused(write: Write, keys: list[str], message: str) -> None:

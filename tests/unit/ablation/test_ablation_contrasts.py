@@ -83,7 +83,9 @@ def figures(tmp_path: Path) -> Figures:
 def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:
     once, again = (figures.logarithms(f"perplexity{word}", "RoFormer") for word in ("", " truncated"))
     assert again == pytest.approx({seed: value + 1.0 for seed, value in once.items()})
-    with pytest.raises(EvaluationError, match="perplexity truncated of CoCA: the quantities are perplexity, ratio"):
+    with pytest.raises(
+        EvaluationError, match="perplexity truncated of CoCA: unknown; the quantities are perplexity, ratio"
+    ):
         figures.logarithms("perplexity truncated", "CoCA")
 
 

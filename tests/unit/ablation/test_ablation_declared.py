@@ -74,16 +74,16 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
     assert power_of(both, both.contrasts[0]) == power(2.0, 3, 0.025), "at the first level of Holm's correction"
-    assert plan(both)[0] == "The p-values of 2 contrasts are corrected together (Holm)."
+    assert plan(both)[0] == "The p-values of 2 contrasts are tested together (Holm)."
     assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
 
 
 def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
     with pytest.raises(EvaluationError, match="are tested in sequence"):
         Figures(declared("recall"), []).declared()
-    with pytest.raises(EvaluationError, match="are corrected together"):
+    with pytest.raises(EvaluationError, match="are tested together"):
         Figures(declared("recall", testing="together"), []).sequence()
-    with pytest.raises(ValueError, match="expected and deviation belong together"):
+    with pytest.raises(ValueError, match="expected and deviation: .*give both, or none"):
         DeclaredContrast(label="a", other="b", expected=0.1)
 
 

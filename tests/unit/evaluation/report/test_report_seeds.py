@@ -108,7 +108,7 @@ def test_an_infinite_perplexity_has_no_finite_mean(tmp_path: Path) -> None:
 def test_only_the_seed_may_differ(tmp_path: Path, seed: int | None, changes: Any, overrides: Any) -> None:
     one, two = perplexity("A", {512: 2.0}), perplexity("A", {512: 2.0}, overrides=overrides)
     results: dict[str, Result] = {"one": of_seed(one, 1234), "two": of_seed(two, seed, identity="other", **changes)}
-    with pytest.raises(EvaluationError, match=r"label `A` is used for different models in .*one.json and .*two.json"):
+    with pytest.raises(EvaluationError, match=r"label `A`: has different models in .*one.json and .*two.json"):
         blocks(tmp_path, "perplexity", results)
 
 

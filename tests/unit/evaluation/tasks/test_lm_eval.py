@@ -85,7 +85,7 @@ def test_what_a_task_reads_belongs_to_its_result(checkpoint: Path, tmp_path: Pat
     assert len({first[1], second[1], third[1], last[1]}) == 4
 
     (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace("version: 2.6", "version: 2.5"))
-    with pytest.raises(EvaluationError, match="a file of code, data or tasks of task local_choice is another"):
+    with pytest.raises(EvaluationError, match="a file of code, data or tasks of task local_choice changed"):
         command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path)
     earlier = read(path).model_dump(mode="json")
     earlier["results"][0]["inputs_sha256"] = None

@@ -49,7 +49,7 @@ def test_what_is_not(settings: dict[str, Any], named: str) -> None:
 
 def test_no_room_for_a_prompt(tmp_path: Path) -> None:
     model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)), max_length=48)
-    with pytest.raises(EvaluationError, match="48 new tokens leave no room for a prompt in 48; raise --max-length"):
+    with pytest.raises(EvaluationError, match="48 new tokens leave no room .*--max-length 48; raise it"):
         model.generate_until(requests("generate_until", [("a", {"max_new_tokens": 48})]))
 
 
@@ -73,7 +73,7 @@ def test_numbers_that_are_not_finite_are_no_scores(tmp_path: Path) -> None:
     loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
     with torch.no_grad():
         next(loaded.model.parameters())[:] = torch.inf
-    with pytest.raises(EvaluationError, match="a log-likelihood is nan: the computation overflowed"):
+    with pytest.raises(EvaluationError, match="log-likelihood: nan: "):
         adapter(loaded).loglikelihood(requests("loglikelihood", [("ab", "cd")]))
 
 
@@ -84,7 +84,7 @@ def test_names_that_a_sentencepiece_model_does_not_read_are_told(
     encoding = PromptEncoding(tokenizer)
     for text in ("the sea", "the sea<eod>", "calm<eod>"):
         encoding.encode(text)
-    assert caplog.text.count("a prompt contains <eod>, which SPMTokenizer reads as ordinary text") == 1
+    assert caplog.text.count("a prompt has <eod>, which SPMTokenizer reads as plain text") == 1
 
 
 def test_the_library_is_found_beside_our_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

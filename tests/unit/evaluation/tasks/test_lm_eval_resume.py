@@ -26,7 +26,7 @@ def edit(name: str, old: str, new: str) -> Callable[[Path], object]:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "prompt": ("local_choice", edit("choice.yaml", "Answer:", "A:"), "the configuration of task local_choice"),
-    "metrics": ("local_choice", edit("choice.yaml", ", {metric: acc_bytes}", ""), "of task local_choice is another"),
+    "metrics": ("local_choice", edit("choice.yaml", ", {metric: acc_bytes}", ""), "of task local_choice changed"),
 }
 
 

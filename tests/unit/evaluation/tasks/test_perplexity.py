@@ -166,12 +166,12 @@ def test_overflow_is_infinite(model: CausalMean) -> None:
 @pytest.mark.parametrize(
     ("windows", "stride", "lengths", "message"),
     [
-        ([16], 32, (64,), "window 16 is shorter than the stride 32"),
-        ([16, 65], 8, (70, 64), "window 65 is longer than document 1, which has 64 tokens"),
+        ([16], 32, (64,), "window 16: is shorter than the stride 32"),
+        ([16, 65], 8, (70, 64), "window 65: is longer than document 1, which has 64 tokens"),
         ([16], 0, (64,), "stride 0"),
         ([1], 1, (64,), "window 1"),
-        ([], 8, (64,), "no window"),
-        ([16], 8, (), "no document"),
+        ([], 8, (64,), "windows: none given"),
+        ([16], 8, (), "documents: none given"),
         ([16, 16], 8, (64,), "duplicate size"),
     ],
 )

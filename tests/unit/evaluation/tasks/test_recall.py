@@ -59,7 +59,7 @@ def test_lengths_without_room_for_the_facts_are_refused(
 ) -> None:
     command = ["recall", "--checkpoint", str(checkpoint), "--output", str(tmp_path), "--device", "cpu", "--cases", "4"]
     assert main([*command, "--lengths", "8,32"]) == 2
-    assert "--lengths 8: a question on 8 facts needs 9 tokens" in capsys.readouterr().err
+    assert "--lengths 8: 8 facts and a question need 9 tokens" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main([*command, "--lengths", "9", "--shifts", "0", "--diagnosed", "1"]) == 0
 

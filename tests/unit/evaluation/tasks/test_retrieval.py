@@ -227,7 +227,7 @@ def test_a_length_without_room_is_refused_and_other_errors_are_raised() -> None:
 
 
 def test_prompts_need_a_tokenizer() -> None:
-    with pytest.raises(EvaluationError, match="run: has no tokenizer, and this task's prompts are text"):
+    with pytest.raises(EvaluationError, match="run: has no tokenizer, which the prompts of this task need"):
         run("ruler", subject(), tokenizer=None)
 
 

@@ -273,7 +273,7 @@ def test_a_haystack_is_read_in_sentences(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="empty text"):
         load_haystack([str(path)], tmp_path)
     (tmp_path / "none.jsonl").touch()
-    with pytest.raises(EvaluationError, match="none.jsonl: holds no text"):
+    with pytest.raises(EvaluationError, match="none.jsonl: has no text"):
         load_haystack([str(tmp_path / "none.jsonl")], tmp_path)
 
 
