@@ -101,7 +101,7 @@ def test_text_of_a_model_that_learned_facts_too(
     assert main(arguments(checkpoint, text, "--output", output, "--vocabulary", 512, "--overwrite")) == 0
     alone = read(output)
     assert "--vocabulary" not in caplog.text and alone.protocol.vocabulary == 512
-    assert "stride 8, softmax over the ids below 512 alone, 2 documents" in capsys.readouterr().out
+    assert "stride 8, softmax over the ids below 512 only, 2 documents" in capsys.readouterr().out
     assert all(one.nll < other.nll for one, other in zip(alone.results, whole.results, strict=True))
     assert main(arguments(checkpoint, text, "--vocabulary", 64)) == 2
     assert "vocabulary 64: the documents have the token" in capsys.readouterr().err
@@ -241,9 +241,9 @@ def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--checkpoint", "absent"], "absent"),
-        (["--windows", "4"], "window 4 is shorter than the stride 8"),
+        (["--windows", "4"], "window 4: is shorter than the stride 8"),
         (["--windows", "16,1024"], "no document has the required 1024 tokens"),
-        (["--max-length", "32"], "--max-length 32 is shorter than the window 64"),
+        (["--max-length", "32"], "--max-length 32: is shorter than the window 64"),
         (["--data", "absent"], "absent: no such text file, folder or shard"),
         (["--set", "rope_scaling.rope_typ=dynamic"], "rope_typ"),
         (["--set", "hidden_size=64"], "hidden_size"),

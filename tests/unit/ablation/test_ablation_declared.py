@@ -74,7 +74,7 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
     assert power_of(both, both.contrasts[0]) == power(2.0, 3, 0.025), "at the first level of Holm's correction"
-    assert plan(both)[0] == "The p-values of 2 contrasts are tested together (Holm)."
+    assert plan(both)[0] == "The p-values of 2 contrasts are corrected together (Holm)."
     assert plan(SimpleNamespace(contrasts=[])) == []  # type: ignore[arg-type]
 
 
