@@ -1,4 +1,4 @@
-"""The archive of results: what goes in comes out, what exists stays, and damage is reported."""
+"""The archive of results: files are packed and unpacked, existing ones stay, and damage is reported."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
         (results / name).unlink()
     changed = write(results / "a-s1-0/cell.json", {"seed": 2})
     unpack(results)
-    assert (results / "a-s1-0/cell.json").read_bytes() == changed, "what exists stays"
+    assert (results / "a-s1-0/cell.json").read_bytes() == changed, "existing files stay"
     assert (results / "a-s1-0/recall_a.json").read_bytes() == before["a-s1-0/recall_a.json"]
     second = "a-s1-0/truncated/perplexity_a.json"
     assert (results / second).read_bytes() == before[second]

@@ -1,4 +1,4 @@
-"""Declared contrasts in a fixed sequence: when they are tested, where the sequence ends, and what is said of it."""
+"""Declared contrasts in a fixed sequence: the time of the test, the end of the sequence, and the sentences on it."""
 
 from pathlib import Path
 from types import SimpleNamespace

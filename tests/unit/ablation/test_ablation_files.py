@@ -64,7 +64,7 @@ def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_file_is_a_grid_of_cells_whose_variants_are_models(file: Path, scale: str) -> None:
+def test_every_file_is_a_grid_of_cells_and_models(file: Path, scale: str) -> None:
     """`expand` checks models, variants, tasks and their options."""
     ablation = read(file, scale)
     cells = expand(ablation)

@@ -31,7 +31,7 @@ USES: dict[str, tuple[str, dict[str, Any], float]] = {
     "CoCA + dynamic NTK": ("coca", NTK, 0.35),
     "CoCA-Strict + dynamic NTK": ("coca_strict", NTK, 0.4),
 }
-"""Label: form, what is set, and how fast the loss grows with each doubling of the length."""
+"""By label: the form, the overrides, and the growth of the loss with each doubling of the length."""
 
 REFUSED = "rope_scaling: a bias has no frequencies that could be extended"
 FULL = "the memory of cpu is exhausted; lower --tokens-per-batch (it is 16384, one window at least)"

@@ -68,7 +68,7 @@ def test_the_date_of_a_template_is_part_of_the_record(ours: Tokenizer) -> None:
     assert record is not None and record.date == datetime.date.today().isoformat()
 
 
-def test_what_a_template_prints_is_part_of_the_record(ours: Tokenizer) -> None:
+def test_symbols_that_a_template_prints_are_part_of_the_record(ours: Tokenizer) -> None:
     """The symbols that it names, but no others: their names in the tokenizer's files may change without effect."""
     options = Namespace(apply_chat_template=True, system_instruction=None)
     assert ours.chat is not None

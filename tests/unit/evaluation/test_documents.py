@@ -1,4 +1,4 @@
-"""Evaluation documents: text and shards alike, only long ones, and refused sources."""
+"""Evaluation documents: text and shards alike, only long ones, and wrong sources."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A suite's file: the commands that it stands for, and what is refused before the first is run."""
+"""A suite's file: the commands that it stands for, and the errors before the first is run."""
 
 import multiprocessing
 import os
@@ -161,7 +161,7 @@ def test_multiples_of_the_training_length_in_changes(tmp_path: Path) -> None:
     text = text.replace("rope_scaling.factor=2", "relative_positions.window=3L/4, a=1L/2L, b=L")
     args = parser().parse_args(commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path)[0].arguments)
     assert args.overrides == ["max_position_embeddings=512"]
-    assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "what is no multiple is unchanged"
+    assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "other values are unchanged"
     with pytest.raises(EvaluationError, match="3L/4: is not a whole number of tokens for a training length of 2;"):
         commands(suite(tmp_path, text), {"CoCA": 2}, tmp_path)
 

@@ -209,7 +209,7 @@ def test_the_note_on_markers_needs_something_to_mark(
         assert any("†" in note for note in built[name].blocks[0].tables[0].notes) is noted
 
 
-def test_a_label_alone_is_not_marked(tmp_path: Path) -> None:
+def test_a_single_label_is_not_marked(tmp_path: Path) -> None:
     cells = [window(512, 3.0, documents=8)]
     one = {"a": perplexity("A", {}, results=cells, documents=DOCUMENTS | {"count": 8})}
     table = sections(tmp_path, one, baseline="A")["perplexity"].blocks[0].tables[0]
@@ -220,7 +220,7 @@ def provenance(blocks: tuple[ReportBlock, ...]) -> list[str]:
     return [line for block in blocks for line in block.provenance]
 
 
-def test_paths_and_hashes_are_in_the_provenance_alone(many: dict[str, Section]) -> None:
+def test_paths_and_hashes_are_only_in_the_provenance(many: dict[str, Section]) -> None:
     for name in ("perplexity", "passkey"):
         blocks = many[name].blocks
         assert any("runs/3-s1" in line and "3-1-5ad1c0ff" in line for line in provenance(blocks))
@@ -229,7 +229,7 @@ def test_paths_and_hashes_are_in_the_provenance_alone(many: dict[str, Section]) 
         assert not any("runs/" in text or "5ad1c0ff" in text for text in texts)
 
 
-def test_the_provenance_says_what_evaluation_changes(tmp_path: Path) -> None:
+def test_the_provenance_has_the_overrides_of_evaluation(tmp_path: Path) -> None:
     built = sections(
         tmp_path, {"one": perplexity("A, extended", {512: 2.0}, overrides=NTK | {"logit_scaling": "log_n"})}
     )

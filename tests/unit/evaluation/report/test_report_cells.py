@@ -31,7 +31,7 @@ from tests.unit.evaluation.report_cases import (
 
 
 def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[ReportBlock, ...]:
-    """The blocks of one section of a report on ours alone."""
+    """The blocks of one section of a report with our numbers only."""
     sections = sections_of(write(folder, dict(results)), papers=False)
     return next(section.blocks for section in sections if section.name == name)
 
@@ -131,7 +131,7 @@ def test_accuracy_of_the_next_token_by_window(tmp_path: Path) -> None:
     assert [row.cells[1].best for row in table.rows] == [False, True], "the most is the best"
 
 
-def test_what_was_not_timed_says_why(tmp_path: Path) -> None:
+def test_missing_times_have_a_reason(tmp_path: Path) -> None:
     (block,) = only_section(tmp_path, "speed", {"speed": speed()})
     (row,) = [row for row in block.tables[0].rows if row.name == "dense"]
     assert [cell.note for cell in row.cells if cell.absent] == ["the memory of cpu is exhausted"]

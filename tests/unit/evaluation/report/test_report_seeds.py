@@ -247,7 +247,7 @@ def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
         assert [head for head in header if head in table.header] == list(table.header)
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_the_files_of_a_report(tmp_path: Path) -> None:
     build_report(
         write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2], 1024: [3.0, 3.1, 3.2]})), tmp_path, papers=False
     )

@@ -27,7 +27,7 @@ from tests.unit.evaluation.harness_cases import WORDS, adapter, requests
     ],
     ids=str,
 )
-def test_what_is_greedy(settings: dict[str, Any]) -> None:
+def test_settings_of_greedy_decoding(settings: dict[str, Any]) -> None:
     assert greedy_limits("task", {"until": "x", "max_gen_toks": 7} | settings) == (7, ("x",))
 
 
@@ -42,7 +42,7 @@ def test_what_is_greedy(settings: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_is_not(settings: dict[str, Any], named: str) -> None:
+def test_settings_of_sampling_are_errors(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
         greedy_limits("task", settings)
 

@@ -47,7 +47,7 @@ def test_a_changed_task(name: str, checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_further_task_continues_the_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where places and names have changed, too; what is there is not run again."""
+    """Even if places and names have changed. Finished tasks are not run again."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     output = tmp_path / "a.json"

@@ -54,7 +54,7 @@ def evaluate(checkpoint: Path, output: Path, *options: str, expected: int = 0) -
     return json.loads(output.read_text())
 
 
-def test_lengths_without_room_for_the_facts_are_refused(
+def test_lengths_without_room_for_the_facts_are_errors(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["recall", "--checkpoint", str(checkpoint), "--output", str(tmp_path), "--device", "cpu", "--cases", "4"]

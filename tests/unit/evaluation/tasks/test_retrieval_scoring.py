@@ -45,7 +45,7 @@ def test_the_share_that_is_found(answer: str, expected: tuple[str, ...], share: 
     assert share_found(answer, expected) == share
 
 
-def test_a_tally_counts_what_is_wholly_right_and_averages_the_rest() -> None:
+def test_a_tally_counts_right_answers_and_averages_scores() -> None:
     counted = tally([1.0, 0.5, 0.0, 1.0])
     assert counted is not None and (counted.accuracy, counted.correct, counted.count) == (0.625, 2, 4)
     assert tally([]) is None

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate speed`: all methods do the same work side by side, and memory is what a call holds."""
+"""`megatron-coca evaluate speed`: all methods do the same work side by side, and memory is that of a call."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_plain_rope_is_added_where_it_is_missing() -> None:
     assert [each.label for each in build(config(), ["rotary", "coca"])[0]] == ["rotary", "coca"]
 
 
-def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
+def test_methods_that_cannot_be_built_are_noted_and_the_others_stay() -> None:
     base = config(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     wrong = Variant("wrong", (), ("no_such_key=1",))
     masked = Variant("masked", (), ("pos_emb=alibi", "rope_scaling=null", "attention_backend=merge"))
@@ -111,7 +111,7 @@ def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.Mon
     assert len(caches) == (what == "decode")
 
 
-def test_a_length_that_a_method_does_not_have_is_refused() -> None:
+def test_a_length_that_a_method_does_not_have_is_noted() -> None:
     (method, *_), _ = build(config(), ["learned"])
     reached, beyond = tried(method, "model forward", 16, 17)
     assert isinstance(reached, int) and isinstance(beyond, Missing)
@@ -128,7 +128,7 @@ def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(found, Missing) and found.kind == "out of memory" and "is exhausted" in found.reason
 
 
-def test_peak_counts_what_is_held_at_once() -> None:
+def test_the_peak_counts_tensors_held_at_once() -> None:
     def grow(count: int) -> Any:
         return lambda: [torch.empty(1000, 256) for _ in range(count)]
 
@@ -137,7 +137,7 @@ def test_peak_counts_what_is_held_at_once() -> None:
     assert speed.measured_peak(lambda: [torch.empty(1000, 256).sum() for _ in range(3)], CPU) < 2 * one
 
 
-def test_memory_is_what_a_call_holds_at_once() -> None:
+def test_memory_counts_tensors_that_a_call_holds_at_once() -> None:
     """The reference holds the scores of four heads, in float32 in half precision too."""
     peaks = []
     for dtype in (torch.float32, torch.bfloat16):
