@@ -117,7 +117,7 @@ NOT_RUN = {
     "megatron-coca train configs/350M/roformer_coca.yml configs/data/pile_books_wiki_code.yml": PILE,
     "megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml": PILE,
     "megatron-coca inspect lengths data/pile_books_wiki_code": PILE,
-    "megatron-coca evaluate lm-eval": "its data are on the Hugging Face hub; test_harness_command.py has others",
+    "megatron-coca evaluate lm-eval": "its data are on the Hugging Face hub; test_lm_eval.py has others",
     "megatron-coca evaluate suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "megatron-coca ablate configs/ablations": HOURS,
     "megatron-coca ablate configs/study/methods.yml": DONE,

@@ -1,8 +1,8 @@
-"""The files of a cell: its record, its learning curve, and what is done; tables of cells, and their archive.
+"""The files of a cell: its record, its learning curve and its state; tables of cells, and their archive.
 
-The archive `RESULTS.jsonl.zst` stands for the folder of results beside it, which need not be kept. A line is one result
-file: {"file": "CELL/NAME.json", "content": ...}, with the cell's record (cell.json), its learning curve, and every
-number that was measured, by seed, document and length.
+The archive `RESULTS.jsonl.zst` replaces the folder of results beside it, which can be removed. Each line is one result
+file: {"file": "CELL/NAME.json", "content": ...}. The archive has the cell's record (cell.json), its learning curve, and
+all measured numbers, by seed, document and length.
 """
 
 import json
@@ -39,13 +39,13 @@ class CellRecord(Record):
     """The identity, state and cost of a cell; seconds are summed over interruptions.
 
     Attributes:
-        status: "failed" has a `reason`, and is tried again by the next call.
-        training_seconds: of steps, validations and saves, as the trainer reports them.
-        evaluation_seconds: of the measurements, as their cost files have them.
-        overhead_seconds: the rest: starting processes, loading data and models, work that was repeated after an
+        status: "failed" has a `reason`; the next call tries again.
+        training_seconds: of steps, validations and saves, from the trainer's reports.
+        evaluation_seconds: of the measurements, from their cost files.
+        overhead_seconds: the rest: starts of processes, loading of data and models, and work that was repeated after an
             interruption. Calls that were killed are not counted.
         evaluated: the digests of the complete result files, by their path in the folder of results.
-        inputs: the digests of the files that they were measured on; earlier versions have none.
+        inputs: the digests of the files that were evaluated; earlier versions have none.
     """
 
     model: str
@@ -70,7 +70,7 @@ class CellRecord(Record):
 
 
 class State(Enum):
-    """The state of a cell, read from its files."""
+    """The state of a cell, from its files."""
 
     DONE = "done"
     TRAINED = "trained"
@@ -80,7 +80,7 @@ class State(Enum):
 
 
 def read_cell(cell: Cell) -> CellRecord:
-    """Return the record of a cell, a new one if there is none. Raises EvaluationError for a damaged file."""
+    """Return the record of a cell, or a new one. Raises EvaluationError for a damaged file."""
     path = cell.results / RECORD
     if path.is_file():
         return _read(path)
@@ -99,7 +99,7 @@ def read_cell(cell: Cell) -> CellRecord:
 
 
 def recorded_data(results: Path) -> dict[str, DataRecord]:
-    """Return the data of the cells in a folder of results, by what chose them. Raises EvaluationError."""
+    """Return the data of the cells in a folder of results, by `DataRecord.chosen_by`. Raises EvaluationError."""
     records = [_read(path) for path in sorted(results.glob(f"*/{RECORD}"))]
     return {record.data.chosen_by: record.data for record in records if record.data is not None}
 
@@ -109,7 +109,7 @@ def _read(path: Path) -> CellRecord:
         return read_record(path, CellRecord, "the record of a cell")
     except EvaluationError as error:
         raise EvaluationError(
-            f"{error}; restore it, or remove it: the cell is then evaluated again, not trained"
+            f"{error}; restore it, or remove it to evaluate the cell again (without training)"
         ) from error
 
 
@@ -129,13 +129,13 @@ def state_of(cell: Cell) -> State:
 
 
 def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
-    """Return the evaluations that are not complete, or whose options changed since."""
+    """Return the evaluations that are not complete, and those with options that changed since."""
     measured = set(measured_files(cell, record))
     return [command for command in cell.commands if not measured.issuperset(command.files)]
 
 
 def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
-    """Return the complete result files of a cell, without those whose options, variant or data changed since."""
+    """Return the complete result files of a cell, except files with options, a variant or data that changed since."""
     digests, known = cell.measurements, record.evaluated
     current = [path for path, digest in digests.items() if known.get(str(path)) == digest]
     changed = [path for path, digest in cell.inputs.items() if record.inputs.get(str(path)) not in (None, digest)]
@@ -144,17 +144,17 @@ def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """False with a warning for a damaged file, which is measured again."""
+    """Return False with a warning for a damaged file, which is measured again."""
     try:
         json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        logger.warning("%s: is damaged (%s) and counts as missing", path, error)
+        logger.warning("%s: is damaged (%s) and counts as missing; it is measured again", path, error)
         return False
     return True
 
 
 def is_trained(cell: Cell) -> bool:
-    """True if the last step is saved, after its validation."""
+    """Return True if the last step is saved, after its validation."""
     try:
         if cell.steps not in native.steps(cell.run):
             return False
@@ -166,7 +166,7 @@ def is_trained(cell: Cell) -> bool:
 
 
 def training_seconds(run: Path, until: int | None = None) -> float:
-    """Return the seconds of steps, validations and saves up to step `until` that the trainer reported."""
+    """Return the seconds of steps, validations and saves up to step `until`, from the trainer's reports."""
     seconds, before = 0.0, 0
     for report in metrics(run):
         if "step_seconds" not in report or (until is not None and report["step"] > until):
@@ -183,7 +183,7 @@ def evaluation_seconds(cell: Cell) -> float:
 
 
 def write_curve(cell: Cell) -> None:
-    """Write the learning curve with the results, from the run's metrics."""
+    """Write the learning curve from the run's metrics into the folder of results."""
     stages = [TrainedStage(0, cell.batch * cell.config.model.seq_length)]
     if cell.config.schedule.stages:
         stages = trained_stages(native.read_meta(native.locate(cell.run)), cell.config.model.seq_length)
@@ -195,22 +195,24 @@ def read_curve(cell: Cell) -> Curve | None:
     return read_record(path, Curve, "a learning curve") if path.is_file() else None
 
 
-def refused_only(files: Sequence[Path]) -> bool:
-    """True if all result files exist and lack only cells that the model cannot compute, whoever tries.
+def only_unsupported(files: Sequence[Path]) -> bool:
+    """Return True if all result files exist and all their missing entries are ones that no run can compute.
 
     Raises EvaluationError for a file that is not a result.
     """
     if not all(file.is_file() for file in files):
         return False
     try:
-        missing = [cell["kind"] for file in files for cell in json.loads(file.read_bytes())["missing"]]
+        missing = [entry["kind"] for file in files for entry in json.loads(file.read_bytes())["missing"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise EvaluationError(f"{files[0].parent}: has a file that is not a result ({error}); remove it") from error
+        raise EvaluationError(
+            f"{files[0].parent}: has a file that is not a result ({error}); remove the file"
+        ) from error
     return all(kind == "refused" for kind in missing)
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Return a table of the cells with their states and sizes, and the seconds that they took so far."""
+    """Return a table of the cells with their states, sizes and seconds so far."""
     rows = []
     for cell in cells:
         record, count = read_cell(cell), cell.parameters
@@ -235,12 +237,12 @@ def archive_of(results: Path) -> Path:
 def pack(results: Path) -> Path:
     """Write the archive of the cells in a folder of results.
 
-    Raises EvaluationError where there is no result or the file cannot be written.
+    Raises EvaluationError if there is no result or the file cannot be written.
     """
-    # Second tasks of a kind have a folder of their own in that of their cell.
+    # A task that is repeated with another word has a folder inside the cell's folder.
     files = sorted(file for cell in results.glob(f"*/{RECORD}") for file in cell.parent.rglob("*.json"))
     if not files:
-        raise EvaluationError(f"{results}: holds no results to pack")
+        raise EvaluationError(f"{results}: has no results to pack; run the ablation first")
     lines = [{"file": str(file.relative_to(results)), "content": json.loads(file.read_bytes())} for file in files]
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
     write_atomically(archive_of(results), zstandard.ZstdCompressor(level=LEVEL).compress(text.encode()))
@@ -258,7 +260,9 @@ def unpack(results: Path) -> None:
                 entry = json.loads(line)
                 path = results / entry["file"]
                 if not path.resolve().is_relative_to(results.resolve()):
-                    raise EvaluationError(f"{archive}: names {entry['file']}, which is outside of {results}")
+                    raise EvaluationError(
+                        f"{archive}: names {entry['file']}, which is outside of {results}; restore it"
+                    )
                 if not path.exists():
                     content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
                     write_atomically(path, content.encode())

@@ -1,4 +1,4 @@
-"""Figures of an ablation over its seeds, and their differences paired by seed, for the sentences of a page."""
+"""Numbers and plots of an ablation over its seeds, and differences paired by seed, for the sentences of a page."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from megatron_coca.evaluation.report.retrieval_sections import head_panels
 from megatron_coca.evaluation.results import EvaluationError, Result, read_record
 from megatron_coca.evaluation.statistics import Estimate, bootstrap_interval, estimate, geometric_estimate
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.tasks.recall import RecallCell, RecallResult
+from megatron_coca.evaluation.tasks.recall import RecallEntry, RecallResult
 
 BySeed = Mapping[int, float]
 Kind = TypeVar("Kind", bound=Result)
@@ -25,17 +25,17 @@ Kind = TypeVar("Kind", bound=Result)
 
 @dataclass(frozen=True)
 class Contrast:
-    """A quantity of one label against that of another.
+    """A quantity of one label relative to that of another.
 
     Attributes:
-        times: how many times as large it is, the geometric mean over the seeds that both have, with its t interval.
+        times: the ratio: the geometric mean over the seeds that both have, with its t interval.
     """
 
     times: Estimate
 
     @property
     def verdict(self) -> str:
-        """ "lower" or "higher" where the interval excludes 1; "no interval" where there is none, as of one seed."""
+        """ "lower" or "higher" if the interval excludes 1; "no interval" if there is none, as with one seed."""
         if math.isnan(self.times.low):
             return "no interval"
         return "lower" if self.times.high < 1 else "higher" if self.times.low > 1 else "not distinguishable"
@@ -72,12 +72,12 @@ class Figures:
         return found
 
     @cached_property
-    def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallCell]]]:
-        found: dict[str, dict[int, dict[tuple[float, int], RecallCell]]] = {}
+    def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallEntry]]]:
+        found: dict[str, dict[int, dict[tuple[float, int], RecallEntry]]] = {}
         for label, cell, result in self._results("recall", RecallResult):
             length = cell.config.model.seq_length
-            cells = {(asked.length / length, asked.shift): asked for asked in result.results}
-            found.setdefault(label, {})[cell.seed] = cells
+            entries = {(entry.length / length, entry.shift): entry for entry in result.results}
+            found.setdefault(label, {})[cell.seed] = entries
         return found
 
     @property
@@ -95,16 +95,18 @@ class Figures:
 
     def accuracies(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> BySeed:
         """Return recall by seed at a multiple of the training length; `side` is "inside", "beyond" or empty for all
-        facts. Raises EvaluationError for what was not measured.
+        facts. Raises EvaluationError if it was not measured.
         """
         found = {}
-        for seed, cells in self._recalls.get(label, {}).items():
-            cell = cells.get((multiple, shift))
-            tally = cell if cell is None or not side else getattr(cell, side)
+        for seed, entries in self._recalls.get(label, {}).items():
+            entry = entries.get((multiple, shift))
+            tally = entry if entry is None or not side else getattr(entry, side)
             if tally is not None:
                 found[seed] = tally.accuracy
         if not found:
-            raise EvaluationError(f"recall of {label}: was not measured at {multiple:g}L, shift {shift}")
+            raise EvaluationError(
+                f"recall of {label}: was not measured at {multiple:g}L, shift {shift}; add it to the file's tasks"
+            )
         return found
 
     def recall(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> Estimate:
@@ -112,27 +114,27 @@ class Figures:
         return estimate(list(self.accuracies(label, multiple, shift, side).values()))
 
     def declared(self) -> list[Declared]:
-        """Return the contrasts that the file declares; see `tested`. Raises EvaluationError if they are a sequence."""
+        """Return the contrasts of the file; see `tested`. Raises EvaluationError if they are a sequence."""
         if self._file.testing == "sequence":
-            raise EvaluationError("contrasts: are tested in sequence, not corrected together; use figures.sequence()")
+            raise EvaluationError("contrasts: are tested in sequence; use figures.sequence()")
         return self.tested(self._file.contrasts)
 
     def sequence(self) -> list[Step]:
         """Return the steps of a file with `testing: sequence`; empty before all of its seeds are finished."""
         if self._file.testing != "sequence":
-            raise EvaluationError("contrasts: are corrected together; use figures.declared(), or set testing: sequence")
+            raise EvaluationError("contrasts: are tested together; use figures.declared(), or set testing: sequence")
         return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
 
     def plan(self) -> list[str]:
-        """Return how the contrasts of the file are tested, and the power of each, in sentences."""
+        """Return sentences on the test of the file's contrasts and the power of each."""
         return plan(self._file)
 
     def outcome(self) -> list[str]:
-        """Return what came out of a sequence, in sentences."""
+        """Return sentences on the results of a sequence."""
         return outcome(self._file, self.sequence())
 
     def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
-        """Return the contrasts of pairs of labels at several lengths, tested together; the smallest p-values first."""
+        """Return the contrasts of pairs of labels at several lengths, tested together and sorted by p-value."""
         contrasts = [
             DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity)
             for label, other in pairs
@@ -141,11 +143,11 @@ class Figures:
         return sorted(self.tested(contrasts), key=lambda each: each.p)
 
     def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
-        """Return those of the contrasts that two seeds or more have on both sides, corrected for the number of all."""
+        """Return the contrasts with two common seeds or more, corrected for the number of all contrasts."""
         return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
 
     def _differences(self, contrast: DeclaredContrast) -> list[float]:
-        """Return the differences of a contrast (of logarithms for perplexities) by the seeds that both labels have."""
+        """Return the differences of a contrast (of logarithms for perplexities) for the seeds that both labels have."""
         if not {contrast.label, contrast.other} <= set(self.labels):
             return []
         values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
@@ -155,9 +157,9 @@ class Figures:
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
 
-        The quantities: "perplexity" at `multiple` times the training length L; "ratio", that over the perplexity at L;
-        "perplexity WORD", that of a second task of this name; "validation perplexity" of a model after `multiple` (at
-        most 1) times its training steps.
+        The quantities are "perplexity" at `multiple` times the training length L; "ratio", which is that over the
+        perplexity at L; "perplexity WORD", which is that of a repeated task with this word; and "validation perplexity"
+        of a model after `multiple` (at most 1) times its training steps.
         """
         if quantity == "validation perplexity":
             return self._validation_losses(label, multiple)
@@ -170,11 +172,15 @@ class Figures:
             by_label, functions = self._windows_of(quantity), functions | {quantity: functions["perplexity"]}
         if quantity not in functions or label not in by_label:
             known = ", ".join([*functions, "validation perplexity"]), ", ".join(self.labels) or "none"
-            raise EvaluationError(f"{quantity} of {label}: the quantities are {known[0]}, the labels {known[1]}")
+            raise EvaluationError(
+                f"{quantity} of {label}: unknown; the quantities are {known[0]}, the labels {known[1]}"
+            )
         try:
             return {seed: functions[quantity](windows) for seed, windows in by_label[label].items()}
         except KeyError as error:
-            raise EvaluationError(f"{quantity} of {label}: was not measured at {error.args[0]:g}L") from error
+            raise EvaluationError(
+                f"{quantity} of {label}: was not measured at {error.args[0]:g}L; add it to the file's tasks"
+            ) from error
 
     def _validation_losses(self, model: str, share: float) -> BySeed:
         found: dict[int, float] = {}
@@ -191,15 +197,15 @@ class Figures:
         return geometric_estimate(list(self.logarithms(quantity, label, multiple).values()))
 
     def contrast(self, quantity: str, label: str, other: str, multiple: float = 1) -> Contrast:
-        """Compare two labels by the seeds that both have. Raises EvaluationError without a common seed."""
+        """Compare two labels over the seeds that both have. Raises EvaluationError without a common seed."""
         ours, theirs = (self.logarithms(quantity, name, multiple) for name in (label, other))
         common = sorted(ours.keys() & theirs.keys())
         if not common:
-            raise EvaluationError(f"{quantity} of {label} and {other}: have no seed in common")
+            raise EvaluationError(f"{quantity} of {label} and {other}: have no seed in common; train both with one")
         return Contrast(geometric_estimate([ours[seed] - theirs[seed] for seed in common]))
 
     def over_documents(self, label: str, other: str, multiple: float = 1) -> Estimate:
-        """Return how many times as large the perplexity of one label is, with its 95% interval over documents.
+        """Return the ratio of the perplexities of two labels, with its 95% interval over documents.
 
         The losses of a document are averaged over the seeds that both labels have; then documents are resampled.
         """
@@ -217,7 +223,7 @@ class Figures:
         for label in labels:
             recall = label in self._recalls
             by_seed = self._recalls[label].values() if recall else self._windows[label].values()
-            multiples = sorted(set.intersection(*(set(_lengths(cells)) for cells in by_seed)))
+            multiples = sorted(set.intersection(*(set(_lengths(entries)) for entries in by_seed)))
             of = self.recall if recall else partial(self.estimate, "perplexity")
             found = [of(label, multiple) for multiple in multiples]
             means, low, high = (tuple(getattr(each, end) for each in found) for end in ("mean", "low", "high"))
@@ -231,8 +237,8 @@ class Figures:
         """Return a plot of the scores of the retrieving heads of labels against the length, means over seeds."""
         unshifted = {
             label: [
-                {length: cell for (length, shift), cell in sorted(cells.items()) if not shift}
-                for cells in self._recalls[label].values()
+                {length: entry for (length, shift), entry in sorted(entries.items()) if not shift}
+                for entries in self._recalls[label].values()
             ]
             for label in labels
         }
@@ -240,7 +246,7 @@ class Figures:
         return Figure("heads", "", "", panels(drawn, columns=2), size_with_legend(labels, 3.6, 9.0))
 
 
-def _lengths(cells: Mapping[Any, object]) -> list[float]:
-    """The multiples of the training length among the keys of cells: numbers, or pairs with a shift of 0."""
-    pairs = [key if isinstance(key, tuple) else (key, 0) for key in cells]
+def _lengths(entries: Mapping[Any, object]) -> list[float]:
+    """Return the multiples of the training length among the keys of entries: numbers, or pairs with a shift of 0."""
+    pairs = [key if isinstance(key, tuple) else (key, 0) for key in entries]
     return sorted(multiple for multiple, shift in pairs if not shift)

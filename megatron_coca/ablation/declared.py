@@ -1,6 +1,4 @@
-"""How the declared contrasts of a file are tested: together with Holm's correction, or in a fixed sequence; and with
-which power.
-"""
+"""Tests of a file's declared contrasts, together with Holm's correction or in a fixed sequence, and their power."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -14,8 +12,9 @@ Verdict = Literal["holds", "does not hold", "not tested"]
 
 
 class Declared(NamedTuple):
-    """A declared contrast: its mean difference over seeds (of logarithms for perplexities), p-value of the paired t
-    test (NaN for one seed), and that corrected for all contrasts of the file.
+    """A declared contrast with its mean difference over seeds (of logarithms for perplexities).
+
+    `p` is the p-value of the paired t test, and `holm` is corrected for all contrasts of the file.
     """
 
     contrast: DeclaredContrast
@@ -25,7 +24,7 @@ class Declared(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A contrast of a sequence. `p` is not a test where the verdict is "not tested"."""
+    """A contrast of a sequence. If the verdict is "not tested", `p` is no test."""
 
     contrast: DeclaredContrast
     difference: Estimate
@@ -34,14 +33,14 @@ class Step(NamedTuple):
 
 
 Differences = Sequence[float]
-"""Of one contrast, paired by seed."""
+"""Differences of one contrast, paired by seed."""
 
 
 def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) -> list[Declared]:
-    """Return contrasts of two seeds or more, corrected for all `count` that were declared."""
+    """Return the contrasts with two seeds or more, corrected for all `count` declared contrasts."""
     known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
     p_values = [p_value(differences) for _, differences in known]
-    missing = count - len(known)  # count, so that a part of the study claims no more
+    missing = count - len(known)  # they count too, so that a part of the study does not claim more
     corrected = holm(p_values + [1.0] * missing)
     return [
         Declared(contrast, estimate(differences), p, own)
@@ -50,9 +49,7 @@ def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) 
 
 
 def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step]:
-    """Return the steps of a sequence; empty as long as a contrast lacks one of the `seeds`, because each is tested
-    once.
-    """
+    """Return the steps of a sequence. It is empty until every contrast has all `seeds`, because each is tested once."""
     if any(len(differences) < max(seeds, 2) for _, differences in found):
         return []
     steps: list[Step] = []
@@ -68,8 +65,8 @@ def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: in
 def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
     """Return the power for `share` of the expected difference with all seeds of the file, None without an expectation.
 
-    In a sequence it is that of the test by itself, given that all before it hold; together it is that at the smallest
-    level of Holm's correction, so at least this.
+    In a sequence it is the power of the test if all before it hold. Together it is the power at the smallest level of
+    Holm's correction, which is a lower bound.
     """
     if contrast.expected is None or contrast.deviation is None:
         return None
@@ -78,7 +75,7 @@ def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0)
 
 
 def plan(file: AblationFile) -> list[str]:
-    """Return a sentence on how the contrasts will be tested, and one for each contrast, in Markdown."""
+    """Return a sentence on the test of the contrasts, and one for each contrast, in Markdown."""
     if not file.contrasts:
         return []
     count, seeds = len(file.contrasts), len(file.seeds)
@@ -92,7 +89,7 @@ def plan(file: AblationFile) -> list[str]:
 
 
 def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
-    """Return the sentences that say what came out of a sequence, in Markdown."""
+    """Return sentences on the results of a sequence, in Markdown."""
     if not steps:
         return [f"Nothing is tested yet: each contrast is tested once, when all {len(file.seeds)} seeds are finished."]
     held = [step.verdict for step in steps].count("holds")

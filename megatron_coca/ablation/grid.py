@@ -1,13 +1,13 @@
-"""The file of an ablation and its cells: a cell is one training run with its evaluations."""
+"""The file of an ablation, and its cells. A cell is one training run with its evaluations."""
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
@@ -17,7 +17,6 @@ from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError
-from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.documents import find_sources
 from megatron_coca.evaluation.options import full_label, slug, subject_options
 from megatron_coca.evaluation.results import EvaluationError, Record, read_yaml_file, validated
@@ -29,6 +28,7 @@ from megatron_coca.evaluation.suite import (
     check_variants,
     option_arguments,
     plan_commands,
+    task_parser,
     task_variants,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
@@ -37,34 +37,34 @@ from megatron_coca.training.launch.start import configured_ranks
 from megatron_coca.training.topology import Topology
 
 Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
-"""(tasks, folder of the run, folder of the results) -> the evaluations of a model."""
+"""A function of tasks, the folder of the run and the folder of results, which returns the evaluations of a model."""
 
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
 RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
-"""Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
-size and the dtype do name it.
+"""Groups and keys that are not part of a cell's name: they decide how and where a run is computed. The content of the
+data, the batch size and the dtype are part of the name.
 """
 HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
-"""A path of which a leading `~` is the home folder."""
+"""A path in which a leading `~` is the home folder."""
 RESULTS = Path("results")
 SHARED_PATHS = ("log_dir", "tensorboard_dir")
-"""Folders that all cells would write into."""
+"""Folders into which all cells would write."""
 
 
 class ModelEntry(Record):
-    """A model of the file: its files and keys after those of `base`, and the variants that are evaluated."""
+    """A model of the file: YAML files and keys after those of `base`, and the variants to evaluate."""
 
     set: list[str] = []
     variants: dict[str, list[str] | None] = {"": None}
 
 
 class DataRecord(Record):
-    """The training data of a cell: what in the configuration chose them, and what they were.
+    """The training data of a cell: the keys that choose them, and their content.
 
     Attributes:
-        chosen_by: as JSON, the group `data` of the configuration with the keys that decide on the samples.
-        vocab_size: of the model, which the tokenizer sets where the configuration does not.
-        identity: of shards and samples, as compared at resume.
+        chosen_by: as JSON, the group `data` of the configuration, and other keys that decide on the samples.
+        vocab_size: of the model; the tokenizer sets it if the configuration does not.
+        identity: of shards and samples; resuming compares it too.
     """
 
     chosen_by: str
@@ -78,8 +78,8 @@ class DeclaredContrast(Record):
     Attributes:
         at: the length as a multiple of the training length.
         quantity: "recall" (accuracy, differences), or a quantity of perplexity (ratios).
-        expected: the mean difference that the power is computed for, of logarithms for perplexities.
-        deviation: the standard deviation over seeds of the difference, from earlier runs.
+        expected: the mean difference for the computation of the power, of logarithms for perplexities.
+        deviation: the standard deviation of the difference over seeds, from earlier runs.
     """
 
     label: str
@@ -92,7 +92,7 @@ class DeclaredContrast(Record):
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:
         if (self.expected is None) != (self.deviation is None):
-            raise ValueError("expected and deviation belong together: give both, or none")
+            raise ValueError("expected and deviation: one of them is missing; give both, or none")
         return self
 
     @property
@@ -104,8 +104,8 @@ class AblationFile(Record):
     """An ablation; see docs/ablations.md. `tasks` are those of a suite.
 
     Attributes:
-        testing: how `contrasts` are tested: "together" corrects all p-values for their number (Holm); in "sequence" the
-            first is the primary one, and each is tested at 5% only if all before it hold.
+        testing: of `contrasts`. "together" corrects all p-values for their number (Holm). In a "sequence" the first is
+            the primary one, and each is tested at 5% only if all before it hold.
     """
 
     title: str
@@ -138,15 +138,15 @@ class Cell:
     """One model with one seed.
 
     Attributes:
-        name: also the name of the folders `run` and `results`.
-        config: what megatron-coca train gets.
-        ranks: processes that train it.
+        name: the name of the cell, and of the folders `run` and `results`.
+        config: the configuration for megatron-coca train.
+        ranks: the number of training processes.
         batch: samples per step over all ranks.
-        data: what it is trained on.
+        data: the training data.
         commands: the evaluations.
-        measurements: for each result file, by its path in `results`, a digest of all that its numbers depend on besides
-            the weights.
-        inputs: the same of the files that it was measured on, where it reads any.
+        measurements: for each result file, by its path in `results`, a digest of the task's name, the dtype, the
+            options and the variant.
+        inputs: for each result file of a task that reads files, a digest of these files.
     """
 
     model: str
@@ -200,7 +200,7 @@ def read_ablation(
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """Mappings key by key; of other values the second."""
+    """Merge mappings key by key; of other values, return the second."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return second
     return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
@@ -209,10 +209,12 @@ def _merged(first: Any, second: Any) -> Any:
 def expand(
     file: AblationFile, device: str = "auto", dtype: str = "float32", recorded: Mapping[str, DataRecord] | None = None
 ) -> list[Cell]:
-    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each; of a faulty
-    `base` alone, on which the models depend.
+    """Return all cells, model by model.
 
-    `recorded` has the data of finished cells by what chose them, for a report where the data are no longer there.
+    Raises EvaluationError with a line for every error of the file. If `base` has errors, models are not checked,
+    because they depend on it.
+
+    `recorded` has the data of finished cells by `DataRecord.chosen_by`, for a report without the data.
     """
     problems = _unknown_names(file)
     try:
@@ -225,12 +227,12 @@ def expand(
         try:
             config = configured(base, entry)
             plan = partial(_commands, label, entry, config, device, dtype)
-            measured, refused = _check_tasks(file, entry, config, dtype, plan, inputs)
-            problems += refused
-            weights = None if refused else _initial_weights(config)
+            measured, faults = _check_tasks(file, entry, config, dtype, plan, inputs)
+            problems += faults
+            weights = None if faults else _initial_weights(config)
             data = _data_of(config, known)
             config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
-            if not refused:
+            if not faults:
                 cells += [_cell(file, label, config, seed, data, plan, measured, weights) for seed in file.seeds]
         except ConfigError as error:
             problems += [f"models.{label}: {line}" for line in error.problems]
@@ -239,22 +241,26 @@ def expand(
     names = [cell.name for cell in cells]
     for name in sorted({name for name in names if names.count(name) > 1}):
         same = " and ".join(f"{cell.model} with seed {cell.seed}" for cell in cells if cell.name == name)
-        problems.append(f"{name}: the name of two cells, {same}; give them more distinct names, and each seed once")
+        problems.append(f"{name}: is the name of two cells, {same}; give them more distinct names, and each seed once")
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     return cells
 
 
 def _unknown_names(file: AblationFile) -> list[str]:
-    """Return a line for every model, label and variant that the file names and does not have."""
+    """Return a line for every model, label and variant that the file names but does not define."""
     problems = []
     if file.baseline is not None and file.baseline not in file.models:
         problems.append(f"baseline: {file.baseline}: unknown; models are {' | '.join(file.models)}")
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
-        problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
+        problems.append(f'baseline: {file.baseline}: has no variant "", with which the others are compared; add it')
     labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
     for contrast in file.contrasts:
-        problems += [f"contrasts: {name}: unknown" for name in (contrast.label, contrast.other) if name not in labels]
+        problems += [
+            f"contrasts: {name}: unknown; labels are {' | '.join(labels)}"
+            for name in (contrast.label, contrast.other)
+            if name not in labels
+        ]
     try:
         check_variants(file.tasks, (entry.variants for entry in file.models.values()))
     except EvaluationError as error:
@@ -265,11 +271,13 @@ def _unknown_names(file: AblationFile) -> list[str]:
 def configured(base: Config, entry: ModelEntry) -> Config:
     """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
     config = _changed(base, entry.set)
-    problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
+    problems = [
+        f"{key}: all cells would write into this folder; remove it" for key in SHARED_PATHS if config.flat()[key]
+    ]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
     problems += [f"{key}: is set for every cell; remove it" for key in ("seed", "save") if key in set_here]
     if "load" in set_here and not config.checkpoint.finetune:
-        problems.append("load: only initial weights may be loaded; set finetune=true as well, or remove it")
+        problems.append("load: a cell can load only initial weights; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
     for variant, changes in entry.variants.items():
@@ -285,7 +293,7 @@ def configured(base: Config, entry: ModelEntry) -> Config:
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
-    """Return the cells that `--only` names, and of the models that it names those with its seeds.
+    """Return the cells that `--only` names: cells, and models and seeds (both must fit if both are named).
 
     Raises EvaluationError for an unknown name.
     """
@@ -307,10 +315,10 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
 
 
 def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str | None = None) -> str:
-    """Return 8 hexadecimal digits of what the trained weights depend on, seed included.
+    """Return 8 hexadecimal digits of a hash of all that the trained weights depend on, including the seed.
 
-    Keys at their default are left out, so that a key that is added later does not rename earlier cells. `weights` is
-    the identity of those that a run with `finetune` starts from.
+    Keys with their default are left out, so that a new key does not rename earlier cells. `weights` is the identity of
+    the initial weights of a run with `finetune`.
     """
     flat = config.flat()
     named = {
@@ -318,7 +326,7 @@ def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str 
         for key, (group, _) in KEYS.items()
         if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != default_of(key, flat)
     }
-    data = {name: value for name, value in data.items() if name != "text"}  # cells of earlier versions do not have it
+    data = {name: value for name, value in data.items() if name != "text"}  # names of earlier versions do not have it
     content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
     return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]
 
@@ -330,11 +338,11 @@ def _without_none(value: Any) -> Any:
 
 
 LATER = frozenset({"pack_impl", "allow_chopped"})
-"""Keys of the data that older records do not have: left out at their defaults, so that these records still apply."""
+"""Keys of the data that older records do not have. They are left out at their defaults, so that these records apply."""
 
 
 def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
-    """Return the training data; `known` has earlier answers by what chose them, and gets this one."""
+    """Return the training data; `known` has the data of earlier calls by `chosen_by`, and gets these."""
     flat = config.flat()
     named = [key for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None]
     keys = {key: flat[key] for key in named if key not in LATER or flat[key] != default_of(key, flat)}
@@ -351,11 +359,6 @@ def _changed(config: Config, changes: Sequence[str] | None) -> Config:
     return config.override(keys, files)
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise EvaluationError(message)
-
-
 class Measurements(NamedTuple):
     """Digests by result file, as in `Cell`."""
 
@@ -366,8 +369,9 @@ class Measurements(NamedTuple):
 def _check_tasks(
     file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, inputs: Inputs | None
 ) -> tuple[Measurements, list[str]]:
-    """Return the digests of every result file, in a folder `results`, and a line for each task
-    that `megatron-coca evaluate` would not accept. Without `inputs` the data are not looked at.
+    """Return the digests of every result file, and a line for each task that `megatron-coca evaluate` would not accept.
+
+    Without `inputs` the data are not read.
     """
     problems, found, trained = [], Measurements({}, {}), config.flat()
     flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
@@ -392,13 +396,11 @@ def _check_tasks(
 
 
 def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:
-    """Return the digest of the files that a call of megatron-coca evaluate reads, None for none, or without `inputs`.
+    """Return the digest of the files that a call of megatron-coca evaluate reads, or None; None without `inputs`.
 
-    Raises EvaluationError or DataError for what the call would refuse before it loads a model.
+    Raises EvaluationError or DataError for the errors that the call would raise before it loads a model.
     """
-    parser = _Parser(allow_abbrev=False)
-    MEASUREMENTS[command.arguments[0]].add_arguments(parser)
-    args: Namespace = parser.parse_args(command.arguments[1:])
+    args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
     subject_options(args)
     if inputs is None:
         return None
@@ -416,7 +418,7 @@ def _commands(
     run: Path,
     results: Path,
 ) -> list[Command]:
-    imports = config.position.imports  # which evaluation does not run because the checkpoint names them
+    imports = config.position.imports  # evaluation never runs them only because the checkpoint names them
     own = [f"imports={json.dumps(imports)}"] if imports else []
     checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
@@ -424,7 +426,7 @@ def _commands(
 
 
 def _initial_weights(config: Config) -> str | None:
-    """Return the identity of the weights that a run with `finetune` starts from, None for drawn ones."""
+    """Return the identity of the initial weights of a run with `finetune`; None if they are drawn."""
     given = config.checkpoint.load if config.checkpoint.finetune else None
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""Digests of the files that an evaluation reads besides the checkpoint; a result of other files counts as missing."""
+"""Digests of the files that an evaluation reads besides the checkpoint. If they change, results count as missing."""
 
 import hashlib
 import json
@@ -16,22 +16,22 @@ from megatron_coca.evaluation.tasks.prompts import BUILTIN
 
 
 class Inputs:
-    """The digests of files and shards, each computed once: a grid evaluates every model on the same ones.
+    """The digests of files and shards, each computed once, because a grid evaluates every model on the same ones.
 
-    Shards and files above 64 MiB are sampled. A change that is missed here is found by
-    `megatron-coca evaluate`, which hashes the tokens that it reads.
+    Shards and files above 64 MiB are sampled. `megatron-coca evaluate` finds a change that sampling misses, because it
+    hashes the tokens that it reads.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], str] = {}
 
     def digest(self, args: Namespace, sources: list[DocumentSource], config: Config) -> str | None:
-        """Return a digest of the files that a call of megatron-coca evaluate reads, None if it reads none.
+        """Return a digest of the files that a call of megatron-coca evaluate reads, or None.
 
         Args:
-            args: its parsed options.
+            args: the parsed options.
             sources: those of `--data`.
-            config: of the run, with the test data that are read without `--data`.
+            config: of the run, with the test data for calls without `--data`.
 
         Raises DataError for a file that cannot be read.
         """
@@ -46,7 +46,9 @@ class Inputs:
                 shard = Shard(source.path) if source.is_shard else None
                 self._known[source] = file_digest(Path(source.path)) if shard is None else sampled_digest(shard)
             except OSError as error:
-                raise DataError(f"{source.path}: cannot be read ({error.strerror})") from error
+                raise DataError(
+                    f"{source.path}: cannot be read ({error.strerror}); correct the path or the permissions"
+                ) from error
         return self._known[source]
 
     def _test_data(self, args: Namespace, config: Config) -> Iterator[DocumentSource]:
@@ -55,7 +57,7 @@ class Inputs:
             return
         for path in config.data.test_data_paths or ():
             prefix = local_prefix(path, config.data.data_root)
-            if shard_paths(prefix)[1].is_file():  # the run says it if they are missing
+            if shard_paths(prefix)[1].is_file():  # the run reports missing shards
                 yield DocumentSource(prefix, True)
 
 
@@ -65,7 +67,7 @@ def _haystack(args: Namespace) -> list[Path]:
 
 
 def _harness(args: Namespace) -> list[str]:
-    """The tasks that are in files of the user's; those of the harness are named by its version."""
+    """Return digests of the tasks in the user's files. The version of the harness identifies its own tasks."""
     from lm_eval.tasks import TaskManager
 
     from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash

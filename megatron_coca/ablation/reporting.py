@@ -1,4 +1,4 @@
-"""What is written from the results of an ablation: its report, and pages by a Jinja2 template."""
+"""The report of an ablation, and pages from its results by a Jinja2 template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,11 +36,11 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
 def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     """Write the report of the finished tasks into the folder of results, and return its tables as Markdown.
 
-    Files of other options or variants than those of `file`, and of tasks that are not complete, are left out.
+    Results with other options or variants than those of `file`, and of incomplete tasks, are left out.
     """
     measured, baseline = _measured(file, cells)
     if not measured:
-        return "no result yet: nothing to report"
+        return "no results yet"
     folder = file.results / "report"
     missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
@@ -50,21 +50,22 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:
-        lines.append(f"nothing is compared with the baseline {file.baseline}, which has no results yet")
+        lines.append(f"baseline {file.baseline}: has no results yet, so nothing is compared with it")
     return "\n\n".join([*lines, f"{folder / 'report.html'} is written"])
 
 
 def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], str | None]:
     """Return the complete result files, and the baseline if it is among them."""
     measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
-    # The others are compared with the plain variant of the baseline, whose files are called TASK_MODEL.json.
+    # The others are compared with the plain variant of the baseline. Its files are called TASK_MODEL.json.
     plain = {path.stem.partition("_")[2] for path in measured}
     return measured, file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
 
 
 def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figures:
-    """Return the figures of the finished cells of another scale of the file `path`, or of the file called `beside` in
-    its folder. Raises EvaluationError.
+    """Return the figures of the finished cells of another scale of the file `path`. Raises EvaluationError.
+
+    `beside` is the name of another file in the folder of `path`, to use instead of it.
     """
     file = read_ablation(path if beside is None else path.with_name(beside), scale)
     unpack(file.results)
@@ -76,10 +77,10 @@ def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figur
 def write_page(
     file: AblationFile, cells: Sequence[Cell], template: Path, page: Path, scale: Callable[..., Figures]
 ) -> None:
-    """Write `page`, and the plots that it shows into `figures/NAME/` beside it, where NAME is the page's stem.
+    """Write `page`, and its plots into `figures/NAME/` beside it, where NAME is the page's stem.
 
-    `scale` is `figures_of_scale` for the file. Raises EvaluationError where the template has a fault or asks for what
-    the results do not have.
+    `scale` is `figures_of_scale` for the file. Raises EvaluationError if the template has an error or asks for a number
+    that the results do not have.
     """
     done = [cell for cell in cells if state_of(cell) is State.DONE]
     measured, baseline = _measured(file, done)
@@ -97,9 +98,9 @@ def write_page(
 def render(
     template: Path, document: ReportDocument, known: Mapping[str, Any], name: str
 ) -> tuple[str, dict[str, bytes]]:
-    """Return the text of a page, and the plots that it shows by their names.
+    """Return the text of a page, and its plots by their names.
 
-    `document` is the report of the cells `done`, `known` what else the template can use.
+    `document` is the report of the cells `done`; `known` has the other names for the template.
     """
     cells, done = known["cells"], known["done"]
     tables = {table.name: table for table in document.tables()}
@@ -108,13 +109,15 @@ def render(
 
     def plot(plot_name: str, alt: str) -> str:
         if plot_name not in figures:
-            raise EvaluationError(f"{template}: plot {plot_name}: the report has {', '.join(sorted(figures))}")
+            raise EvaluationError(f"{template}: plot {plot_name}: unknown; the report has {', '.join(sorted(figures))}")
         plots[plot_name] = svg(figures[plot_name], "light")
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
 
     def named(table_name: str) -> Table:
         if table_name not in tables:
-            raise EvaluationError(f"{template}: table {table_name}: the report has {', '.join(tables) or 'none'}")
+            raise EvaluationError(
+                f"{template}: table {table_name}: unknown; the report has {', '.join(tables) or 'none'}"
+            )
         return tables[table_name]
 
     def chart(plot_name: str, labels: Sequence[str], alt: str, kind: str = "chart") -> str:
@@ -147,7 +150,7 @@ def render(
 
 
 def _markdown(table: Table, names: Sequence[str] | None) -> str:
-    """A table without published rows; `names` chooses rows, in this order."""
+    """Return a table without published rows; `names` chooses rows, in this order."""
     rows = {row.name: row for row in table.rows if not row.published}
     chosen = tuple(rows.values() if names is None else (rows[name] for name in names))
     return markdown_table(replace(table, header=("model", *table.header[1:]), rows=chosen, sources=()), below=escaped)
@@ -158,11 +161,13 @@ def _value(table: Table, name: str, column: str, template: Path) -> float:
         row = next(row for row in table.rows if row.name == name and not row.published)
         return float(row.cells[table.header[1:].index(column)].value)  # type: ignore[arg-type]
     except (StopIteration, ValueError, TypeError) as error:
-        raise EvaluationError(f"{template}: table {table.name} has no number at {name}, {column}") from error
+        raise EvaluationError(
+            f"{template}: table {table.name}: has no number at {name}, {column}; name another"
+        ) from error
 
 
 def _costs(done: Sequence[Cell]) -> str:
-    """A row for each finished cell: tokens, hours, and the seconds beyond training and evaluation."""
+    """Return a table of the finished cells: tokens, hours, and the seconds beyond training and evaluation."""
     rows = []
     for cell in done:
         record = read_cell(cell)

@@ -1,4 +1,4 @@
-"""Runs cells, several at a time, each in one child process after the other."""
+"""Running of cells, several at a time. Each cell has one child process after the other."""
 
 import os
 import re
@@ -29,12 +29,12 @@ LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS = 0.2
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
-"""Begins the line of the error in a traceback; notes and warnings may follow it."""
+"""The beginning of the line with the error in a traceback. Notes and warnings may follow that line."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES, `device` a GPU's name or cpu."""
+    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES; `device` is a GPU's name or cpu."""
 
     cores: int
     gpus: tuple[str, ...]
@@ -42,7 +42,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> "Machine":
-        """Return those that this process may use; OMP_NUM_THREADS limits the cores, CUDA_VISIBLE_DEVICES the GPUs."""
+        """Return the machine of this process: OMP_NUM_THREADS limits the cores, and CUDA_VISIBLE_DEVICES the GPUs."""
         import torch
 
         cores = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """The threads and GPUs of one of the cells that run at the same time."""
+    """The threads and GPUs of one of several cells that run at the same time."""
 
     threads: int
     gpus: tuple[str, ...]
@@ -66,10 +66,10 @@ class Share:
 
 
 def divide(machine: Machine, jobs: int) -> list[Share]:
-    """Divide a machine into `jobs` equal shares. Raises EvaluationError where there are fewer GPUs than jobs."""
+    """Divide a machine into `jobs` equal shares. Raises EvaluationError if there are fewer GPUs than jobs."""
     each = len(machine.gpus) // jobs
     if machine.gpus and not each:
-        raise EvaluationError(f"--jobs {jobs}: this machine has {len(machine.gpus)} GPUs; name at most as many")
+        raise EvaluationError(f"--jobs {jobs}: this machine has {len(machine.gpus)} GPUs; name at most this number")
     threads = max(1, machine.cores // jobs)
     return [Share(threads, machine.gpus[number * each : (number + 1) * each]) for number in range(jobs)]
 
@@ -78,7 +78,7 @@ class Job:
     """A cell that is being trained and evaluated.
 
     Attributes:
-        problems: why it failed, one line for the training or for each task.
+        problems: the reasons for its failure, one line for the training or for each task.
     """
 
     def __init__(self, cell: Cell, share: Share, device: str) -> None:
@@ -94,7 +94,7 @@ class Job:
         self._failed: set[str] = set()
 
     def advance(self) -> bool:
-        """Start the next process if none is running; returns False when nothing is left to do."""
+        """Start the next process if none is running. Return False when nothing is left to do."""
         if self._process is not None:
             status = self._process.poll()
             if status is None:
@@ -115,7 +115,7 @@ class Job:
 
     @property
     def activity(self) -> str:
-        """The present phase; a line is printed when it changes."""
+        """The current phase. A line is printed when it changes."""
         return "training" if self._command is None else f"evaluating {self._command.task}"
 
     def send(self, number: int) -> None:
@@ -126,7 +126,7 @@ class Job:
         return self._process is not None and self._process.poll() is None
 
     def interrupted(self) -> None:
-        """Record what an interrupted call has cost."""
+        """Record the cost of an interrupted call."""
         self._write("trained" if files.is_trained(self.cell) else "started")
 
     def _needs_training(self) -> bool:
@@ -155,7 +155,7 @@ class Job:
                 last = "ended before its last step" if status == 0 else self._reason(status)
                 self.problems.append(f"training: {last}")
             return
-        if status == 0 or (status == 2 and files.refused_only(command.files)):
+        if status == 0 or (status == 2 and files.only_unsupported(command.files)):
             measured = [file.relative_to(self.cell.results) for file in command.files]
             kept, cell = self._record, self.cell
             digests = {str(path): cell.measurements[path] for path in measured}
@@ -169,7 +169,7 @@ class Job:
             self.problems.append(f"{command.task}: {self._reason(status)}")
 
     def _reason(self, status: int) -> str:
-        """The last line of the child's error, and where to read more."""
+        """Return the last line of the child's error, and its log."""
         log = self.cell.run / LOG
         with log.open("rb") as file:
             file.seek(max(self._log_start, log.stat().st_size - LOG_TAIL))
@@ -214,31 +214,31 @@ class Job:
 
 @contextmanager
 def locked(cells: Sequence[Cell]) -> Iterator[None]:
-    """Hold the locks of these cells. Raises EvaluationError where another process runs one of them."""
+    """Hold the locks of these cells. Raises EvaluationError if another process runs one of them."""
     with ExitStack() as locks:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
-            busy = f"{folder}: another runner is working on this cell; wait for it, or name others with --only"
+            busy = f"{folder}: another process runs this cell; wait for it, or name other cells with --only"
             locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 
 
 def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
-    """Train and evaluate what is missing, `jobs` cells at a time; returns a line for each cell that failed.
+    """Train and evaluate the unfinished cells, `jobs` at a time. Return a line for each cell that failed.
 
     Raises:
-        EvaluationError: another runner is at work, or the machine cannot be divided.
-        Preempted, KeyboardInterrupt: a signal came; the children have ended, training runs after saving.
+        EvaluationError: another process runs a cell, or the machine cannot be divided.
+        Preempted, KeyboardInterrupt: after a signal. The children have ended; training runs saved first.
     """
     shares = divide(machine, jobs)
     needed = max((cell.ranks for cell in cells), default=1)
     if machine.gpus and needed > len(shares[0].gpus):
         left = len(shares[0].gpus)
-        raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
+        raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that needs {needed}; name fewer jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
     seeds = list(dict.fromkeys(cell.seed for cell in cells))
-    missing.sort(key=lambda cell: seeds.index(cell.seed))  # whenever it ends, the models have the same seeds
+    missing.sort(key=lambda cell: seeds.index(cell.seed))  # if it ends early, all models have the same seeds
     waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
     with locked(missing), CaughtSignals(FORWARDED) as signals:
         running: dict[int, Job] = {}
@@ -260,7 +260,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
 
 
 def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
-    """End the children and wait for them, as long as they save; a second Ctrl-C kills them."""
+    """Terminate the children and wait until they have saved. A second Ctrl-C kills them."""
     name, interrupts = signals.requested, 0
     console.write(f"{name}: ending {len(jobs)} running cells; the same command resumes them")
     for job in jobs:
@@ -279,7 +279,7 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
 
 
 class StatusLines:
-    """A line when a cell changes what it does; its log in the folder of the run has the rest."""
+    """A line for each change of a cell's phase. The log in the folder of the run has the details."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done = total, done

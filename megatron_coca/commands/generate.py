@@ -11,7 +11,6 @@ from megatron_coca.commands import command_parser
 from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.config.source import read_file
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.evaluation.options import (
     add_batch_option,
     add_device_options,
@@ -169,8 +168,8 @@ def run(args: Namespace, prompts: list[str]) -> int:
     device = resolve_device(args.device)
     try:
         generator = load_generator(args.checkpoint, overrides, files, device, DTYPES[args.dtype], args.start_token)
-        if not args.chat and args.start_token is None:
-            note_start(generator.tokenizer)
+        if not args.chat and args.start_token is None and (warning := generator.tokenizer.start_warning()) is not None:
+            print(plain(f"megatron-coca generate: {warning}"), file=sys.stderr)
         if args.chat:
             opening = [] if args.system is None else [{"role": "system", "content": args.system}]
             done = generator.answer([[*opening, {"role": "user", "content": text}] for text in asked], **options)
@@ -189,16 +188,6 @@ def run(args: Namespace, prompts: list[str]) -> int:
     ]
     write(records, args.output)
     return 0
-
-
-def note_start(tokenizer: Tokenizer) -> None:
-    """Print the token that the model expects before a prompt, if there is one."""
-    trained = tokenizer.trained_start
-    if (start := tokenizer.start if trained is None else trained) is not None:
-        owner = "the model's own library puts" if trained is None else "the training data has"
-        usual = tokenizer.piece(start)
-        note = f"{owner} {usual} before every prompt; add it with --start-token '{usual}'"
-        print(plain(f"megatron-coca generate: {note}"), file=sys.stderr)
 
 
 def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Watch the attention of a model: the inputs of its backends, and the scores and weights of every layer and head."""
+"""Observation of a model's attention: the inputs of its backends, and scores and weights of every layer and head."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,16 +17,16 @@ from megatron_coca.attention.method import PositionMethod
 from megatron_coca.model.layers import soft_capped
 
 Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
-"""Receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim] before rotation
-(for CoCA k is the T projection), and the inputs of its backend."""
+"""A function of one layer's q [batch, heads, length, head_dim], its k [batch, kv_heads, length, head_dim] (both before
+rotation; for CoCA k is the T projection), and the inputs of its backend."""
 
 
 @contextmanager
 def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
-    """A context in which a forward pass without a cache calls `visit` for one attention layer after the other; with
-    `of` only for the layers that have this method.
+    """A context in which a forward pass without a cache calls `visit` for one attention layer after the other.
 
-    Only one layer's tensors are alive at a time, unless `visit` keeps them.
+    With `of`, it does so only for the layers with this method. Only one layer's tensors are alive at a time, unless
+    `visit` keeps them.
     """
     found = (module for module in model.modules() if isinstance(module, SelfAttention))
     layers = [layer for layer in found if of is None or layer.method is of]
@@ -52,8 +52,8 @@ def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -
 class AttentionMap(NamedTuple):
     """Scores of one layer, -inf for hidden keys, and their softmax: [batch, heads, length, length] each.
 
-    Scores are those that softmax takes: scaled, capped, with the bias. A row of weights sums to 1 less the weight of a
-    sink.
+    Scores are the input of the softmax: scaled, capped, with the bias. A row of weights sums to 1, less the weight of
+    a sink.
     """
 
     scores: Tensor
@@ -61,9 +61,10 @@ class AttentionMap(NamedTuple):
 
 
 def attention_maps(model: nn.Module, *inputs: Any, **options: Any) -> list[AttentionMap]:
-    """The maps of every attention layer of a model, or of any module with an `Attention`, in the order in which
-    `model(*inputs, **options)` calls them: a forward pass without gradients. Memory grows with the square of the
-    length.
+    """Return the maps of every attention layer of a model, or of any module with an `Attention`.
+
+    The order is that of the calls in `model(*inputs, **options)`, a forward pass without gradients. Memory grows with
+    the square of the length.
     """
     found: list[AttentionMap] = []
 
@@ -87,8 +88,9 @@ def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
 
 
 def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
-    """Scores of the queries at token indices `queries` [n] with all keys, [batch, heads, n, length] in float32 or
-    better, as in `AttentionMap`.
+    """Return the scores of the queries at token indices `queries` [n] with all keys, as in `AttentionMap`.
+
+    They are [batch, heads, n, length], in float32 or better.
     """
     queries = queries.to(inputs.value.device)
     key = torch.arange(inputs.value.shape[2], device=queries.device)

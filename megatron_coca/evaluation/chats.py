@@ -1,4 +1,4 @@
-"""Prompts as chats: the options, their record in result files, and the check that the tokenizer has a template."""
+"""Prompts as chats: the options, the record in result files, and the checks of the template."""
 
 import datetime
 import hashlib
@@ -9,17 +9,17 @@ from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import EvaluationError, Record
 
 DIGITS = 12
-"""Of a template's hash where it is shown; the result files have them all."""
+"""Digits of a template's hash in reports; result files have all of them."""
 
 
 class ChatRecord(Record):
     """The chat template of a measurement; part of its identity."""
 
     template_sha256: str
-    symbols: dict[str, str] | None = None  # that the template may print, by their names; None in earlier files
+    symbols: dict[str, str] | None = None  # names and texts that the template may print; None in earlier files
     system: str | None = None
     multiturn: bool | None = None  # examples are turns of the chat; None for a task without examples
-    date: str | None = None  # today's, if the template prints the date, so that prompts of two days are not mixed
+    date: str | None = None  # of today if the template prints it, so that prompts of two days are not mixed
 
     def __str__(self) -> str:
         system = "" if self.system is None else f", system message {self.system!r}"
@@ -29,7 +29,7 @@ class ChatRecord(Record):
 
 
 def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
-    """The record of `--apply-chat-template`, None without it. Raises EvaluationError for options that do not fit."""
+    """Return the record of `--apply-chat-template`, or None. Raises EvaluationError for options that need it."""
     multiturn = getattr(args, "fewshot_as_multiturn", None)
     if not args.apply_chat_template:
         given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}
@@ -41,12 +41,12 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
             "--apply-chat-template: the tokenizer has no chat template; put the model's chat_template.jinja beside its "
             "tokenizer.json, or train on chats"
         )
-    tokenizer.turn_ends()  # a type that cannot encode chats, and a template with an error, end here
+    tokenizer.turn_ends()  # raises for a tokenizer that cannot encode chats, and for a template with an error
     digest = hashlib.sha256(tokenizer.chat.source.encode()).hexdigest()
     if hasattr(args, "fewshot_as_multiturn") and multiturn is None:
         multiturn = True  # the default of the harness
     today = datetime.date.today().isoformat() if "strftime_now" in tokenizer.chat.source else None
-    if today is not None:  # also for prompts after midnight
+    if today is not None:  # prompts after midnight keep this date
         tokenizer.chat = replace(tokenizer.chat, now=today)
     named = {name: symbol for name, symbol in sorted(tokenizer.chat.symbols.items()) if name in tokenizer.chat.source}
     return ChatRecord(

@@ -1,4 +1,4 @@
-"""The command line of evaluation: one subcommand for each task, whose module is imported only when it runs."""
+"""The command line of evaluation: one subcommand for each task. Only the module of the task that runs is imported."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 def show(result: Result) -> None:
-    """Print the tables of a result as its report has them."""
+    """Print the tables of a result as in a report."""
     from megatron_coca.evaluation.report import tables_of_result
 
     print(plain(tables_of_result(result)), end="\n\n", flush=True)
@@ -25,14 +25,20 @@ def show(result: Result) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """One subcommand of `megatron-coca evaluate`: help text, option declarations, and the module of this package with
-    the function that runs it. The module is imported only when the subcommand runs.
+    """One subcommand of `megatron-coca evaluate`.
 
-    A task that `measures` receives `show` to print each result with.
+    Attributes:
+        help: its line in the help.
+        add_arguments: declares its options.
+        example: options that the help shows.
+        module: the module of this package with its function, imported only when the subcommand runs.
+        function: gets the parsed options, and returns the exit status.
+        measures: the function also gets `show`, to call with every result.
     """
 
     help: str
     add_arguments: Callable[[ArgumentParser], None]
+    example: str
     module: str
     function: str = "run"
     measures: bool = True
@@ -43,53 +49,83 @@ class Task:
         return int(function(args, show) if self.measures else function(args))
 
 
-PERPLEXITY = "sliding-window perplexity of a checkpoint"
-PASSKEY = "a number hidden in filler, by length"
-NEEDLE = "a sentence hidden in text, by length and depth"
-RECALL = "key-value recall by length and shift, and the scores of the heads that retrieve"
-RULER = "RULER-style tasks: several facts, chains of facts"
-HARNESS = "tasks of lm-evaluation-harness"
-ANALYSE = "angles, falling scores and entropy of a checkpoint's attention"
-SPEED = "time and memory of position methods, side by side"
-REPORT = "tables, plots and one page of many results, next to published ones"
-SUITE = "all tasks of a file over all its checkpoints, and the report"
-RETRIEVAL = "tasks.retrieval"
+CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
 MEASUREMENTS = {
-    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, "tasks.perplexity"),
-    "passkey": Task(PASSKEY, options.add_passkey_options, RETRIEVAL, "passkey"),
-    "recall": Task(RECALL, options.add_recall_options, "tasks.recall"),
-    "needle": Task(NEEDLE, options.add_needle_options, RETRIEVAL, "needle"),
-    "ruler": Task(RULER, options.add_ruler_options, RETRIEVAL, "ruler"),
-    "lm-eval": Task(HARNESS, options.add_lm_eval_options, "tasks.lm_eval"),
-    "analyse": Task(ANALYSE, options.add_analyse_options, "tasks.attention_analysis"),
+    "perplexity": Task(
+        "sliding-window perplexity of a checkpoint",
+        options.add_perplexity_options,
+        f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
+        "tasks.perplexity",
+    ),
+    "passkey": Task(
+        "a number hidden in filler, by length",
+        options.add_passkey_options,
+        f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+        "tasks.retrieval",
+        "passkey",
+    ),
+    "recall": Task(
+        "key-value recall by length and shift, and the scores of the heads that retrieve",
+        options.add_recall_options,
+        "--checkpoint runs/recall --output results",
+        "tasks.recall",
+    ),
+    "needle": Task(
+        "a sentence hidden in text, by length and depth",
+        options.add_needle_options,
+        f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+        "tasks.retrieval",
+        "needle",
+    ),
+    "ruler": Task(
+        "RULER-style tasks: several facts, chains of facts",
+        options.add_ruler_options,
+        f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
+        "tasks.retrieval",
+        "ruler",
+    ),
+    "lm-eval": Task(
+        "tasks of lm-evaluation-harness",
+        options.add_lm_eval_options,
+        f"{CHECKPOINT} --tasks piqa,lambada_openai --output results",
+        "tasks.lm_eval",
+    ),
+    "analyse": Task(
+        "angles, falling scores and entropy of a checkpoint's attention",
+        options.add_analyse_options,
+        f"{CHECKPOINT} --lengths 512,2048 --output results",
+        "tasks.attention_analysis",
+    ),
 }
 """Tasks of checkpoints that write result files; a suite may run any of them."""
 
 TASKS = {
     **MEASUREMENTS,
-    "speed": Task(SPEED, options.add_speed_options, "tasks.speed"),
-    "report": Task(REPORT, options.add_report_options, "report", measures=False),
-    "suite": Task(SUITE, options.add_suite_options, "suite", measures=False),
+    "speed": Task(
+        "time and memory of position methods, side by side",
+        options.add_speed_options,
+        "--config configs/350M/roformer_coca.yml --lengths 512,2048 --methods rotary,coca",
+        "tasks.speed",
+    ),
+    "report": Task(
+        "tables, plots and one page of many results, next to published ones",
+        options.add_report_options,
+        "results --output results/report",
+        "report",
+        measures=False,
+    ),
+    "suite": Task(
+        "all tasks of a file over all its checkpoints, and the report",
+        options.add_suite_options,
+        "configs/evaluation/checkpoint.yml --checkpoint CoCA=runs/350M_roformer_coca --output results/coca",
+        "suite",
+        measures=False,
+    ),
 }
-
-CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
-EXAMPLES = {
-    "perplexity": f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
-    "passkey": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
-    "recall": "--checkpoint runs/recall --output results",
-    "needle": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
-    "ruler": f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
-    "lm-eval": f"{CHECKPOINT} --tasks piqa,lambada_openai --output results",
-    "analyse": f"{CHECKPOINT} --lengths 512,2048 --output results",
-    "speed": "--config configs/350M/roformer_coca.yml --lengths 512,2048 --methods rotary,coca",
-    "report": "results --output results/report",
-    "suite": "configs/evaluation/checkpoint.yml --checkpoint CoCA=runs/350M_roformer_coca --output results/coca",
-}
-"""Options of each task, for its help."""
 
 
 def example(*tasks: str) -> str:
-    lines = [f"    megatron-coca evaluate {task} {EXAMPLES[task]}" for task in tasks]
+    lines = [f"    megatron-coca evaluate {task} {TASKS[task].example}" for task in tasks]
     return "\n".join(["for example:", *lines])
 
 
@@ -116,16 +152,20 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing, and
-    69 if an object store does not answer.
+    """Run one task and return the exit status.
+
+    It is 2 for an error of the user or a missing result, and 69 if an object store does not answer.
     """
     args = parser().parse_args(arguments)
     return run_task(args, divided=args.task in MEASUREMENTS and getattr(args, "jobs", 1) > 1)
 
 
 def run_task(args: Namespace, divided: bool = False) -> int:
-    """Run the task of parsed options, `divided` into `args.jobs` processes; returns the exit status, reports errors."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, which write carriage returns into logs
+    """Run the task of parsed options, report errors, and return the exit status.
+
+    `divided` shares the work among `args.jobs` processes.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries write carriage returns into logs
     try:
         if divided:
             return int(import_module("megatron_coca.evaluation.jobs").run_jobs(args, run_task))

@@ -1,8 +1,8 @@
 """Initial angles of pairs of tokens, and the scores of a pair at every distance.
 
-The paper's a(s) is a function of the distance alone, for a fixed query and key. Text shows each pair at one distance
-only, so `DistanceSweep` moves the pair: the query to the last position, the key before it, both rotated by the model's
-own position method.
+The paper's a(s) is a function of the distance only, for a fixed query and key. Text shows each pair at one distance.
+`DistanceSweep` moves the pair: it puts the query at the last position and the key before it, and rotates both with the
+model's own position method.
 """
 
 import math
@@ -18,12 +18,11 @@ from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.attention_maps import in_band
 from megatron_coca.model.layers import soft_capped
 
-COCA_FORMS = ("coca", "coca_strict")
 ROTATED_FORMS = methods.names("pos_emb", rotary=True)
 
 
 def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The papers' q_j and k_j as complex numbers [..., d/2] complex128, of unrotated q and k [..., head_dim].
+    """Return the papers' q_j and k_j as complex numbers [..., d/2] complex128, of unrotated q and k [..., head_dim].
 
     Feature i is the real and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and k_j = q_j * u_j
     with u_j from t (the paper's equations 6 and 7).
@@ -33,16 +32,17 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
         real, imaginary = x[..., : method.rotary_dim].double().chunk(2, dim=-1)
         return torch.complex(real.contiguous(), imaginary.contiguous())
 
-    queries = complex_pairs(q)
-    if method.name not in COCA_FORMS:
+    queries, block = complex_pairs(q), k[..., : method.rotary_dim].double()
+    u = method.form.kept(block)
+    if u.shape == block.shape:  # the keys themselves, not one coefficient for each pair of features
         return queries, complex_pairs(k)
-    u = method.form.kept(k[..., : method.rotary_dim].double())
     return queries, torch.complex(queries.real * u, queries.imag * u)
 
 
 def initial_angles(method: PositionMethod, q: Tensor, k: Tensor) -> Tensor:
-    """Theta_j of pairs of tokens, [..., d/2] float64 in (-pi, pi], NaN where q_j or k_j is zero; arguments as for
-    `planar`.
+    """Return Theta_j of pairs of tokens, [..., d/2] float64 in (-pi, pi]; NaN if q_j or k_j is zero.
+
+    The arguments are those of `planar`.
     """
     queries, keys = planar(method, q, k)
     product = queries * keys.conj()
@@ -51,7 +51,7 @@ def initial_angles(method: PositionMethod, q: Tensor, k: Tensor) -> Tensor:
 
 
 def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
-    """theta_j for an input of `length` tokens, [d/2] float64 on the CPU, radians per token; of a rotary method."""
+    """Return theta_j of a rotary method at an input length: radians per token, [d/2] float64 on the CPU."""
     rotary, clex = encoding.method.rotary, encoding.clex
     assert rotary is not None
     inverse = rotary.inverse_frequencies(length) if clex is None else clex.inverse_frequencies(clex.factor_for(length))
@@ -59,7 +59,7 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
 
 
 def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Tensor:
-    """The distances [keys] float64 by which a query at position `last` [1] and `keys` are rotated, after the map."""
+    """Return the distances [keys] float64 between a query at position `last` [1] and `keys`, after the map."""
     relative = torch.zeros_like(keys)
     for band in bands:
         distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
@@ -71,12 +71,12 @@ def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Te
 class SweptScores:
     """Scores of pairs of tokens at all distances of a sweep, on the CPU."""
 
-    scores: Tensor  # [pairs, heads, distances] float64, of the rotated features where there are any, else of all
-    visible: Tensor  # [distances] bool, whether the method shows a key at that distance at all
+    scores: Tensor  # [pairs, heads, distances] float64, of the rotated features if there are any, otherwise of all
+    visible: Tensor  # [distances] bool: the method shows a key at that distance
 
 
 class DistanceSweep:
-    """Scores pairs of tokens at each of `distances` (ascending), as in an input of `length` tokens."""
+    """The scores of pairs of tokens at each of `distances` (ascending), as in an input of `length` tokens."""
 
     def __init__(self, encoding: PositionEncoding, distances: list[int], length: int, device: torch.device) -> None:
         self.method: PositionMethod = encoding.method
@@ -86,8 +86,10 @@ class DistanceSweep:
         self.frame = encoding(self.last, length, torch.float64, key_positions=self.keys)
 
     def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None, factor: Tensor | None = None) -> SweptScores:
-        """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias and learned `factor` [heads] or
-        [heads, 2]; without forgetting gates, which belong to the tokens between the two.
+        """Return the scores of unrotated q and k [pairs, heads, head_dim].
+
+        They include the layer's bias and its learned `factor` [heads] or [heads, 2]. They do not include forgetting
+        gates, which belong to the tokens between the two.
         """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)

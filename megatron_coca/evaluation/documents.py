@@ -1,4 +1,4 @@
-"""Documents to score: text that is tokenized on the fly, or prepared shards; only long enough ones, truncated."""
+"""Documents to score, from text or from prepared shards: those that are long enough, truncated."""
 
 import hashlib
 import logging
@@ -49,7 +49,7 @@ class Documents:
     start: int | None = None
 
     def record(self) -> DocumentsRecord:
-        """Return what a result file says; the hash is independent of the stored dtype."""
+        """Return the record of these documents; the hash does not depend on the stored dtype."""
         digest = hashlib.sha256()
         for tokens in self.arrays:
             digest.update(len(tokens).to_bytes(8, "little"))
@@ -73,10 +73,11 @@ class DocumentSource(NamedTuple):
 def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     """Resolve each name: a shard prefix (or its .bin or .idx), a text file, or the text files of a folder, sorted.
 
-    Raises EvaluationError for no names, for a folder of shards and for a missing path, DataError for an unknown format.
+    Raises EvaluationError without names, for a folder of shards and for a missing path; DataError for an unknown
+    format.
     """
     if not names:
-        raise EvaluationError("no test data: name text files or shard prefixes with --data")
+        raise EvaluationError("--data: no test data; name text files or shard prefixes")
     sources = []
     for name in names:
         prefix = name.removesuffix(".bin").removesuffix(".idx")
@@ -92,7 +93,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
             )
         if shards := [str(path.with_suffix("")) for path in sorted(Path(name).rglob("*.idx"))]:
             raise EvaluationError(
-                f"{name}: is a folder of shards, possibly with training data; name those to evaluate with --data: "
+                f"{name}: is a folder of shards, maybe with training data; name the shards to evaluate with --data: "
                 f"{' '.join(shards)}"
             )
         sources += [DocumentSource(str(file), False) for file in corpora.corpus_files([Path(name)])]
@@ -100,9 +101,9 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 
 
 def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | None) -> None:
-    """Refuse shards of another tokenizer than the checkpoint's; one warning names those that cannot be verified.
+    """Check that shards were prepared with the checkpoint's tokenizer; one warning names those that cannot be checked.
 
-    Vocabularies of the same size hide such a mistake from every other check, and the perplexity would be meaningless.
+    If two vocabularies have the same size, no other check finds the mistake, and the perplexity would be meaningless.
     Raises EvaluationError for another tokenizer, DataError for a damaged manifest.
     """
     unverified = []
@@ -110,20 +111,24 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
         manifest, description = (Path(path).parent / name for name in (MANIFEST, DESCRIPTION))
         if tokenizer is not None and manifest.is_file():
             fingerprint = corpora.read_manifest(manifest)["tokenizer"]["fingerprint"]
-            _refuse_other_tokenizer(path, manifest, fingerprint, tokenizer)
+            _check_tokenizer(path, manifest, fingerprint, tokenizer)
         elif tokenizer is not None and description.is_file():
             fingerprint = corpora.load_saved_tokenizer(description.parent).fingerprint
-            _refuse_other_tokenizer(path, description, fingerprint, tokenizer)
+            _check_tokenizer(path, description, fingerprint, tokenizer)
         else:
             unverified.append(path)
     if unverified:
         reason = "the checkpoint has no tokenizer" if tokenizer is None else "no tokenizer saved with them"
-        logger.warning("%s: %s; cannot verify that they were made with the model's", ", ".join(unverified), reason)
+        logger.warning(
+            "%s: %s; cannot verify that they were made with the model's tokenizer", ", ".join(unverified), reason
+        )
 
 
-def _refuse_other_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
-    """Compare fingerprints, then token ids: an exported or imported checkpoint has other files for the same ids, and a
-    model of chats, such as Qwen 3, names another end of text than its vocabulary does to `prepare`.
+def _check_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
+    """Compare fingerprints, then token ids. Raises EvaluationError for another tokenizer.
+
+    An exported or imported checkpoint has other files for the same ids. A model of chats, such as Qwen 3, names another
+    end of text than `prepare` takes from its vocabulary.
     """
     if fingerprint == tokenizer.fingerprint:
         return
@@ -140,10 +145,10 @@ def _refuse_other_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer:
 def tokens_of(
     source: DocumentSource, tokenizer: Tokenizer | None, sample: Sample | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield the documents of one source, in order, each ending with the tokenizer's `eod` as in prepared shards.
+    """Yield the documents of one source, in order. Each ends with the tokenizer's `eod`, as in prepared shards.
 
-    The beginning of each text is decoded into `sample`. Raises DataError for unreadable files, EvaluationError for text
-    without a tokenizer.
+    The beginning of each text is encoded and decoded for `sample`. Raises DataError for unreadable files,
+    EvaluationError for text without a tokenizer.
     """
     if source.is_shard:
         shard = Shard(source.path)
@@ -170,12 +175,12 @@ def collect_documents(
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
 
-    `start` is a token put before every document that does not begin with it, as those do that were prepared with it.
+    `start` is put before every document that does not begin with it; prepared documents may.
 
-    With `repeated`, documents of at least that many tokens qualify: their first `repeated` tokens are tiled to
+    With `repeated`, documents of at least that many tokens are long enough. Their first `repeated` tokens are tiled to
     `max_length`, as in Su's pages on ReRoPE (kexue.fm/archives/9708).
 
-    `names` as for `find_sources`; the tokenizer is needed for text. Raises DataError for unreadable sources,
+    `names` are those of `find_sources`; text needs the tokenizer. Raises DataError for unreadable sources,
     EvaluationError for token ids outside 0 .. vocab_size-1 and if no document is long enough.
     """
     sources = find_sources(names)
@@ -189,7 +194,7 @@ def collect_documents(
             reading.advance()
             if start is not None and not (len(tokens) and tokens[0] == start):
                 tokens = np.insert(tokens, 0, start)
-            _refuse_foreign_ids(source, tokens, vocab_size)
+            _check_ids(source, tokens, vocab_size)
             longest = max(longest, len(tokens))
             if len(tokens) >= needed:
                 kept.append(np.resize(tokens[:needed], max_length))
@@ -197,7 +202,7 @@ def collect_documents(
                 break
     if not kept:
         raise EvaluationError(
-            f"{', '.join(names)}: no document has the required {needed} tokens, the longest has {longest}; "
+            f"{', '.join(names)}: no document has the required {needed} tokens (the longest has {longest}); "
             "use smaller windows, or a corpus with longer documents"
         )
     note_losses(names, kept, sample, tokenizer)
@@ -205,7 +210,7 @@ def collect_documents(
 
 
 def note_losses(names: Sequence[str], kept: Sequence[np.ndarray], sample: Sample, tokenizer: Tokenizer | None) -> None:
-    """Warn about unknown tokens, and about text that the tokenizer does not give back: both are easier to predict."""
+    """Warn about unknown tokens and about text that the tokenizer loses: both are easier to predict."""
     if tokenizer is None:
         return
     if loss := sample.loss(tokenizer.vocab_size):
@@ -216,12 +221,12 @@ def note_losses(names: Sequence[str], kept: Sequence[np.ndarray], sample: Sample
         logger.warning("%s: %d of %d tokens are unknown to the tokenizer", ", ".join(names), unknown, total)
 
 
-def _refuse_foreign_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: int) -> None:
+def _check_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: int) -> None:
     if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
         invalid = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
         raise EvaluationError(
-            f"{source.path}: token id {invalid} is outside the model's vocabulary of {vocab_size}; the data was "
-            "made with another tokenizer than the model's, prepare it again with the tokenizer of the checkpoint"
+            f"{source.path}: token id {invalid} is outside the model's vocabulary of {vocab_size}, so the data was "
+            "prepared with another tokenizer; prepare it again with the tokenizer of the checkpoint"
         )
 
 
@@ -231,7 +236,7 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
     Raises EvaluationError and DataError.
     """
     if args.max_length is not None and args.max_length < longest:
-        raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
+        raise EvaluationError(f"--max-length {args.max_length}: is shorter than the window {longest}; raise it")
     trained = evaluation.opened.trained
     documents = collect_documents(
         args.data or default_data(trained),
@@ -242,8 +247,9 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
         args.repeat,
         evaluation.chosen_start(args.start_token),
     )
-    if any(tokens[0] != evaluation.usual_start for tokens in documents.arrays):  # prepared documents may have it
-        evaluation.note_start(args.start_token)
+    usual = evaluation.tokenizer.usual_start if evaluation.tokenizer is not None else None
+    if any(tokens[0] != usual for tokens in documents.arrays):  # prepared documents may begin with it
+        evaluation.warn_of_start(args.start_token)
     return documents
 
 
@@ -255,7 +261,9 @@ def default_data(config: Config) -> list[str]:
     if config.data.test_data_paths:
         return list(config.data.test_data_paths)
     if config.data.data_path or config.data.train_data_paths:
-        raise EvaluationError("the run's config has no test_data_paths; name text files or shard prefixes with --data")
+        raise EvaluationError(
+            "test_data_paths: not set in the run's config; name text files or shard prefixes with --data"
+        )
     manifest = corpora.ensure_builtin(Path(config.data.data_root))
     prefixes = [source["test"]["prefix"] for source in corpora.read_manifest(manifest)["sources"]]
     return [str(manifest.parent / prefix) for prefix in prefixes if prefix is not None]

@@ -1,7 +1,7 @@
 """One evaluation on several devices: `--jobs N`.
 
-The work is divided by variant and, where there are few variants, by length. Every process runs the ordinary command for
-its share and fills the same result files (`results.Store`), so the files are those of one process.
+The work is divided by variant and, if there are few variants, by length. Every process runs the ordinary command for
+its share. All fill the same result files (`results.Store`), so the files are the same as those of one process.
 """
 
 import os
@@ -26,21 +26,21 @@ DIVIDED_BY = {
     "analyse": "lengths",
     "lm-eval": "tasks",
 }
-"""The option of a task whose values are measured independently of each other; other tasks are divided by variant."""
+"""By task, the option with values that are measured independently. Other tasks are divided by variant only."""
 RunTask = Callable[[Namespace], int]
-"""Runs the command that the options describe; a function of a module, so that another process can import it."""
+"""A function that runs the command of the options. It is at the top of a module, so that processes can import it."""
 
 
 def shares(args: Namespace, processes: int) -> list[Namespace]:
     """Return the options of every share of an evaluation, the longest inputs first. Raises EvaluationError."""
     if args.output is None:
-        raise EvaluationError("--jobs needs --output: the processes meet in its files")
+        raise EvaluationError("--jobs: needs --output, because the processes share the result files; add --output")
     by_variant = [[variant] for variant in args.variant] or [[]]
     option = DIVIDED_BY.get(args.task, "")
     values: list[Any] | None = getattr(args, option, None)
     changes = {}
     if values is not None and option != "tasks" and getattr(args, "max_length", 0) is None:
-        changes["max_length"] = max(values)  # of all shares: documents are cut to it
+        changes["max_length"] = max(values)  # the documents of all shares are cut to it
     if values is None or len(by_variant) >= 2 * processes:
         return [_with(args, variant=variant, **changes) for variant in by_variant]
     ordered = values if option == "tasks" else sorted(values, reverse=True)
@@ -52,9 +52,9 @@ def _with(args: Namespace, **changes: object) -> Namespace:
 
 
 def run_jobs(args: Namespace, run_task: RunTask) -> int:
-    """Run all shares, `args.jobs` at a time, then the whole command here, which measures what is still missing.
+    """Run all shares, `args.jobs` at a time; then run the whole command here, which measures the missing entries.
 
-    With `--device auto` or `cuda` the processes take the GPUs in turn.
+    With `--device auto` or `cuda`, the processes take the GPUs in turn.
     """
     waiting = deque(shares(args, args.jobs))
     threads = [
@@ -88,7 +88,7 @@ def _run_shares(waiting: deque[Namespace], device: str, run_task: RunTask) -> No
 
 
 def _run_share(args: Namespace, run_task: RunTask) -> None:
-    """Run a share without its tables on standard output, which the whole command prints."""
+    """Run a share without printing its tables: the whole command prints them."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         sys.exit(run_task(args))

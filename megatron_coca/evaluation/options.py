@@ -1,4 +1,4 @@
-"""Command-line options of all tasks, declared without PyTorch so that `--help` answers at once."""
+"""Command-line options of all tasks. Nothing here imports PyTorch, so that `--help` answers at once."""
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
@@ -8,54 +8,46 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_coca import methods
-from megatron_coca.evaluation.results import EvaluationError, Result
+from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.support.arguments import expanded, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
 
-What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
-WHATS: tuple[What, ...] = get_args(What)
+KindOfWork = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
+KINDS_OF_WORK: tuple[KindOfWork, ...] = get_args(KindOfWork)
 """The kinds of work that `speed` times."""
 METHODS = tuple(methods.TABLES["pos_emb"])
 RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 TRAINED = "trained"
-"""The value of recall's `--seed` that stands for the seed of the model's training."""
+"""The value of recall's `--seed` that means the seed of the model's training."""
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
     "current": "the tokens so far, step by step",
     "prompt": "the prompt's length at every step",
     "total": "the length of prompt and new tokens together at every step",
 }
-"""The length that a length-dependent extension uses during generation, by the key of `model.DYNAMIC_LENGTHS`."""
+"""Descriptions of `model.DYNAMIC_LENGTHS`: the length that a length-dependent extension uses during generation."""
 
 MOST_TOKENS = 2**27
-"""Tokens of an input, or new ones: more than any machine holds, so that a mistyped number does not run for days."""
+"""Largest number of input tokens or of new tokens. It stops a mistyped number, which would run for days."""
 MOST_JOBS = 1024
 MAX_SLUG_BYTES = 120
-"""File systems allow 255 bytes in a name; other names are derived from a slug."""
+"""File systems allow 255 bytes in a name, and file names add a task and a suffix to a slug."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A checkpoint with config overrides: YAML overlays, then `key=value`, and its label in reports."""
+    """A checkpoint with config overrides (YAML overlays, then `key=value`), and its label in reports."""
 
     label: str
     files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
 
-Show = Callable[[Result], None]
-"""Prints the tables of a result."""
-
-
-def show_nothing(result: Result) -> None:
-    """Print nothing, in place of the tables of a result."""
-
-
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The checkpoint with its variants, the device, the result files and their printer; from `subject_options`."""
+    """The checkpoint with its variants, the device and the result files; from `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -63,7 +55,6 @@ class SubjectOptions:
     dtype: str
     output: Path | None
     overwrite: bool
-    show: Show = show_nothing
 
     def output_of(self, task: str, label: str) -> Path | None:
         if self.output is None or self.output.suffix == ".json":
@@ -72,7 +63,7 @@ class SubjectOptions:
 
 
 def whole_number(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
-    """Parse a whole number; an argparse type, as the functions below."""
+    """Parse a whole number; an argparse type, like the functions below."""
     if not text.strip().isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     if int(text) > most:
@@ -136,8 +127,9 @@ def label_and_path(text: str) -> tuple[str, str]:
 
 
 def slug(label: str) -> str:
-    """Turn a label into a part of a file name: lower case, anything but letters, digits, `.` and `-` becomes one `_`;
-    a long label is cut and gets a hash.
+    """Turn a label into a part of a file name, in lower case.
+
+    Each run of other characters than letters, digits, `.` and `-` becomes one `_`. A long label is cut and gets a hash.
     """
     kept = "".join(character if character.isalnum() or character in ".-" else " " for character in label.lower())
     name = "_".join(kept.split()) or "unnamed"
@@ -147,7 +139,7 @@ def slug(label: str) -> str:
 
 
 def plot_text(label: str) -> str:
-    """Escape a label for matplotlib: `$` starts no formula, and a leading `_` does not hide a line from the legend."""
+    """Escape a label for matplotlib, where `$` starts a formula and a leading `_` hides a line from the legend."""
     escaped = label.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
@@ -199,14 +191,17 @@ def truth(text: str) -> bool:
 
 
 def add_chat_options(parser: ArgumentParser, examples: bool = False) -> None:
-    """Declare the options that `chats.chat_record` reads, also as the harness spells them; `examples` for few-shot."""
+    """Declare the options that `chats.chat_record` reads, in our spelling and in that of the harness.
+
+    `examples` adds the option for few-shot examples.
+    """
     add = parser.add_argument
     chat = "every prompt is the user's message of a chat, rendered by the tokenizer's template, and the answer follows"
     add("--apply-chat-template", "--apply_chat_template", action="store_true", help=chat)
     system = "with --apply-chat-template: the system message, before a task's own"
     add("--system-instruction", "--system_instruction", metavar="TEXT", help=system)
     if examples:
-        turns = "with --apply-chat-template: examples are turns of the chat; default: true; false: one message has all"
+        turns = "with --apply-chat-template: examples are turns of the chat, or (false) in one message; default: true"
         known = {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
         add("--fewshot-as-multiturn", "--fewshot_as_multiturn", help=turns, **known)  # type: ignore[arg-type]
 
@@ -235,7 +230,7 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
     add("--stride", required=True, type=token_count, metavar="S", help="tokens scored by each window")
-    text = "softmax over the token ids below N alone, such as those of text for a model that also learned facts"
+    text = "softmax over the token ids below N only, such as those of text for a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
     add_batch_option(parser, 8192)
 
@@ -247,9 +242,15 @@ def add_retrieval_options(
     add_subject_options(parser)
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # of the CoCA paper
-    text = "prompt lengths in tokens; default: 512..32k"
+    text = "prompt lengths in tokens; default: 512,1024,..,32768"
     add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
-    add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
+    add(
+        "--cases",
+        type=positive_int,
+        default=cases,
+        metavar="N",
+        help=f"prompts for each length, and depth or task; default: {cases}",
+    )
     text = f"maximum tokens of an answer; default: {max_new_tokens}"
     add("--max-new-tokens", type=token_count, default=max_new_tokens, metavar="N", help=text)
     add("--seed", type=int, default=0, metavar="N", help="seed of the cases, the same for every model; default: 0")
@@ -272,19 +273,19 @@ def add_recall_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add = parser.add_argument
     add("--lengths", type=int_list, metavar="N,N,...", help="input lengths in tokens; default: 1 to 16 times L")
-    shifts = "positions added to all of an input of the training length; default: 0,16,64,192,960"
+    shifts = "added to all positions of an input of the training length; default: 0,16,64,192,960"
     add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
     add("--cases", type=positive_int, default=512, metavar="N", help="questions at each length; default: 512")
-    text = "questions whose attention heads are scored; default: 128"
+    text = "questions for which attention heads are scored; default: 128"
     add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
-    text = "seed of the questions; trained: that of the model's training, so that seeds differ in it; default: 0"
+    text = "seed of the questions; trained: the seed of the model's training; default: 0"
     add("--seed", type=seed_or_trained, default=0, metavar="N", help=text)
     add_batch_option(parser, 32768)
 
 
 def add_needle_options(parser: ArgumentParser) -> None:
     add_retrieval_options(parser, cases=5)
-    text = "percentage of the text before the needle; default: 0,10,..100"
+    text = "percent of the text before the needle; default: 0,10,..,100"
     parser.add_argument("--depths", type=percent_list, default=[*range(0, 101, 10)], metavar="P,P,...", help=text)
 
 
@@ -309,9 +310,9 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     shots = "examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
-    longest = "longer prompts lose their beginning; default: none does, and rolling windows have the training length"
+    longest = "cut the beginning of longer prompts; default: cut none, and use rolling windows of the training length"
     add("--max-length", type=token_count, metavar="N", help=longest)
-    start = "put this token before every text; default: as the model's own library does, '': none"
+    start = "put this token before every text; '': none; default: as the model's own library does"
     add("--start-token", metavar="TOKEN", help=start)
     add_chat_options(parser, examples=True)
     logged = "write every sample with its prompts and answers to RESULT.samples/TASK.jsonl, as the harness does"
@@ -338,11 +339,11 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add_document_options(parser)
     parser.set_defaults(num_documents=4)
     add = parser.add_argument
-    lengths = "tokens that the model reads at a time; may be beyond the training length"
+    lengths = "input lengths in tokens; may exceed the training length"
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
-    pairs = "pairs of tokens whose angles are taken, over all documents; default 1024"
+    pairs = "pairs of tokens for the angles, over all documents; default: 1024"
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
-    queries = "positions in a document whose entropy and scores are taken; default 128"
+    queries = "positions of each document for entropy and scores; default: 128"
     add("--queries", type=positive_int, default=128, metavar="N", help=queries)
     add("--seed", type=whole_number, default=1234, help="seed of the drawn pairs")
 
@@ -353,17 +354,17 @@ def add_speed_options(parser: ArgumentParser) -> None:
     shape.add_argument(
         "--config", nargs="+", type=local_path, metavar="FILE", help="the model's shape: a run's YAML files"
     )
-    checkpoint = "the model's shape: a checkpoint, whose weights are not read"
+    checkpoint = "the model's shape: a checkpoint; its weights are not read"
     shape.add_argument("--checkpoint", type=expanded, metavar="DIR", help=checkpoint)
     overrides = "config overrides for all methods"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
-    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="row lengths in tokens")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
     variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
-    add("--what", type=names_of(WHATS), help="some of " + ", ".join(WHATS) + "; default: all")
-    add("--batch-size", type=positive_int, default=1, metavar="N", help="rows; default 1")
-    add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default 9")
+    add("--what", type=names_of(KINDS_OF_WORK), help="some of " + ", ".join(KINDS_OF_WORK) + "; default: all")
+    add("--batch-size", type=positive_int, default=1, metavar="N", help="rows; default: 1")
+    add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default: 9")
     add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
     add_device_options(parser)
     add("--output", type=local_path, metavar="FILE.json", help="the result file")
@@ -386,24 +387,24 @@ def add_report_options(parser: ArgumentParser) -> None:
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 
-def subject_options(args: Namespace, show: Show = show_nothing) -> SubjectOptions:
-    """Read the options of `add_subject_options`; `show` prints each result.
+def subject_options(args: Namespace) -> SubjectOptions:
+    """Read the options of `add_subject_options`.
 
-    Raises EvaluationError for missing files, and for variants whose labels or files would coincide.
+    Raises EvaluationError for missing files, and for variants with the same label or result file.
     """
     variants = read_variants(args)
     if any(not variant.label.strip() for variant in variants):
-        raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
+        raise EvaluationError("--variant: the name is empty; give it a name, or a --label")
     labels = [slug(variant.label) for variant in variants]
     if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
-        raise EvaluationError(f"--output {args.output}: must be a folder for several variants, with one file each")
-    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite, show)
+        raise EvaluationError(f"--output {args.output}: is one file, but there are several variants; name a folder")
+    return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite)
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:
-    """Read `--variant`, `--label` and `--set`, whose overrides apply to every variant. Raises EvaluationError."""
+    """Read `--variant`, `--label` and `--set`, which applies to every variant. Raises EvaluationError."""
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
         return (Variant(label, (), tuple(args.overrides)),)
@@ -412,9 +413,9 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
         files = tuple(change for change in changes if "=" not in change)
         for file in files:
             if not file.endswith((".yml", ".yaml", ".json")):
-                raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file")
+                raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file; correct it")
             if not Path(file).is_file():
-                raise EvaluationError(f"--variant {label}: no such file: {file}")
+                raise EvaluationError(f"--variant {label}: no such file: {file}; correct its path")
         overrides = (*args.overrides, *(change for change in changes if "=" in change))
         variants.append(Variant(full_label(args.label, label), files, overrides))
     return tuple(variants)

@@ -1,7 +1,7 @@
-"""Result files: the records they hold, atomic writing, costs, and the store that a measurement resumes from.
+"""Result files: their records, atomic writing, costs, and the store from which a measurement resumes.
 
-A result file holds nothing that differs between two runs of the same measurement, so equal files mean equal results.
-Seconds and memory are in a second file, NAME.cost.json.
+Two runs of the same measurement write equal result files. Seconds and memory differ between runs, so they are in a
+second file, NAME.cost.json.
 """
 
 import logging
@@ -30,40 +30,40 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".cost.json"
-"""Ends the name of the cost file of a result file."""
+"""The end of the name of a cost file."""
 
 
 class EvaluationError(InputError, ValueError):
-    """An evaluation that cannot run as requested; the message names the thing, the place and the remedy."""
+    """An evaluation cannot run as requested. The message names the thing, the problem and the remedy."""
 
 
 class Record(BaseModel):
-    """Base of everything in result files. Non-finite numbers become "Infinity" and "NaN", which JSON lacks."""
+    """Base of all records in result files. JSON has no non-finite numbers: they become "Infinity" and "NaN"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
-"""What files of earlier versions do not have; without one, the others decide."""
+"""Fields that files of earlier versions do not have. If one is missing, the others identify the measurement."""
 
 OPEN = ConfigDict(extra="ignore")
-"""Of a record of which files of earlier versions have more fields."""
+"""The configuration of a record that has more fields in files of earlier versions."""
 
 
-class Cell(Record):
-    """One measured number of a result, with the values that it is computed from."""
+class Entry(Record):
+    """One measured number of a result, with the values from which it is computed."""
 
     @property
     @abstractmethod
     def key(self) -> tuple[Any, ...]:
-        """Identifies the cell in its file; files are sorted by it."""
+        """Identify the entry in its file, which is sorted by these keys."""
 
 
 class CheckpointRecord(Record):
     """The checkpoint: `identity` is a digest of its content, `seq_length` the length it was last trained at.
 
-    `network` is a digest of the keys that decide what the weights compute: the identity of our own checkpoints is that
-    of their weights.
+    `network` is a digest of the keys that decide how the weights are used. Our own checkpoints need it, because their
+    `identity` covers the weights only.
     `trained_with` has the frequency extension, distance map and logit scaling used in training, and a rotary base
     other than 10000. `seed` is that of training; it does not identify a measurement, because `identity` does.
     """
@@ -88,11 +88,16 @@ class EnvironmentRecord(Record):
 
 
 class Missing(Record):
-    """A requested cell, or all cells, without a result."""
+    """A requested entry, or all entries, without a result. `kind` is "refused" if the model cannot compute it."""
 
     at: str  # "window 4096", or "all"
     kind: Literal["refused", "out of memory", "not run", "failed"]
     reason: str
+
+    @property
+    def shown(self) -> str:
+        """The kind in words."""
+        return "not supported" if self.kind == "refused" else self.kind
 
 
 class Result(Record):
@@ -107,12 +112,12 @@ class Result(Record):
     overrides: dict[str, JsonValue]
     tokenizer: str | None  # fingerprint; None if the checkpoint has no tokenizer
     environment: EnvironmentRecord
-    results: Sequence[Cell]
+    results: Sequence[Entry]
     missing: list[Missing]
 
     @property
     def setting(self) -> str:
-        """The training length, and the frequency extension that was used with the length that it refers to."""
+        """The training length, and the frequency extension with its original length."""
         length = self.checkpoint.seq_length
         scaling: Any = self.overrides.get("rope_scaling", self.checkpoint.trained_with.get("rope_scaling"))
         if not scaling:
@@ -122,13 +127,13 @@ class Result(Record):
         return f"trained at {length}, {extension.name}{origin}"
 
     def measurement(self) -> dict[str, Any]:
-        """Return the content that identifies a measurement, equal in two files of the same one; without paths."""
+        """Return the content that identifies a measurement, without paths. Two files of the same one share it."""
         moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}, "protocol": {"haystack": {"name"}}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
 class Cost(Record):
-    """Cost of one cell, summed over interruptions."""
+    """Cost of one entry, summed over interruptions."""
 
     at: str
     seconds: float
@@ -159,12 +164,16 @@ RecordType = TypeVar("RecordType", bound=Record)
 ResultType = TypeVar("ResultType", bound=Result)
 
 
+Show = Callable[[Result], None]
+"""Shows a result to the user when it is complete."""
+
+
 def check_writable(path: Path) -> None:
     """Create the parent folder of the file `path` and try to write there. Raises EvaluationError."""
     if path.is_dir():
         raise EvaluationError(f"{path}: is a folder; name a file in it")
     if path.exists() and not path.is_file():
-        raise EvaluationError(f"{path}: is no regular file, which a result replaces as a whole; name another file")
+        raise EvaluationError(f"{path}: is not a regular file; name another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent):
@@ -174,20 +183,22 @@ def check_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename it, so that a full disk leaves the earlier file. Raises EvaluationError."""
+    """Write to a temporary file and rename it: if the disk is full, the earlier file stays. Raises EvaluationError."""
     check_writable(path)
     try:
         write_file(path, content)
     except OSError as error:
-        raise EvaluationError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from error
+        raise EvaluationError(
+            f"{path}: cannot be written ({error.strerror}); free space, or choose another path"
+        ) from error
 
 
 def write_record(path: Path, record: Record) -> None:
     write_atomically(path, (record.model_dump_json(indent=2) + "\n").encode())
 
 
-def read_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
-    """Read one file. Raises EvaluationError if it is missing, unreadable or not `what`."""
+def read_record(path: Path, kind: type[RecordType], noun: str) -> RecordType:
+    """Read one file. Raises EvaluationError if it is missing, unreadable or no record of this kind; `noun` names it."""
     try:
         return kind.model_validate_json(read_regular(path))
     except OSError as error:
@@ -195,7 +206,7 @@ def read_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "file"
-        raise EvaluationError(f"{path}: is not {what} ({field}: {first['msg']})") from error
+        raise EvaluationError(f"{path}: is not {noun} ({field}: {first['msg']})") from error
 
 
 def read_yaml_file(path: Path) -> Any:
@@ -210,8 +221,8 @@ def read_yaml_file(path: Path) -> Any:
         raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> RecordType:
-    """Return the content of a file as a record. Raises EvaluationError with all faults if it is not `what`."""
+def validated(path: Path, content: Any, kind: type[RecordType], noun: str) -> RecordType:
+    """Return the content of a file as a record. Raises EvaluationError with all faults; `noun` names the record."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -221,8 +232,8 @@ def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> Re
         lines = [f"{key}: {said.get(faults[key]['type'], faults[key]['msg'])}" for key in faults if key not in unknown]
         if unknown:
             named = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-            lines.append(f"{named}: unknown key; the keys of {what} are {', '.join(kind.model_fields)}")
-        raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
+            lines.append(f"{named}: unknown key; the keys of {noun} are {', '.join(kind.model_fields)}")
+        raise EvaluationError(f"{path}: is not {noun}: {'; '.join(lines)}") from error
 
 
 def cost_path(path: Path) -> Path:
@@ -230,19 +241,19 @@ def cost_path(path: Path) -> Path:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Read the costs of the result file `path`; None if there are none. Unreadable costs are a warning only."""
+    """Return the costs of the result file `path`, or None. Unreadable costs cause only a warning."""
     if not cost_path(path).is_file():
         return None
     try:
         return read_record(cost_path(path), Costs, "a file of costs")
     except EvaluationError as error:
-        logger.warning("%s; left out", error)
+        logger.warning("%s; these costs are left out", error)
         return None
 
 
 @dataclass
 class Meter:
-    """Set when a `measured` block ends."""
+    """Time and memory of a `measured` block, set when it ends."""
 
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -252,8 +263,8 @@ class Meter:
 def measured(device: "torch.device") -> Iterator[Meter]:
     """Measure the enclosed work on `device`.
 
-    The peak memory is PyTorch's on a CUDA device. On the CPU it is the growth of the process's resident memory, None if
-    the system does not report it.
+    On a CUDA device the peak memory is that of PyTorch. On the CPU it is the growth of the process's resident memory,
+    or None if the system does not report it.
     """
     meter, before = Meter(), None
     if device.type == "cuda":
@@ -299,15 +310,15 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Store(Generic[ResultType]):
-    """The result file at `path` (None: in memory only), written after every cell.
+    """The result file at `path` (None: in memory only), written after every entry.
 
-    A file of the same measurement is resumed: its cells are kept. A file of another measurement is replaced if
-    `overwrite` or if it has no results, and is an EvaluationError otherwise. The file exists from the start, so a
-    killed process leaves one. Several processes may fill one file: each reads what is there before it writes.
+    A file of the same measurement is resumed and keeps its entries. A file of another measurement is replaced if it has
+    no results or if `overwrite` is set; otherwise it is an EvaluationError. The file exists from the start, even if the
+    process is killed. Several processes may fill one file: each reads the file again before it writes.
 
     Attributes:
         result: the content of the file.
-        noted: what `miss` reported during this call.
+        noted: the missing entries that this call reported.
     """
 
     def __init__(self, path: Path | None, empty: ResultType, overwrite: bool = False) -> None:
@@ -318,34 +329,34 @@ class Store(Generic[ResultType]):
             return
         check_writable(path)
         with self._latest(lambda: _same_measurement(path, empty, overwrite)):
-            missing = [cell for cell in self.result.missing if cell.at != "all"]
+            missing = [entry for entry in self.result.missing if entry.at != "all"]
             self.result = self.result.model_copy(update={"missing": missing})
 
     def get(self, key: tuple[Any, ...]) -> Any:
-        return next((cell for cell in self.result.results if cell.key == key), None)
+        return next((entry for entry in self.result.results if entry.key == key), None)
 
-    def put(self, cell: Cell, cost: Cost | None = None) -> None:
-        """Add or replace a cell and write the files. A cost clears what was missing at its place."""
+    def put(self, entry: Entry, cost: Cost | None = None) -> None:
+        """Add or replace an entry and write the files. A cost removes the missing entry of the same name."""
         with self._latest():
-            others = [other for other in self.result.results if other.key != cell.key]
+            others = [other for other in self.result.results if other.key != entry.key]
             missing = self.result.missing
             if cost is not None:
                 earlier = self.costs.get(cost.at)
                 self.costs[cost.at] = cost if earlier is None else earlier.plus(cost)
                 missing = [other for other in missing if other.at != cost.at]
-            cells = sorted([*others, cell], key=lambda cell: cell.key)
-            self.result = self.result.model_copy(update={"results": cells, "missing": missing})
+            entries = sorted([*others, entry], key=lambda entry: entry.key)
+            self.result = self.result.model_copy(update={"results": entries, "missing": missing})
 
     def miss(self, missing: Missing) -> None:
         self.noted.append(missing)
         with self._latest():
             others = [other for other in self.result.missing if other.at != missing.at]
-            ordered = sorted([*others, missing], key=lambda cell: (len(cell.at), cell.at))
+            ordered = sorted([*others, missing], key=lambda entry: (len(entry.at), entry.at))
             self.result = self.result.model_copy(update={"missing": ordered})
 
     @contextmanager
     def _latest(self, read: Callable[[], ResultType | None] | None = None) -> Iterator[None]:
-        """Change `result` and `costs` as they are on disk, while no other process does, and write them."""
+        """Read `result` and `costs` from disk, let the caller change them, and write them, under the file's lock."""
         if self.path is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Means over seeds with t intervals, and the paired bootstrap over documents."""
+"""Intervals of shares and of means over seeds, corrected p-values, and the paired bootstrap over documents."""
 
 import math
 from collections.abc import Sequence
@@ -8,17 +8,15 @@ from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
-from megatron_coca.evaluation.tasks.perplexity import exponential
-
 RESAMPLES = 10_000
-"""Bootstrap samples of the documents. They come from a fixed seed and are the same for every comparison."""
+"""Number of bootstrap samples of the documents. Their seed is fixed, so every comparison has the same samples."""
 FEWEST_DOCUMENTS = 6
-"""Documents below which no difference is called significant: of 5 signs that agree, 6% do so by chance."""
+"""With fewer documents no difference is called significant: five equal signs occur by chance in 6% of cases."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its 95% interval, NaN where `count` values do not give one."""
+    """A mean and the ends of its 95% interval, which are NaN if the `count` values give no interval."""
 
     mean: float
     low: float
@@ -28,14 +26,14 @@ class Estimate:
 
 @cache
 def t_quantile(degrees: int, inside: float = 0.95) -> float:
-    """The t for which Student's distribution with that many degrees of freedom (at least 1) is in -t to t with this
-    probability: by default the 0.975 quantile.
+    """Return the t of Student's distribution with probability `inside` between -t and t; by default the 0.975 quantile.
 
-    Bisection of the closed form for integer degrees: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    `degrees` of freedom are at least 1. The closed form for whole numbers is solved by bisection (Abramowitz and
+    Stegun, 26.7.3 and 26.7.4).
     """
     if degrees < 1:
-        raise ValueError(f"degrees of freedom {degrees}: must be at least 1")
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
+        raise ValueError(f"degrees of freedom: {degrees}: must be at least 1; give two values or more")
+    low, high = 0.0, math.pi / 2  # of the angle with the tangent t / sqrt(degrees)
     for _ in range(100):
         angle = (low + high) / 2
         low, high = (angle, high) if _two_sided(angle, degrees) < inside else (low, angle)
@@ -55,10 +53,10 @@ def _two_sided(angle: float, degrees: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of at least one value, one for each seed, with its t interval.
+    """Return the mean of the values of one seed or more, with its t interval.
 
-    An infinite or undefined value makes the mean so, without an interval. Seeds that agree exactly, as with a task that
-    all solve, have none either: it would have no width, whatever their number.
+    There is no interval if a value is infinite or undefined. There is none if all values are equal, as with a task that
+    every seed solves, because it would have no width.
     """
     if not all(map(math.isfinite, values)):
         return Estimate(sum(values), math.nan, math.nan, len(values))
@@ -69,8 +67,23 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); it lies within 0 .. 1 and is never empty.
+
+    If some scores are neither 0 nor 1, the interval is wider than needed: scores of 0 and 1 vary most for a given mean.
+    """
+    z = 1.959963984540054  # standard normal quantile at 0.975
+    centre = fraction + z**2 / (2 * count)
+    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
+    # At 0 and 1 the formula gives the bound itself only up to rounding.
+    low = (centre - reach) / scale if fraction > 0 else 0.0
+    high = (centre + reach) / scale if fraction < 1 else 1.0
+    return low, high
+
+
 def p_value(values: Sequence[float]) -> float:
-    """The two-sided p-value of Student's t test that the mean of at least two values is 0; 1 if all are 0."""
+    """Return the two-sided p-value of Student's t test for a mean of 0, of two values or more; 1 if all are 0."""
     spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
     if spread == 0.0:
         return float(mean == 0.0)
@@ -79,11 +92,11 @@ def p_value(values: Sequence[float]) -> float:
 
 
 def power(effect: float, count: int, level: float = 0.05) -> float:
-    """The probability that the two-sided t test of `count` (at least 2) paired values is significant at `level`, if
-    their mean is `effect` times their standard deviation.
+    """Return the probability that the two-sided t test of `count` (at least 2) paired values is significant at `level`.
 
-    Given the sample's standard deviation s in units of the true one, the mean over sigma / sqrt(n) is normal around
-    effect * sqrt(n); the integral is over the distribution of s (a chi distribution over the root of its degrees).
+    Their mean is `effect` times their standard deviation sigma. The mean over sigma / sqrt(n) is normal around
+    effect * sqrt(n). The integral is over s, the sample's standard deviation in units of sigma, which has a chi
+    distribution over the root of its degrees.
     """
     degrees, normal = count - 1, NormalDist()
     spread = (np.arange(2000) + 0.5) / 2000 * (1.0 + 9.0 / math.sqrt(degrees))
@@ -95,7 +108,7 @@ def power(effect: float, count: int, level: float = 0.05) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979), in the given order."""
+    """Return p-values corrected for their number (Holm 1979), in the given order."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -104,8 +117,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
-    """The 95% interval of one mean less another, from those of two independent estimates: the distances to the ends are
-    added in quadrature (Newcombe 1998, method 10, for proportions; Zou and Donner 2008 for other estimates).
+    """Return the 95% interval of the difference of two independent means, from their intervals.
+
+    The distances to the ends are added in quadrature (Newcombe 1998, method 10, for proportions; Zou and Donner 2008
+    for other estimates).
     """
     difference = one.mean - other.mean
     below = math.hypot(one.mean - one.low, other.high - other.mean)
@@ -113,24 +128,32 @@ def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
     return difference - below, difference + above
 
 
+def exponential(value: float) -> float:
+    """Return exp(value), or infinity if it overflows: beyond the training length the loss can exceed 709 nats."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
 def geometric_estimate(logarithms: Sequence[float]) -> Estimate:
-    """`estimate` of logarithms, its mean and ends as exponentials: of the nll it gives a perplexity."""
+    """Return the exponentials of the mean and the ends of `estimate`; for the nll they are perplexities."""
     found = estimate(logarithms)
     return Estimate(exponential(found.mean), exponential(found.low), exponential(found.high), found.count)
 
 
 @cache
 def _drawn(documents: int) -> np.ndarray:
-    """How often each document is in each bootstrap sample, [RESAMPLES, documents] float64."""
+    """Return how often each document is in each bootstrap sample, [RESAMPLES, documents] float64."""
     generator = np.random.default_rng(0)
     return generator.multinomial(documents, [1 / documents] * documents, size=RESAMPLES).astype(np.float64)
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of the sum of at least two paired differences, by resampling documents (Efron 1979).
+    """Return the 95% interval of the sum of two or more paired differences, by resampling documents (Efron 1979).
 
-    The percentiles are wider than 2.5% and 97.5%, as of a t interval: the bootstrap's variance is a factor (n - 1) / n
-    too small and a normal tail too short (expanded percentile interval, Hesterberg 2015, section 5.3).
+    The percentiles are wider than 2.5% and 97.5% (expanded percentile interval, Hesterberg 2015, section 5.3): the
+    bootstrap's variance is too small by a factor of (n - 1) / n, and the tail of a normal distribution is too short.
     """
     count = len(differences)
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1))
@@ -139,10 +162,10 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def differ(nlls: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether two models' sums over the same documents differ: the interval of the difference excludes 0.
+    """Return True if the interval of the difference of two models' sums over the same documents excludes 0.
 
-    The number of tokens in a sample divides both sums, so it cannot change the sign of the difference. False for fewer
-    than FEWEST_DOCUMENTS documents.
+    The number of tokens in a sample divides both sums, so it cannot change the sign of the difference. The answer is
+    False for fewer than FEWEST_DOCUMENTS documents.
     """
     if min(len(nlls), len(others)) < FEWEST_DOCUMENTS:
         return False

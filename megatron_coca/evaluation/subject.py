@@ -1,4 +1,4 @@
-"""The checkpoint of an evaluation and its variants: one model with config overrides, and one result file, for each."""
+"""The checkpoint of an evaluation and its variants. Each is a model with config overrides and gets a result file."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ from megatron_coca.config.source import given_values
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
-from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
+from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
 from megatron_coca.model import GPT, keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
 
@@ -41,8 +41,8 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A variant whose overrides do not fit the weights or that no backend can compute."""
+class Unusable:
+    """A variant with overrides that do not fit the weights or that no backend can compute."""
 
     header: Header
     reason: str
@@ -77,14 +77,14 @@ class Subject:
 
 
 class Evaluation:
-    """One call of a task on all variants of a checkpoint; a missing tokenizer is a warning.
+    """One call of a task on all variants of a checkpoint. A missing tokenizer causes only a warning.
 
-    Raises EvaluationError, CheckpointError or DataError for what can be checked before a model is loaded. `status` is
-    the exit status: 2 if anything that was requested is missing.
+    Raises EvaluationError, CheckpointError or DataError for all that can be checked before a model is loaded. `status`
+    is the exit status: 2 if a requested result is missing.
     """
 
-    def __init__(self, options: SubjectOptions, task: str) -> None:
-        self.task, self.options, self.status = task, options, 0
+    def __init__(self, options: SubjectOptions, task: str, show: Show = lambda result: None) -> None:
+        self.task, self.options, self.status, self._show = task, options, 0, show
         resolve_device(options.device)
         for variant in options.variants:
             if (output := options.output_of(task, variant.label)) is not None:
@@ -93,7 +93,9 @@ class Evaluation:
         named = (each for each in options.variants if "imports" in given_values(each.overrides, each.files))
         methods = next(named, first)
         self.opened = open_checkpoint(options.checkpoint, overrides=methods.overrides, files=methods.files)
-        self._identity = self.opened.identity  # of what is about to be loaded, should the folder change later
+        self._identity = (
+            self.opened.identity
+        )  # of the weights as they are now: the folder may change before they are loaded
         found = self.opened.tokenizer(first.overrides, first.files)
         if found.note is not None:
             logger.warning("%s", found.note)
@@ -103,22 +105,23 @@ class Evaluation:
         """Return the tokenizer. Raises EvaluationError if the checkpoint has none."""
         if self.tokenizer is None:
             raise EvaluationError(
-                f"{self.options.checkpoint}: has no tokenizer, and this task's prompts are text; put the model's "
+                f"{self.options.checkpoint}: has no tokenizer, which the prompts of this task need; put the model's "
                 "tokenizer.json into the folder"
             )
         return self.tokenizer
 
     @property
     def untrained(self) -> bool:
-        """True for a Hugging Face folder, and for one that was imported and not trained since: then the model expects
-        the tokens that its own library puts around texts.
+        """True for a Hugging Face folder, and for one that was imported and not trained since.
+
+        Such a model expects the tokens that its own library puts around texts.
         """
         return is_huggingface_folder(self.opened.folder) or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
-        """Return the id of `--start-token`, None without it, which is noted. Raises as `chosen_start`."""
+        """Return the id of `--start-token`, or None with a warning. Raises as `chosen_start`."""
         start = self.chosen_start(symbol)
-        self.note_start(symbol)
+        self.warn_of_start(symbol)
         return start
 
     def chosen_start(self, symbol: str | None) -> int | None:
@@ -129,26 +132,17 @@ class Evaluation:
         if symbol is None:
             return None
         if self.tokenizer is None:
-            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer, whose symbol it is")
+            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer; leave the option out")
         return self.tokenizer.token(symbol)
 
-    @property
-    def usual_start(self) -> int | None:
-        """Id of the token that began the texts of the training or that the model's own library puts before texts."""
-        if self.tokenizer is None:
-            return None
-        trained = self.tokenizer.trained_start
-        return self.tokenizer.start if trained is None else trained
-
-    def note_start(self, symbol: str | None) -> None:
+    def warn_of_start(self, symbol: str | None) -> None:
         """Warn if texts usually begin with a token and `--start-token` names none."""
-        if symbol is None and self.tokenizer is not None and self.usual_start is not None:
-            owner = "the model's own library puts" if self.tokenizer.trained_start is None else "the training data has"
-            usual = self.tokenizer.piece(self.usual_start)
-            logger.warning("%s %s before every text; --start-token '%s' does", owner, usual, usual)
+        warning = None if symbol is not None or self.tokenizer is None else self.tokenizer.start_warning()
+        if warning is not None:
+            logger.warning("%s", warning)
 
-    def subjects(self) -> Iterator[Subject | Refused]:
-        """Load one variant after the other; overrides that do not fit the weights give `Refused`."""
+    def subjects(self) -> Iterator[Subject | Unusable]:
+        """Load one variant after the other. Overrides that do not fit the weights give `Unusable`."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
@@ -158,7 +152,7 @@ class Evaluation:
                 loaded = self.opened.load(variant.overrides, variant.files, device, dtype, show=True)
             except (ConfigError, CheckpointError, BackendError) as error:
                 overrides = {"variant": masked(" ".join([*variant.files, *variant.overrides]))}
-                yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
+                yield Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
             changed = changed_keys(trained, loaded.config)
             if self.opened.changed_imports:  # the trained configuration has the user's files already
@@ -178,7 +172,7 @@ class Evaluation:
             identity=self._identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
-            pos_emb=config.position.pos_emb,  # overrides may correct what a Hugging Face folder does not record
+            pos_emb=config.position.pos_emb,  # a Hugging Face folder may not record it; overrides may name it
             trained_with=trained_with(trained),
             seed=trained.seed if self.opened.step is not None else None,  # a Hugging Face folder does not record it
             network=network_digest(trained),
@@ -188,24 +182,29 @@ class Evaluation:
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
     def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
-        """Yield each usable variant with the store to fill; then print its tables, and what is missing to stderr.
+        """Yield each usable variant with the store to fill; then show its result, and print missing entries to stderr.
 
-        `fields` are those of a result file of this `kind` that are the same for all variants.
+        `fields` are the fields of a result file of this `kind` that all variants have in common.
         """
         for subject in self.subjects():
             header = subject.header
             empty = kind(**vars(header), **fields, results=[], missing=[])
             store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
-            if isinstance(subject, Refused):
+            if isinstance(subject, Unusable):
                 store.miss(Missing(at="all", kind="refused", reason=subject.reason))
             else:
                 yield subject, store
             if store.result.results:
-                self.options.show(store.result)
+                self._show(store.result)
             for missing in store.noted:
                 self.status = 2
-                said = f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}"
-                print(plain(said), file=sys.stderr)
+                print_missing(header.label, missing)
+
+
+def print_missing(label: str, missing: Missing) -> None:
+    """Print to stderr why an entry has no result, in one line."""
+    line = f"megatron-coca evaluate: {label}: {missing.at}: {missing.shown}: {missing.reason}"
+    print(plain(line), file=sys.stderr)
 
 
 def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:
@@ -228,7 +227,7 @@ def trained_with(trained: Config) -> dict[str, Any]:
 
 
 def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
-    """Return the keys that evaluation changes, with their values: independent of how the overrides were given."""
+    """Return the keys that evaluation changes, with their values, however the overrides were given."""
     before, after = trained.flat(), used.flat()
     return {key: after[key] for key in sorted(EVALUATION_KEYS) if before[key] != after[key]}
 
@@ -240,8 +239,9 @@ def backend_name(model: GPT) -> str:
 
 @contextmanager
 def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
-    """Note in `store` that the cell `at` cannot be measured because the model has no such positions or memory is
-    exhausted; `remedy` is the advice for that. Other errors are raised.
+    """Record in `store` that the entry `at` has no result, if the model has no such positions or memory is exhausted.
+
+    `remedy` is the advice if memory is exhausted. Other errors are raised.
     """
     try:
         yield
@@ -251,6 +251,6 @@ def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
         if not results.out_of_memory(error):
             raise
         device = store.result.environment.device
-        store.miss(Missing(at=at, kind="out of memory", reason=f"the memory of {device} does not suffice; {remedy}"))
+        store.miss(Missing(at=at, kind="out of memory", reason=f"the memory of {device} is exhausted; {remedy}"))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

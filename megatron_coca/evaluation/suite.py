@@ -10,6 +10,7 @@ import threading
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,14 +36,14 @@ MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
 
 SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs")
-"""Options of a checkpoint task that a suite's file must not give."""
+"""Options that the tasks of a suite must not have, because the suite sets them."""
 
 ANY = "any"
-"""The name in a suite's `checkpoints` whose settings apply to any checkpoint of the command line."""
+"""The name in a suite's `checkpoints` with the settings for any checkpoint of the command line."""
 
 
 class CheckpointEntry(Record):
-    """A checkpoint: overrides for all variants, and variants by their name with their changes."""
+    """A checkpoint: overrides for all variants, and the changes of each variant by its name."""
 
     path: str | None = None
     set: list[str] = []
@@ -50,10 +51,10 @@ class CheckpointEntry(Record):
 
 
 class SuiteFile(Record):
-    """A suite: `tasks` are subcommands with their options, named as on the command line.
+    """A suite: `tasks` are subcommands, with their options named as on the command line.
 
-    To repeat a task, add a word after the subcommand: "perplexity", "perplexity repeated". The option `variants` limits
-    a task to those of a checkpoint's variants.
+    To run a task twice, add a word after the subcommand: "perplexity", "perplexity repeated". The option `variants`
+    limits a task to the named variants.
     """
 
     title: str
@@ -70,8 +71,8 @@ class SuiteFile(Record):
 
 @dataclass(frozen=True)
 class Command:
-    """One call of `megatron-coca evaluate`: the entry of `tasks`, the checkpoint's name, the arguments, and the result
-    files that it writes.
+    """One call of `megatron-coca evaluate`: the key in `tasks`, the checkpoint's name, the arguments, and the result
+    files.
     """
 
     task: str
@@ -112,7 +113,7 @@ def read_suite(path: Path) -> SuiteFile:
 
 
 def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
-    """Apply `--checkpoint`: a name of the suite gets another path, other names get the settings of `any`.
+    """Apply `--checkpoint`: a name of the suite gets this path, and other names get the settings of `any`.
 
     Raises EvaluationError for a checkpoint without a path and for an unknown name.
     """
@@ -125,7 +126,7 @@ def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
     without_path = [name for name, entry in entries.items() if entry.path is None]
     if without_path or not entries:
         names = ", ".join(without_path) or "the suite"
-        raise EvaluationError(f"no checkpoint for {names}: name --checkpoint LABEL=DIR")
+        raise EvaluationError(f"--checkpoint: missing for {names}; add --checkpoint LABEL=DIR")
     return suite.model_copy(update={"checkpoints": entries})
 
 
@@ -145,9 +146,9 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
 def plan_commands(
     suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str, jobs: int = 1
 ) -> list[Command]:
-    """Return the calls of a suite, task by task, for the checkpoints in `lengths`, with files in the folder `results`.
+    """Return the calls of a suite, task by task, for the checkpoints in `lengths`. Result files are in `results`.
 
-    Raises EvaluationError for unknown tasks and options, and for labels whose files would coincide.
+    Raises EvaluationError for unknown tasks and options, and for labels with the same file name.
     """
     planned: list[Command] = []
     for name, options in suite.tasks.items():
@@ -178,20 +179,20 @@ def plan_commands(
         if file in owners:
             raise EvaluationError(
                 f"checkpoints {owners[file]} and {checkpoint}: both would write {file.name}; "
-                "give them, their variants or the entries of `tasks` more distinct names"
+                "give them, their variants or the `tasks` more distinct names"
             )
         owners[file] = checkpoint
     return planned
 
 
 def task_variants(options: Mapping[str, Any] | None) -> tuple[list[str] | None, dict[str, Any]]:
-    """Return the variants that a task is limited to, None for all, and its other options."""
+    """Return the variants of a task (None: all), and its other options."""
     others = dict(options or {})
     return others.pop("variants", None), others
 
 
 def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], variants: Iterable[Iterable[str]]) -> None:
-    """Raise EvaluationError where the option `variants` of a task is not a list of these names, given by checkpoint."""
+    """Raise EvaluationError if the option `variants` of a task is not a list of these names (given by checkpoint)."""
     known = dict.fromkeys(name for names in variants for name in names)
     for task, options in tasks.items():
         only, _ = task_variants(options)
@@ -201,13 +202,29 @@ def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], variants: Iter
             raise EvaluationError(f"tasks.{task}.variants: {wrong}: must be a list of variants; known: {names}")
 
 
+class TaskParser(ArgumentParser):
+    """A parser that raises an EvaluationError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EvaluationError(message)
+
+
+@cache
+def task_parser(task: str) -> TaskParser:
+    """Return the parser of one of `MEASUREMENTS`, built once: a grid asks for it with every model."""
+    parser = TaskParser(allow_abbrev=False)
+    MEASUREMENTS[task].add_arguments(parser)
+    return parser
+
+
 def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) -> list[str]:
-    """Return a task's options of the suite's file as command-line arguments, "4L" as a number of tokens, where `length`
-    is the training length. Raises EvaluationError for unknown options.
+    """Return a task's options as command-line arguments, with "4L" as four times the training length `length`.
+
+    Raises EvaluationError for unknown options.
     """
-    parser = ArgumentParser(allow_abbrev=False)
-    MEASUREMENTS[task.partition(" ")[0]].add_arguments(parser)
-    known: dict[str, Action] = parser._option_string_actions  # argparse has no public access
+    known: dict[str, Action] = task_parser(
+        task.partition(" ")[0]
+    )._option_string_actions  # argparse has no public access
 
     def text(value: Any) -> str:
         return in_tokens(value, length) if isinstance(value, str) and MULTIPLES.fullmatch(value) else str(value)
@@ -217,13 +234,13 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
         if name not in known:
             names = ", ".join(sorted(other.removeprefix("--") for other in known if other.startswith("--")))
             raise EvaluationError(f"tasks.{task}.{key}: unknown option; known: {names}")
-        if value is False and known[name].nargs == "?":  # an option whose default may be true
+        if value is False and known[name].nargs == "?":  # an option that is true by default
             return [name, "false"]
         if value is None or value is False:
             return []
         if value is True:
             return [name]
-        if isinstance(value, list) and any(isinstance(item, list) for item in value):  # a repeated option
+        if isinstance(value, list) and any(isinstance(item, list) for item in value):  # repeats the option
             return [argument for item in value for argument in option(key, item)]
         texts = [text(item) for item in (value if isinstance(value, list) else [value])]
         return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
@@ -241,13 +258,15 @@ def in_tokens(multiples: str, length: int) -> str:
         factor, _, divisor = part.partition("/")
         tokens, rest = divmod(int(factor.removesuffix("L")) * length, int(divisor or 1))
         if rest:
-            raise EvaluationError(f"{part}: is not a whole number of tokens for a training length of {length}")
+            raise EvaluationError(
+                f"{part}: is not a whole number of tokens for a training length of {length}; use another fraction"
+            )
         lengths.append(str(tokens))
     return ",".join(lengths)
 
 
 def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
-    """Return YAML files and KEY=VALUE with the values that are multiples of the training length in tokens."""
+    """Return YAML files and KEY=VALUE, with multiples of the training length as numbers of tokens."""
     return [
         f"{key}={in_tokens(value, length)}" if MULTIPLES.fullmatch(value) else change
         for change in changes
@@ -256,21 +275,21 @@ def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
 
 
 def run_commands(commands: Sequence[Command]) -> list[str]:
-    """Run one command after another; returns one line for each that did not complete."""
+    """Run one command after another; return one line for each that did not complete."""
     problems = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
         print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
-        if status == 2:  # the command said what is missing
-            problems.append(f"{command.name}: incomplete, see its messages above")
+        if status == 2:  # the command named the missing entries
+            problems.append(f"{command.name}: incomplete; see its messages above")
         elif status != 0:
             problems.append(f"{command.name}: {describe_exit(status)}")
     return problems
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """Return the exit status of a process that is terminated with this one, unless this one gets SIGKILL."""
+    """Run a process and return its exit status. It is terminated with this process, except after SIGKILL."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

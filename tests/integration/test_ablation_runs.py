@@ -122,7 +122,7 @@ def test_a_second_runner_is_refused_and_a_terminated_one_saves(file: Path, tmp_p
         time.sleep(0.01)
     second = start(file, folder)
     output, _ = second.communicate(timeout=TIME_LIMIT)
-    assert second.returncode == 2 and "another runner is working on this cell" in output
+    assert second.returncode == 2 and "another process runs this cell" in output
     first.send_signal(signal.SIGTERM)
     output, _ = first.communicate(timeout=TIME_LIMIT)
     assert first.returncode == 75, output

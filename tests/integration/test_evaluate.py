@@ -93,7 +93,7 @@ def test_text_of_a_model_that_learned_facts_too(
     model = MODEL | {"synthetic": task, "data_path": "unused", "vocab_size": 800}
     checkpoint, output = write_checkpoint(tmp_path / "run", load_config([], model)), tmp_path / "result.json"
     assert main(arguments(checkpoint, text, "--output", output)) == 0
-    assert "measure that of text alone with --vocabulary 512" in caplog.text
+    assert "add --vocabulary 512" in caplog.text
     whole = read(output)
     assert main(arguments(checkpoint, text, "--output", output, "--vocabulary", 512)) == 2
     assert "different protocol.vocabulary" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_text_of_a_model_that_learned_facts_too(
     assert main(arguments(checkpoint, text, "--output", output, "--vocabulary", 512, "--overwrite")) == 0
     alone = read(output)
     assert "--vocabulary" not in caplog.text and alone.protocol.vocabulary == 512
-    assert "stride 8, softmax over the ids below 512 alone, 2 documents" in capsys.readouterr().out
+    assert "stride 8, softmax over the ids below 512 only, 2 documents" in capsys.readouterr().out
     assert all(one.nll < other.nll for one, other in zip(alone.results, whole.results, strict=True))
     assert main(arguments(checkpoint, text, "--vocabulary", 64)) == 2
     assert "vocabulary 64: the documents have the token" in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_a_start_token_is_named_and_put_on_request(
     config = load_config([], MODEL | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
     checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     assert main(arguments(checkpoint, text, "--output", tmp_path / "plain.json")) == 0
-    assert "puts <bos> before every text; --start-token '<bos>' does" in caplog.text
+    assert "puts <bos> before every text; add --start-token '<bos>'" in caplog.text
     caplog.clear()
     begun = arguments(checkpoint, text, "--output", tmp_path / "begun.json", "--start-token", "<bos>")
     assert main(begun) == 0 and "--start-token" not in caplog.text
@@ -177,14 +177,14 @@ def test_what_is_refused_is_noted_and_the_others_go_on(
     refused, plain = read(tmp_path / "perplexity_t5.json"), read(tmp_path / "perplexity_plain.json")
     assert [each.window for each in plain.results] == [16, 64] and not plain.missing
     assert refused.results == [] and [(each.at, each.kind) for each in refused.missing] == [("all", "refused")]
-    assert "pos_emb" in refused.missing[0].reason and "T5: all: refused" in capsys.readouterr().err
+    assert "pos_emb" in refused.missing[0].reason and "T5: all: not supported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--variant", "a", "--variant", "A"], "a: duplicate name; give each variant its own"),
-        (["--variant", "a", "--variant", "b", "--output", "x.json"], "must be a folder for several variants"),
+        (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants; name a folder"),
         (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
         (["--variant", "a", "absent.yml"], "no such file: absent.yml"),
         (["--variant", " "], "the name is empty"),
@@ -241,9 +241,9 @@ def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--checkpoint", "absent"], "absent"),
-        (["--windows", "4"], "window 4 is shorter than the stride 8"),
+        (["--windows", "4"], "window 4: is shorter than the stride 8"),
         (["--windows", "16,1024"], "no document has the required 1024 tokens"),
-        (["--max-length", "32"], "--max-length 32 is shorter than the window 64"),
+        (["--max-length", "32"], "--max-length 32: is shorter than the window 64"),
         (["--data", "absent"], "absent: no such text file, folder or shard"),
         (["--set", "rope_scaling.rope_typ=dynamic"], "rope_typ"),
         (["--set", "hidden_size=64"], "hidden_size"),
@@ -288,7 +288,7 @@ def test_a_window_that_does_not_fit_is_noted(
     found = read(output)
     assert [each.window for each in found.results] == [16]
     assert [(each.at, each.kind) for each in found.missing] == [("window 64", "out of memory")]
-    assert "window 64: out of memory: the memory of cpu does not suffice; lower --tokens-per" in capsys.readouterr().err
+    assert "window 64: out of memory: the memory of cpu is exhausted; lower --tokens-per" in capsys.readouterr().err
     monkeypatch.setattr(GPT, "hidden_states", compute)
     assert main(arguments(checkpoint, text, "--output", output)) == 0, "tried again, and only that"
     assert [each.window for each in read(output).results] == [16, 64] and not read(output).missing
@@ -322,7 +322,7 @@ def test_a_window_beyond_the_positions_of_a_model_is_refused_and_the_others_go_o
         "attention_backend=sdpa",
     ]
     assert main([*given, *options]) == 2
-    assert f"a: {at}: refused: pos_emb: {reason}" in capsys.readouterr().err
+    assert f"a: {at}: not supported: pos_emb: {reason}" in capsys.readouterr().err
     for label in ("a", "b"):
         result = read(folder / f"perplexity_{label}.json")
         assert [each.window for each in result.results] == [16]
@@ -330,7 +330,7 @@ def test_a_window_beyond_the_positions_of_a_model_is_refused_and_the_others_go_o
             0
         ].reason
     assert main(["report", str(folder), "--output", str(tmp_path / "report")]) == 0
-    assert "refused" in capsys.readouterr().out
+    assert "not supported" in capsys.readouterr().out
 
 
 def test_an_analysis_beyond_the_positions_of_a_model_is_refused(text: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_many_writers_of_one_file(tmp_path: Path, whole: dict[str, bytes]) -> No
 
 
 def test_without_an_output_it_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(EvaluationError, match="--jobs needs --output"):
+    with pytest.raises(EvaluationError, match="--jobs: needs --output"):
         jobs.shares(cli.parser().parse_args([*arguments, "--jobs", "2"]), 2)
 
 

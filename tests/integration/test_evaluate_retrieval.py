@@ -81,7 +81,7 @@ def test_the_passkey_file_says_all_that_a_report_needs(
     output = capsys.readouterr()
     result = PasskeyResult.model_validate_json(path.read_bytes())
     assert [(each.at, each.kind) for each in result.missing] == [("length 200", "refused")]
-    assert "length 200: refused: length 200: the prompt has" in output.err
+    assert "length 200: not supported: length 200: the prompt has" in output.err
     assert [cell.length for cell in result.results] == [400, 900] and "|              900 |" in output.out
     assert (result.checkpoint.seq_length, result.protocol.cases, result.protocol.haystack.name) == (256, 2, "filler")
     for cell in result.results:

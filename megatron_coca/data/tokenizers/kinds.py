@@ -142,6 +142,20 @@ class Tokenizer(ABC):
         """Id of ``start_symbol``, which prepared texts begin with; None if there is none."""
         return None if self.start_symbol is None else self.token(self.start_symbol)
 
+    @property
+    def usual_start(self) -> int | None:
+        """Id that began the texts of the training or that the model's own library puts before texts, or None."""
+        trained = self.trained_start
+        return self.start if trained is None else trained
+
+    def start_warning(self) -> str | None:
+        """The warning that texts usually begin with a token, for a command without ``--start-token``, or None."""
+        if (start := self.usual_start) is None:
+            return None
+        owner = "the model's own library puts" if self.trained_start is None else "the training data has"
+        symbol = self.piece(start)
+        return f"--start-token: not given, but {owner} {symbol} before every text; add --start-token '{symbol}'"
+
     def begin_texts(self, symbol: str) -> None:
         """Make ``symbol`` the ``start_symbol``. ``DataError`` if it is no special token of the vocabulary."""
         if self.token(symbol) in self.encode(symbol):

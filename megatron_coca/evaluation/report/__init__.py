@@ -48,12 +48,11 @@ def build_report(
     """Write report.html and report.md, the plots (figures/NAME.svg) and the tables (tables/NAME.csv).
 
     `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of them. `papers` adds published
-    numbers;
-    `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
-    the label that perplexities are compared with.
-    Returns the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels
-    that stand for two models, for a baseline without results, where there is nothing to report, and where nothing can
-    be written.
+    numbers. `curves` are learning curves by label, one for each seed; by default `find_curves` finds them. Perplexities
+    are compared with those of the label `baseline`.
+
+    Return the tables of our results as Markdown. Raises EvaluationError for files that are not results, for a label of
+    two models, for a baseline without results, if there is nothing to report, and if the folder is not writable.
     """
     folder = Path(output_dir)
     check_writable(folder / PAGE)
@@ -66,6 +65,6 @@ def build_report(
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
     write_atomically(folder / "report.md", markdown(document).encode())
-    # The page last, so that it exists only if everything else does.
+    # The page is written last, so that it exists only if everything else does.
     write_atomically(folder / PAGE, html_page(document, drawings).encode())
     return console_text(report_document(loaded, title, ReportOptions(False, baseline, curves)))

@@ -18,12 +18,12 @@ ANALYSIS_COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
-    "anomalous pairs": lambda cell: cell.angles.anomalous if cell.angles is not None else None,
-    "collinear pairs": lambda cell: cell.angles.collinear if cell.angles is not None else None,
-    "largest angle, rad": lambda cell: cell.angles.largest if cell.angles is not None else None,
-    "tau beyond training": lambda cell: cell.borders.k.beyond_training if cell.borders is not None else None,
-    "score falls with distance": lambda cell: cell.decay.falling_mean,
-    "entropy, nats": lambda cell: cell.entropy.mean,
+    "anomalous pairs": lambda entry: entry.angles.anomalous if entry.angles is not None else None,
+    "collinear pairs": lambda entry: entry.angles.collinear if entry.angles is not None else None,
+    "largest angle, rad": lambda entry: entry.angles.largest if entry.angles is not None else None,
+    "tau beyond training": lambda entry: entry.borders.k.beyond_training if entry.borders is not None else None,
+    "score falls with distance": lambda entry: entry.decay.falling_mean,
+    "entropy, nats": lambda entry: entry.entropy.mean,
 }
 
 
@@ -55,5 +55,5 @@ def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
 
 
 def entropy_line(series: Series) -> Line:
-    *_, cell = next(replicate for replicate in series.replicates if replicate.cells).cells.values()
-    return Line(series.label, tuple(at + 1 for at in cell.entropy.positions), tuple(cell.entropy.by_position))
+    *_, entry = next(replicate for replicate in series.replicates if replicate.entries).entries.values()
+    return Line(series.label, tuple(at + 1 for at in entry.entropy.positions), tuple(entry.entropy.by_position))

@@ -1,4 +1,4 @@
-"""Plots of a report: curves against length with their intervals, heat maps, and axes whose ends are labelled."""
+"""Plots of a report: curves against length with their intervals, heat maps, and logarithmic axes with labelled ends."""
 
 import io
 import math
@@ -21,21 +21,21 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3
 """The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow."""
 MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-"""Line styles: the first seven lines are solid, the next seven have the same colours and dashes, and so on."""
+"""Line styles: the first seven lines are solid; the next seven have the same colours with dashes, and so on."""
 MOST_BANDS = 4
-"""Lines with intervals above which the intervals are bars, and none along lines of many points: bands would hide each
-other."""
+"""Largest number of lines with bands as intervals. More lines get bars, or nothing if they have many points, because
+bands would hide each other."""
 FEW_POINTS = 30
-"""Points of a line up to which each has a marker, and a bar."""
+"""Largest number of points of a line with markers and bars."""
 MOST_BEYOND = 3.0
-"""Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
+"""Factor by which an interval on a logarithmic axis may exceed the lines: intervals of two seeds span many decades."""
 SHARES = (-0.03, 1.03)
 """The range of accuracies on an axis."""
 INCH, LABEL = 12, 28
-"""Characters of a legend in one inch, about, and in one line of a label."""
+"""Characters of a legend in about one inch, and in one line of a label."""
 DODGE, MOST_DODGE = 0.05, 0.5
-"""Distance of neighbouring lines with bars, and of the outer ones at most: octaves, or shares of a tenth of a linear
-axis.
+"""Distance of neighbouring lines with bars, and the largest distance of the outer ones: octaves, or shares of a tenth
+of a linear axis.
 """
 SIZES: dict[str, Any] = {
     "font.size": 11,
@@ -66,7 +66,7 @@ def _style(background: str) -> dict[str, Any]:
 
 
 STYLES = {"print": _style("white"), "light": _style("none")}
-"""On a white background, and on a transparent one."""
+"""Styles on a white background, and on a transparent one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Figure:
 
 
 def svg(figure: Figure, style: str) -> bytes:
-    """The plot in one of `STYLES`, text as paths. The same figure gives the same bytes."""
+    """Return the plot in one of `STYLES`, with text as paths. The same figure gives the same bytes."""
     image = io.BytesIO()
     with matplotlib.rc_context(cast(Any, {**STYLES[style], "svg.hashsalt": figure.name})):
         canvas = Canvas(figsize=figure.size, layout="constrained")
@@ -92,9 +92,9 @@ def svg(figure: Figure, style: str) -> bytes:
 
 @dataclass(frozen=True)
 class Line:
-    """One line with optional ends of intervals; a value that is not finite leaves a gap.
+    """One line with optional ends of intervals. A value that is not finite leaves a gap.
 
-    `style` is the number of the colour, dashes and marker, by default the index in its panel.
+    `style` is the number of colour, dashes and marker; by default it is the index in the panel.
     """
 
     label: str
@@ -107,9 +107,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its lines; `marks` are named vertical lines at values of x, `level` a horizontal one.
+    """One pair of axes with its lines. `marks` are named vertical lines at values of x; `level` is a horizontal line.
 
-    x is a length, on a logarithmic axis, unless `linear_x`.
+    x is a length on a logarithmic axis, unless `linear_x` is set.
     """
 
     lines: tuple[Line, ...]
@@ -124,7 +124,7 @@ class Panel:
 
 
 def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
-    """Return a function that draws panels of one y axis in rows of `columns`, with one legend below."""
+    """Return a function that draws panels with a common y axis in rows of `columns`, and one legend below."""
 
     def draw(canvas: Canvas) -> None:
         rows = math.ceil(len(given) / columns)
@@ -159,7 +159,7 @@ def _in_legend(label: str) -> str:
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Columns of a legend that fit into `width` inches, with eight characters beside each label."""
+    """Return the columns of a legend that fit into `width` inches, with eight characters beside each label."""
     longest = min(LABEL, max(map(len, labels), default=0))
     return max(1, min(4, len(labels), int(INCH * width / (longest + 8))))
 
@@ -167,7 +167,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 def size_with_legend(
     labels: Sequence[str], plot: float | None = None, width: float | None = None
 ) -> tuple[float, float]:
-    """Inches for a plot with a legend of `labels` below it; larger for more than seven."""
+    """Return the size in inches of a plot with a legend of `labels` below it; it is larger for more than seven."""
     many = len(labels) > len(COLOURS)
     width = width or (9.0 if many else 6.0)
     lines = sum(math.ceil(len(label) / LABEL) for label in labels)
@@ -228,7 +228,7 @@ def short_length(length: float) -> str:
 
 
 HeatMap = tuple[str, Sequence[Sequence[float | None]]]
-"""Title and accuracies by row and column; None leaves a cell empty."""
+"""Title, and accuracies by row and column; None leaves a cell empty."""
 
 
 def heat_maps(
@@ -267,14 +267,14 @@ def heat_maps(
 # Logarithmic axes
 
 LEAST_RATIO = 1.25
-"""Of the ends of an axis, so that a difference of 2% takes at most a tenth of it."""
+"""Least ratio of the ends of an axis, so that a difference of 2% takes at most a tenth of it."""
 MOST_TICKS = 10
 LARGEST_EXPONENT = 308.0
-"""Of a float64."""
+"""The largest power of ten in a float64."""
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
-    """The ends of an axis for positive values from `low` to `high`: at least LEAST_RATIO apart."""
+    """Return the ends of an axis for positive values from `low` to `high`, with a ratio of at least LEAST_RATIO."""
     if low <= 0 or high >= LEAST_RATIO * low:
         return low, high
     middle, reach = math.sqrt(low) * math.sqrt(high), math.sqrt(LEAST_RATIO)
@@ -282,8 +282,9 @@ def widened(low: float, high: float) -> tuple[float, float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round positive numbers from at most `low` to at least `high`: evenly spaced within a factor of 4, else 1, 2 and 5
-    times powers of ten, or these powers alone.
+    """Return round positive numbers from at most `low` to at least `high`.
+
+    They are evenly spaced within a factor of 4; otherwise they are 1, 2 and 5 times powers of ten, or only powers.
     """
     if high < 4 * low:
         return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
@@ -302,7 +303,7 @@ def _power(exponent: float) -> float:
 
 
 def tick_text(tick: float) -> str:
-    """A tick as a label: `0.5`, `20000`, or a formula with a power of ten."""
+    """Return the label of a tick: `0.5`, `20000`, or a formula with a power of ten."""
     if 1e-3 <= tick < 1e5:
         return f"{tick:g}"
     mantissa, exponent = f"{tick:e}".split("e")
@@ -311,7 +312,7 @@ def tick_text(tick: float) -> str:
 
 
 def label_log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic, from a labelled tick below `low` to one above `high`; nothing if they are no range."""
+    """Make an axis logarithmic, from a labelled tick below `low` to one above `high`, if these are a valid range."""
     if not 0 < low <= high < math.inf:
         return
     ticks = log_ticks(*widened(low, high))

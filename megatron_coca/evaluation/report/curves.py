@@ -1,4 +1,4 @@
-"""Learning curves: their records, and how they are read from a run or beside a result."""
+"""Learning curves: their records, from a run or from a file beside a result."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +10,11 @@ from megatron_coca.evaluation.results import Record, read_record
 
 CURVE, METRICS = "curve.json", "metrics.jsonl"
 MAX_POINTS = 200
-"""Points of a curve that is kept with the results."""
+"""Largest number of points of a curve in the results."""
 
 
 class CurvePoint(Record):
-    """Losses in nats per token after `step`; None where none was reported."""
+    """Losses in nats per token after `step`; None if none was reported."""
 
     step: int
     tokens: int  # trained on until then
@@ -23,7 +23,7 @@ class CurvePoint(Record):
 
 
 class Curve(Record):
-    """One training run; `borders` are the tokens at which its stages but the first begin."""
+    """One training run; `borders` are the tokens at which its stages begin, without the first."""
 
     seed: int
     points: list[CurvePoint]
@@ -33,7 +33,7 @@ class Curve(Record):
 def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
     """Return the curves of results without config overrides by label, one for each seed.
 
-    They are of the file curve.json beside a result, which an ablation writes. Raises EvaluationError for a damaged one.
+    An ablation writes them into the file curve.json beside a result. Raises EvaluationError for a damaged one.
     """
     found: dict[str, dict[str, Curve]] = {}
     for item in loaded:
@@ -56,7 +56,7 @@ class TrainedStage(NamedTuple):
 
 
 def trained_stages(meta: Mapping[str, Any], seq_length: int) -> list[TrainedStage]:
-    """Return the stages up to a checkpoint by its meta.json; one for a run without stages."""
+    """Return the stages up to a checkpoint from its meta.json; a run without stages has one."""
     records = meta.get("stages")
     if not records:
         return [TrainedStage(0, meta["batch"] * seq_length)]
@@ -94,7 +94,7 @@ def metrics(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:
-    """Return at most `most` points, evenly spaced; those with a validation loss go first."""
+    """Return at most `most` points, evenly spaced; points with a validation loss take precedence."""
     if len(points) <= most:
         return list(points)
     validated = _evenly([point for point in points if point.validation_loss is not None], most)
@@ -103,7 +103,7 @@ def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurveP
 
 
 def _evenly(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:
-    """Return `count` points with the last one, all if there are fewer."""
+    """Return `count` points including the last one, or all if there are fewer."""
     if len(points) <= count:
         return list(points)
     return [points[(number + 1) * len(points) // count - 1] for number in range(count)]

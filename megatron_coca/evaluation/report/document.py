@@ -1,4 +1,4 @@
-"""The content of a report: tables, figures and sections, and their forms as Markdown, HTML and CSV."""
+"""The content of a report: tables, figures and sections, and its output as Markdown, HTML and CSV."""
 
 import csv
 import io
@@ -17,11 +17,11 @@ from megatron_coca.support.markdown_tables import escaped, format_table, in_cell
 
 @dataclass(frozen=True)
 class TableCell:
-    """One cell: `text` as shown, the `value` behind it, and `detail` in small print (an interval).
+    """One cell: its `text`, the `value` behind it, and `detail` in small print (an interval).
 
-    `low` and `high` are the ends of the 95% interval if there is one, `seeds` the number of seeds that `value` is of.
-    `sample` has what was measured of each document, for paired comparisons. `note` becomes a footnote: why there is no
-    number, or what it does not cover. `wide` cells are text.
+    `low` and `high` are the ends of the 95% interval if there is one. `seeds` is the number of seeds behind `value`.
+    `sample` has the sums of each document, for paired comparisons. `note` becomes a footnote: the reason why there is
+    no number, or a limitation. `wide` cells are text.
     """
 
     text: str
@@ -45,14 +45,14 @@ class TableCell:
 
 
 FORMULA = re.compile(r"\s*[=@]|\s*[+-](?![\d.]*\Z)|[\t\r]")
-"""How a text begins that a spreadsheet takes for a formula; numbers and a lone minus are none."""
+"""The beginning of a text that a spreadsheet takes for a formula. Numbers and a single minus are no formulas."""
 EMPTY = TableCell("")
-"""Content of a cell whose column does not apply to the row."""
+"""The cell of a column that does not apply to the row."""
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row. `published` names the source of published numbers, empty for ours; `detail` is small print."""
+    """One row. `published` names the source of published numbers and is empty for ours; `detail` is small print."""
 
     name: str
     cells: tuple[TableCell, ...]
@@ -81,8 +81,9 @@ class Table:
 
 @dataclass(frozen=True)
 class ReportBlock:
-    """Tables and figures of one group of results. `text` says how they were measured, `provenance` from what: paths,
-    hashes and devices, one line each.
+    """Tables and figures of one group of results.
+
+    `text` has the protocol. `provenance` has the paths, hashes and devices, one line each.
     """
 
     text: tuple[str, ...] = ()
@@ -94,7 +95,7 @@ class ReportBlock:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the report; `printed` ones appear on the console too."""
+    """One section of the report; the console also shows it if it is `printed`."""
 
     name: str
     title: str
@@ -104,7 +105,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportDocument:
-    """A report. Without `measured` it shows no results, and its page explains no marks of results."""
+    """A report. If it is not `measured`, it has no results, and its page does not explain the marks of results."""
 
     title: str
     summary: str
@@ -135,7 +136,7 @@ def markdown(document: ReportDocument) -> str:
 
 
 def console_text(document: ReportDocument) -> str:
-    """The tables of the printed sections."""
+    """Return the tables of the printed sections."""
     parts = [document.title]
     for block in (block for section in document.sections if section.printed for block in section.blocks):
         parts += [block.heading] if block.heading and block.tables else []
@@ -144,7 +145,7 @@ def console_text(document: ReportDocument) -> str:
 
 
 def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below: Callable[[str], str] = str) -> str:
-    """A table and its notes; `in_table` and `below` escape texts in cells and in notes."""
+    """Return a table and its notes; `in_table` and `below` escape texts in cells and in notes."""
     footnotes = table.footnotes()
     lines = []
     for row in table.rows:
@@ -160,8 +161,9 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
 
 
 def csv_table(table: Table) -> str:
-    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals, the seeds, and
-    notes on numbers.
+    """Return a table as CSV: numbers with eight digits, and texts for cells without a number.
+
+    Extra columns have the ends of intervals, the numbers of seeds, and notes on numbers.
     """
     columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
     columns = [[_no_formula(text) for text in column] for column in columns]
@@ -180,7 +182,7 @@ def csv_table(table: Table) -> str:
 
 
 def _no_formula(text: str) -> str:
-    """Put an apostrophe before a text that a spreadsheet would compute; such names come with other people's results."""
+    """Put an apostrophe before a text that a spreadsheet would compute: other people's results may have such names."""
     return f"'{text}" if FORMULA.match(text) else text
 
 
@@ -189,7 +191,7 @@ def _number(value: float | None) -> str:
 
 
 def html_page(document: ReportDocument, drawings: Mapping[str, bytes]) -> str:
-    """The file report.html: one page with its style and images inside, without scripts.
+    """Return the file report.html: one page that contains its style and images, without scripts.
 
     `drawings` has the SVG of every plot by its name.
     """

@@ -41,7 +41,7 @@ PERPLEXITY_COMPARABLE: Comparable = {
 WINDOW, NLL, LOSSES = "window {}", attrgetter("nll"), attrgetter("nll_by_document")
 PERPLEXITY = Metric(WINDOW, NLL, sums=LOSSES, log=True, lowest=True)
 LOSS = Metric(WINDOW, NLL, "{:.4f}".format, sums=LOSSES, lowest=True)
-ACCURACY = Metric(WINDOW, lambda cell: 100 * cell.accuracy, sums=attrgetter("correct_by_document"))
+ACCURACY = Metric(WINDOW, lambda entry: 100 * entry.accuracy, sums=attrgetter("correct_by_document"))
 LOSS_CAPTION, ACCURACY_CAPTION = "Loss in nats per token by window", "Next-token accuracy in percent by window"
 MAP_TABLES = (
     LengthTable(LOSS_CAPTION, "loss at window", {"{}": LOSS}, "-loss", "loss"),
@@ -54,19 +54,19 @@ MAP_TABLES = (
 def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """CoCA Table 1 and Figure 1: perplexity against the window, both logarithmic."""
     protocol, documents = group.first.protocol, group.first.documents
-    alone = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} alone"
-    measured = f"stride {protocol.stride}{alone}"
-    scored = [cell.tokens_scored for series in group.series for cell in series.cells()]
+    limit = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} only"
+    measured = f"stride {protocol.stride}{limit}"
+    scored = [entry.tokens_scored for series in group.series for entry in series.entries()]
     most = f", {max(scored)} tokens scored" if scored else ""
     begun = "" if documents.start is None else f", each after the token {documents.start}"
     notes = (f"{measured}, {documents.count} documents{begun}{most}",)
-    rows, what = {"{}": PERPLEXITY}, "Perplexity by window"
-    main = LengthTable(what, "perplexity at window", rows, published="perplexity", notes=notes)
+    rows, title = {"{}": PERPLEXITY}, "Perplexity by window"
+    main = LengthTable(title, "perplexity at window", rows, published="perplexity", notes=notes)
     mapped = any(_has_map(series.header) for series in group.series)
     tables = shared.length_tables(name, (main, *(MAP_TABLES if mapped else ())), group, options)
     caption = f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
     panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
-    figures = shared.length_figure(name, what, group, PERPLEXITY, panel, caption)
+    figures = shared.length_figure(name, title, group, PERPLEXITY, panel, caption)
     return ReportBlock((f"Protocol: {protocol.text}; {measured}.",), tuple(figures), tuple(tables))
 
 
@@ -78,11 +78,11 @@ def _has_map(header: Result) -> bool:
 # Summary
 
 MULTIPLES = (2, 4, 16, 64)
-"""Of the training length, at which the ratio to the perplexity at the training length is shown."""
+"""Multiples of the training length with a ratio to the perplexity at the training length."""
 SOLVED = 0.9
 """Accuracy from which a length counts as solved."""
 Column = tuple[str, Callable[[Series], TableCell], bool]
-"""Head, cell of a series, and whether the lowest number is the best."""
+"""Head of a column, its cell for a series, and True if the lowest number is the best."""
 
 
 def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -114,7 +114,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
 
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
-    """Perplexity at the training length and the measured ratios to it; none where it was not measured."""
+    """Return columns for the perplexity at the training length and the measured ratios to it; none if it is missing."""
     reference = shared.baseline_of(group, options)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
@@ -133,7 +133,7 @@ def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Colum
 
 
 def ratio_cell(series: Series, multiple: int) -> TableCell:
-    """The perplexity at a multiple of the training length over that at it; of each seed, then averaged."""
+    """Return the mean over seeds of the perplexity at a multiple of the training length over that at the length."""
     length = series.header.checkpoint.seq_length
 
     def logarithm(replicate: Replicate) -> float | None:
@@ -149,9 +149,9 @@ def span_cell(series: Series) -> TableCell:
         return missing_cell(series.replicates[0].why("all"))
     trained = series.header.checkpoint.seq_length
     spans = [
-        span({length: cell.accuracy for (length,), cell in replicate.cells.items()}, trained)
+        span({length: entry.accuracy for (length,), entry in replicate.entries.items()}, trained)
         for replicate in series.replicates
-        if replicate.cells
+        if replicate.entries
     ]
     means = {length: PASSKEY.cell(series, length).value or 0.0 for length in lengths}
     value = span(means, trained)
@@ -160,7 +160,7 @@ def span_cell(series: Series) -> TableCell:
 
 
 def span(accuracies: Mapping[int, float], trained: int) -> float:
-    """The largest length as a multiple of `trained` up to which all accuracies are at least SOLVED, or 0."""
+    """Return the largest length, as a multiple of `trained`, up to which all accuracies are at least SOLVED; or 0."""
     longest = 0
     for length, accuracy in sorted(accuracies.items()):
         if accuracy < SOLVED:
@@ -176,7 +176,7 @@ CURVES: dict[str, Callable[[CurvePoint], float | None]] = {
     "validation loss": lambda point: point.validation_loss,
 }
 SETTLED = 0.05
-"""The share of the training after which losses set the range of the axis: the first fall is steep."""
+"""Share of the training that does not set the range of the axis, because losses fall steeply at first."""
 
 
 def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -206,7 +206,7 @@ def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
 
 
 def losses_by_tokens(curves: Sequence[Curve], loss: Callable[[CurvePoint], float | None]) -> dict[int, list[float]]:
-    """The loss of each seed by the tokens trained on, where all seeds have one."""
+    """Return the loss of each seed by the number of training tokens, for the numbers that all seeds have."""
     runs = [{point.tokens: loss(point) for point in curve.points if loss(point) is not None} for curve in curves]
     common = set(runs[0]).intersection(*runs) if runs else set()
     return {tokens: [value for run in runs if (value := run[tokens]) is not None] for tokens in sorted(common)}

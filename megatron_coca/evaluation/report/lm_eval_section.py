@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import value_cell
@@ -25,20 +24,20 @@ HARNESS_COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 NOT_MEASURED = "not measured"
-"""Table text of a score that a task did not measure, such as that of a length without samples."""
+"""Table text of a score that a task did not measure, such as a length without samples."""
 NORMAL_95 = NormalDist().inv_cdf(0.975)
 ScoreKey = tuple[str, str, str]
 """Task, metric and filter of a score."""
 
 
 def find_score(replicate: Replicate, key: ScoreKey) -> Score | None:
-    cell = replicate.cells.get(key[:1])
-    scores: Sequence[Score] = cell.scores if cell is not None else []
+    entry = replicate.entries.get(key[:1])
+    scores: Sequence[Score] = entry.scores if entry is not None else []
     return next((score for score in scores if (score.metric, score.filter) == key[1:]), None)
 
 
 def score_cell(series: Series, key: ScoreKey) -> TableCell:
-    """A score: of one seed with the harness's standard error, of several with their t interval."""
+    """Return a score: of one seed with the harness's standard error, of several seeds with their t interval."""
 
     def number(replicate: Replicate) -> float | None:
         score = find_score(replicate, key)
@@ -56,8 +55,8 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
 
 
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
-    """A score with the number of samples of which a prompt lost its beginning."""
-    tasks = [replicate.cells[key[:1]] for replicate in series.replicates if key[:1] in replicate.cells]
+    """Return a score with the number of samples with a prompt that lost its beginning."""
+    tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
     worst = max(tasks, key=lambda task: task.cut, default=None)
     if worst is None or worst.cut == 0:
         return cell
@@ -68,8 +67,8 @@ def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
 
 
 @shared.grouped("short", HARNESS_COMPARABLE)
-def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """All scores, and CoCA Table 5, whose means of groups the paper does not take apart into tasks."""
+def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
+    """All scores, and CoCA Table 5, which has means of groups without the scores of their tasks."""
     keys = score_keys(group)
     heads = [
         f"{task} {metric}".strip() if filter_name == "none" else f"{task} {metric} ({filter_name})"
@@ -110,18 +109,16 @@ def protocol_text(protocol: HarnessProtocol) -> str:
         "names of special tokens in prompts are these tokens" if protocol.names_tokens else "",
         "the start and end tokens of the model's own library are around every text" if protocol.adds else "",
         f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",
-        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
-        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
-        dynamic_length_text(protocol.dynamic_length),
+        *shared.answer_texts(protocol),
     ]
     return f"Protocol: {'; '.join(filter(None, parts))}."
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:
-    cells = [cell for series in group.series for cell in series.cells()]
-    keys = [(cell.task, score.metric, score.filter) for cell in cells for score in cell.scores]
+    entries = [entry for series in group.series for entry in series.entries()]
+    keys = [(entry.task, score.metric, score.filter) for entry in entries for score in entry.scores]
     missing = [
         at.removeprefix("task ") for series in group.series for at in sorted(series.missing()) if at.startswith("task ")
     ]
-    known = {cell.task for cell in cells}
+    known = {entry.task for entry in entries}
     return list(dict.fromkeys([*keys, *((task, "", "none") for task in missing if task not in known)]))

@@ -1,4 +1,4 @@
-"""One page that shows what position methods do, side by side: scores, wavelengths, phases, biases, logits, layers."""
+"""One page with position methods side by side: scores, wavelengths, phases, biases, logit factors and layers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,20 +34,20 @@ from megatron_coca.evaluation.report.document import (
 POINTS = 400
 """Distances at which scores and biases are drawn."""
 PAIRS = 64
-"""Random queries over whose scores the mean is taken, so that no single one shapes the curve."""
+"""Number of random queries. Their mean score is drawn, so that no single query shapes the curve."""
 MOST_HEADS = 8
-"""Heads whose bias is drawn; of more, as many at equal steps."""
+"""Largest number of heads with a drawn bias; of more heads, this number at equal steps."""
 FULL_CIRCLE = 2 * math.pi
 CAPTIONS = {
     "scores": f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} "
-    "normal vectors and all heads, without bias and gates. No line where the method hides the key. For CoCA the key's "
-    "vector is that of the T projection.",
-    "wavelengths": "Tokens in one rotation of every frequency; the dotted line is the training length, above which "
-    "training shows only a part of the circle. Frequencies of 0 are left out.",
-    "phases": "The share of the circle that the rotations of a frequency reach in this input and never reached in "
-    "training; 0 where every phase was seen.",
-    "biases": f"What is added to the scores of a query at the end of the input, of at most {MOST_HEADS} heads.",
-    "logits": "What the scores of a query are multiplied by: logit scaling, and the temperature of the extension.",
+    "normal vectors and all heads, without bias and gates. There is no line at distances that the method hides. For "
+    "CoCA the key's vector is that of the T projection.",
+    "wavelengths": "Tokens in one rotation of every frequency. The dotted line is the training length: training shows "
+    "longer rotations only in part. Frequencies of 0 are left out.",
+    "phases": "The share of the circle that the rotations of a frequency reach in this input but never reached in "
+    "training; it is 0 if training showed every phase.",
+    "biases": f"The bias on the scores of a query at the end of the input, for at most {MOST_HEADS} heads.",
+    "logits": "The factor on the scores of a query: logit scaling, and the temperature of the extension.",
     "layers": "The type of every layer.",
 }
 
@@ -58,12 +58,12 @@ class ShownMethod:
 
     Attributes:
         model: its label, with the type of layers if there are several.
-        variant: the label of what evaluation changes.
-        layers: how many have this method.
+        variant: the label of the changes in evaluation.
+        layers: the number of layers with this method.
         config, position: as evaluated; `position` has the keys of the type of layers.
         trained, trained_position: the same in training, without the variant.
-        encoding: computes the tables, with initial weights where it has any.
-        length: of the input that is shown, in tokens.
+        encoding: computes the tables; learned weights have their initial values.
+        length: of the input, in tokens.
     """
 
     model: str
@@ -90,18 +90,20 @@ class ShownMethod:
 
 
 def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, length: int) -> list[ShownMethod]:
-    """The methods of all types of layers of one model, whose variant may change what it was trained with.
+    """Return the methods of all types of layers of one model with one variant.
 
-    A variant that changes nothing has the same configuration twice.
+    If the variant changes nothing, `trained` and `evaluated` are the same configuration.
 
     Raises:
         BackendError, ConfigError: a method cannot be built or drawn.
     """
     types = evaluated.layer_types
     if GAU in types:
-        raise ConfigError("attention_config: gated attention units (gau) are not drawn; leave them out")
+        raise ConfigError("attention_config: gated attention units (gau) are not supported here; leave them out")
     if added := types.keys() - trained.layer_types.keys():
-        raise ConfigError(f"attention_config: layers of type {', '.join(added)} are trained; name them for the model")
+        raise ConfigError(
+            f"attention_config: the trained model has no layers of type {', '.join(added)}; name them for the model"
+        )
     return [
         ShownMethod(
             model if len(types) == 1 else f"{model}: {name}",
@@ -141,7 +143,7 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
     header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
-    return Table("methods", "What was compared", (*header, "gate or sinks"), tuple(rows))
+    return Table("methods", "Compared methods", (*header, "gate or sinks"), tuple(rows))
 
 
 def _distances(length: int) -> list[int]:
@@ -155,7 +157,7 @@ def _bias(shown: ShownMethod) -> DistanceBias | None:
 
 
 def _bias_at(bias: DistanceBias, distances: Sequence[int]) -> Tensor:
-    """[heads, distances] float64, for the query at the end of the input."""
+    """Return [heads, distances] float64, for the query at the end of the input."""
     ascending = torch.tensor(distances, dtype=torch.float64)
     return bias_of_pairs(bias, ascending, ascending[-1])
 
@@ -165,7 +167,7 @@ def _trained(shown: ShownMethod) -> PositionMethod:
 
 
 def _reach(method: PositionMethod, trained: bool, length: int) -> float:
-    """The largest distance by which a query and a key are rotated in an input of `length` tokens."""
+    """Return the largest distance by which a query and a key are rotated in an input of `length` tokens."""
     keys = torch.arange(length, dtype=torch.float64)
     bands = method.trained_bands if trained else method.bands
     return float(rotated_distances(bands, keys[-1:], keys).abs().max())
@@ -194,7 +196,7 @@ def _wavelengths(shown: ShownMethod) -> Curves:
 
 
 def _phases(shown: ShownMethod) -> Curves:
-    given = shown.trained.general.training_positions  # an offset alone changes no distance
+    given = shown.trained.general.training_positions  # an offset changes no distance
     wide = given is not None and given.type != "shifted"
     length = window_tokens(given.max, shown.training_length) if given and wide else shown.training_length
     assert length is not None  # checked with the configuration
@@ -228,7 +230,7 @@ def _logit_factors(shown: ShownMethod) -> Curves:
 
 @dataclass(frozen=True)
 class Kind:
-    """A figure of the page: a panel for each model, with the curves of its variants; `panel` has fields of a Panel."""
+    """A figure of the page: a panel for each model with the curves of its variants; `panel` has fields of a Panel."""
 
     name: str
     title: str
@@ -267,7 +269,7 @@ KINDS = (
 
 
 def _layers(shown: Sequence[ShownMethod]) -> Figure:
-    """A row of bars for each model, a bar for each layer, coloured by its type."""
+    """Return a plot with a row of bars for each model: a bar for each layer, coloured by its type."""
     models = {each.model.partition(":")[0]: each.config.model.layer_names for each in shown}
     types = list(dict.fromkeys(name for names in models.values() for name in names))
 
@@ -290,7 +292,7 @@ def _layers(shown: Sequence[ShownMethod]) -> Figure:
 
 @torch.no_grad()
 def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str, list[Panel]]]:
-    """The page of at least one method, and the panels of its figures by name."""
+    """Return the page of one method or more, and the panels of its figures by name."""
     sections, drawn = [Section("methods", "Methods", (ReportBlock(tables=(_settings(shown),)),))], {}
     models = dict.fromkeys(each.model for each in shown)
     for kind in KINDS:

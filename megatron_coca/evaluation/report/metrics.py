@@ -1,4 +1,4 @@
-"""Numbers of a report: how they are read from cells, pooled over seeds and documents, and shown as a table's cells."""
+"""Numbers of a report: read from entries of results, pooled over seeds and documents, and shown in cells of tables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from typing import Any
 from megatron_coca.evaluation.report.document import TableCell
 from megatron_coca.evaluation.report.reading import Replicate, Series
 from megatron_coca.evaluation.results import Missing
-from megatron_coca.evaluation.statistics import differ, estimate, geometric_estimate
-from megatron_coca.evaluation.tasks.retrieval import Tally, wilson_interval
+from megatron_coca.evaluation.statistics import differ, estimate, geometric_estimate, wilson_interval
+from megatron_coca.evaluation.tasks.retrieval import Tally
 
-MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
-"""Table text for each kind of missing cell."""
+MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
+"""Table text for each kind of missing entry."""
 Show = Callable[[float], str]
 TWO_DIGITS: Show = "{:.2f}".format
 MARK = "†"
-"""Not an asterisk, which marks training lengths."""
+"""The mark of significant differences. An asterisk would be confused with that of training lengths."""
 
 
 def missing_cell(missing: Missing) -> TableCell:
@@ -25,9 +25,9 @@ def missing_cell(missing: Missing) -> TableCell:
 
 
 def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = False) -> TableCell:
-    """The mean of `values`, one for each seed, with its 95% t interval.
+    """Return the mean of `values`, one for each seed, with its 95% t interval.
 
-    `log` is for logarithms: their mean and the ends of its interval are shown as exponentials.
+    `log` is for logarithms: the exponentials of their mean and of the ends of its interval are shown.
     """
     found = (geometric_estimate if log else estimate)(values)
     cell = TableCell(show(found.mean), found.mean, seeds=found.count)
@@ -40,9 +40,9 @@ def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = Fals
 def value_cell(
     series: Series, at: str, number: Callable[[Replicate], float | None], show: Show = TWO_DIGITS, log: bool = False
 ) -> TableCell:
-    """The `mean_cell` over the replicates of a series.
+    """Return the `mean_cell` over the replicates of a series.
 
-    `number` is None where a replicate has none; `at` is the name of the cell among those that are missing.
+    `number` is None for a replicate without a number; `at` is the name of the entry if it is missing.
     """
     numbers = [number(replicate) for replicate in series.replicates]
     known = [value for value in numbers if value is not None]
@@ -59,27 +59,27 @@ def value_cell(
     return replace(mean_cell(known, show, log), note=note)
 
 
-def whole(cell: Any) -> Any:
-    """A cell that is a tally itself."""
-    return cell
+def whole(entry: Any) -> Any:
+    """An entry that is a tally itself."""
+    return entry
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a result's cells: how it is read, pooled over seeds, shown and compared.
+    """A number of a result's entries: how it is read, pooled over seeds, shown and compared.
 
     Attributes:
-        at: name of a cell among those that are missing, with its key filled in.
-        number: of a cell; of a tally its accuracy.
-        key: of the cell in a column of a table, which is a length where nothing else is said.
-        tally: the cases behind the number, whose Wilson interval is shown where seeds give none.
+        at: name of a missing entry, with places for its key.
+        number: of an entry; of a tally its accuracy.
+        key: of the entry in a column of a table; by default the column is a length.
+        tally: the cases behind the number. Their Wilson interval is shown if the seeds give no interval.
         sums: of each document, for paired comparisons.
-        log: `number` is the logarithm of what is shown.
+        log: `number` is the logarithm of the number that is shown.
         lowest: the smallest is the best.
     """
 
     at: str
-    number: Callable[[Any], float | None] = lambda cell: cell.accuracy
+    number: Callable[[Any], float | None] = lambda entry: entry.accuracy
     show: Show = TWO_DIGITS
     key: Callable[[int], tuple[Any, ...]] = lambda length: (length,)
     tally: Callable[[Any], Tally | None] | None = None
@@ -88,15 +88,15 @@ class Metric:
     lowest: bool = False
 
     def of(self, replicate: Replicate, column: int) -> float | None:
-        """The number of one seed; None without one."""
-        cell = replicate.cells.get(self.key(column))
-        cell = cell if cell is None or self.tally is None else self.tally(cell)
-        return None if cell is None else self.number(cell)
+        """Return the number of one seed, or None."""
+        entry = replicate.entries.get(self.key(column))
+        entry = entry if entry is None or self.tally is None else self.tally(entry)
+        return None if entry is None else self.number(entry)
 
     def cell(self, series: Series, column: int, reference: Series | None = None) -> TableCell:
-        """The number of a series: of one seed, or the mean over seeds with its t interval.
+        """Return the number of one seed, or the mean over seeds with its t interval.
 
-        MARK is added where the losses of documents differ from those of `reference`.
+        MARK is added if the losses of documents differ from those of `reference`.
         """
         key = self.key(column)
         value = value_cell(series, self.at.format(*key), lambda each: self.of(each, column), self.show, self.log)
@@ -112,18 +112,18 @@ class Metric:
 
     def _tally_cell(self, series: Series, key: tuple[Any, ...], cell: TableCell) -> TableCell:
         assert self.tally is not None
-        found = [self.tally(replicate.cells[key]) for replicate in series.replicates if key in replicate.cells]
+        found = [self.tally(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         tallies = [tally for tally in found if tally is not None]
         if found and not tallies:
             return TableCell("–", detail="no case")
         if cell.value is None or cell.low is not None:
             return cell
-        # Of one seed, and of seeds that agree exactly, which have no t interval.
+        # One seed, or seeds that agree exactly, have no t interval.
         low, high = wilson_interval(cell.value, sum(tally.count for tally in tallies))
         return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
-        """The sums of every document, means over the seeds; empty without one."""
+        """Return the sums of every document, as means over the seeds; empty without one."""
         assert self.sums is not None
-        sums = [self.sums(replicate.cells[key]) for replicate in series.replicates if key in replicate.cells]
+        sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         return tuple(fmean(values) for values in zip(*sums, strict=True))

@@ -1,4 +1,4 @@
-"""Numbers that papers report, as printed: the tables of `published.yaml`."""
+"""Published numbers of papers, as printed: the tables of `published.yaml`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class PublishedTable:
 
     Attributes:
         name: as in the paper.
-        metric: unit of the numbers, by which report sections select tables.
+        metric: the kind of numbers, by which sections of a report select tables.
         setting: model, training and data behind the numbers.
         training_length: of the models, in tokens.
-        rows: the name of a row, and its values by spaces.
+        rows: the name of a row, and its values, separated by spaces.
         columns: lengths in tokens, or other column heads.
         same_length: shown with measurements of models of this training length only.
-        apart: never in one table with ours: rows of differences, or columns that are no lengths.
+        apart: never in one table with ours, because rows are differences or columns are not lengths.
         measured: False for a table of formulas.
     """
 
@@ -40,7 +40,7 @@ TABLES = [PublishedTable(**table) for table in read_yaml(Path(__file__).with_suf
 
 
 def tables_of(metric: str, training_lengths: Collection[int] = ()) -> list[PublishedTable]:
-    """Return the tables of a metric that are shown with measurements of models of these training lengths."""
+    """Return the tables of a metric that are shown with models of these training lengths."""
     chosen = [table for table in TABLES if table.metric == metric]
     return [table for table in chosen if not table.same_length or table.training_length in training_lengths]
 

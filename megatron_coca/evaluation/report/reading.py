@@ -1,4 +1,4 @@
-"""Reading result files, and grouping results that measure the same thing."""
+"""Reading of result files, and groups of comparable results."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Result
+from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Result
 from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.evaluation.tasks.perplexity import PerplexityResult
@@ -34,7 +34,7 @@ RESULT_TYPES: dict[str, type[Result]] = {
 """The type of a result file by its field `task`."""
 
 KNOWN_FILES = frozenset({"report.json", "cell.json", "curve.json"})
-"""Files beside results that are left out without a warning: a report of earlier versions, records of an ablation."""
+"""Files beside results that are left out without a warning: reports of earlier versions, and records of an ablation."""
 REMEDY = "measure it again, or remove the file"
 
 
@@ -47,7 +47,7 @@ class LoadedResult:
 
 
 def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
-    """Reads files and folders with everything below them; each file once, in folders sorted by name.
+    """Read files, and folders with everything below them. Each file is read once; those of a folder are sorted by name.
 
     Other JSON files in a folder cause a warning. Raises EvaluationError for a named file that is not a result, for a
     damaged one, and if there is none.
@@ -67,20 +67,21 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
             else:
                 tasks = ", ".join(RESULT_TYPES)
                 raise EvaluationError(
-                    f"{file}: is not a result of `megatron-coca evaluate` (its task is none of {tasks})"
+                    f"{file}: is not a result of `megatron-coca evaluate` (task: {tasks}); name another file"
                 )
         if ignored:
             logger.warning("ignored %d files that are not results, such as %s", len(ignored), ignored[0])
     if not loaded:
         raise EvaluationError(
-            "no results to report: name files of `megatron-coca evaluate TASK --output`, or folders of them"
+            "results: none found; name files of `megatron-coca evaluate TASK --output`, or folders of them"
         )
     return list(loaded.values())
 
 
 def _task(file: Path) -> str | None:
-    """The field `task` if it is a known one. Raises EvaluationError for a file that is not readable JSON: a truncated
-    result does not show its task.
+    """Return the field `task` if it is known, otherwise None.
+
+    Raises EvaluationError for a file that is not readable JSON: a truncated result does not show its task.
     """
     try:
         content = json.loads(read_regular(file))
@@ -101,10 +102,10 @@ def _load(file: Path, task: str) -> LoadedResult:
 
 
 Comparable = Mapping[str, str]
-"""Properties in which results of one table agree: its name in headings, and the attribute path in a result."""
+"""The properties that results of one table have in common: their names in headings, and their paths in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
-"""A length in the `at` of a missing cell."""
+"""A length in the `at` of a missing entry."""
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 MAX_HEADING_VALUE = 100
 """Characters of a value in the heading of a group."""
@@ -112,10 +113,10 @@ MAX_HEADING_VALUE = 100
 
 @dataclass(frozen=True)
 class Replicate:
-    """All results of one label and one seed in a group, from one or several files; `header` is the first's result."""
+    """All results of one label and one seed in a group, from one file or several; `header` is the first result."""
 
     header: Any
-    cells: dict[tuple[Any, ...], Any]
+    entries: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
 
     def why(self, at: str) -> Missing:
@@ -125,7 +126,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Series:
-    """The replicates of one label: models that differ by the seed of their training only, sorted by it."""
+    """The replicates of one label: models that differ only in the seed of their training, sorted by it."""
 
     label: str
     replicates: tuple[Replicate, ...]
@@ -136,10 +137,10 @@ class Series:
 
     @property
     def keys(self) -> set[tuple[Any, ...]]:
-        return {key for replicate in self.replicates for key in replicate.cells}
+        return {key for replicate in self.replicates for key in replicate.entries}
 
-    def cells(self) -> list[Any]:
-        return [cell for replicate in self.replicates for cell in replicate.cells.values()]
+    def entries(self) -> list[Any]:
+        return [entry for replicate in self.replicates for entry in replicate.entries.values()]
 
     def missing(self) -> set[str]:
         return {at for replicate in self.replicates for at in replicate.missing}
@@ -147,7 +148,7 @@ class Series:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """Comparable series; `differs` says how this group differs from the other groups of its task."""
+    """Comparable series; `differs` has the difference to the other groups of the task."""
 
     series: tuple[Series, ...]
     differs: str = ""
@@ -164,12 +165,12 @@ class ResultGroup:
     def measured(self) -> list[Series]:
         return [series for series in self.series if series.keys]
 
-    def cell_keys(self) -> list[Any]:
+    def entry_keys(self) -> list[Any]:
         return sorted(set().union(*(series.keys for series in self.series)))
 
     def lengths(self) -> list[int]:
         missing = [_LENGTH.search(at) for series in self.series for at in series.missing()]
-        measured = {next(part for part in key if isinstance(part, int)) for key in self.cell_keys()}
+        measured = {next(part for part in key if isinstance(part, int)) for key in self.entry_keys()}
         return sorted(measured | {int(match[1]) for match in missing if match})
 
     def training_lengths(self) -> set[int]:
@@ -177,9 +178,9 @@ class ResultGroup:
 
 
 def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
-    """Groups comparable results, in the order of the files.
+    """Group comparable results, in the order of the files.
 
-    Raises EvaluationError where one label of a group names two models, or two values of one cell.
+    Raises EvaluationError if one label of a group has two models, or two values of one entry.
     """
     values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
     members: dict[str, list[LoadedResult]] = {}
@@ -199,7 +200,7 @@ def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> lis
 
 
 def _series(label: str, files: Sequence[LoadedResult]) -> Series:
-    """Raises EvaluationError if the models of the files differ by more than the seed of their training."""
+    """Return the series of one label. Raises EvaluationError if its models differ in more than the seed of training."""
     by_weights: dict[str, list[LoadedResult]] = {}
     for item in files:
         if _model(item.result) != _model(files[0].result):
@@ -217,35 +218,35 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
 
 
 def _model(result: Result) -> tuple[Any, ...]:
-    """The properties in which replicates agree."""
+    """Return the properties that replicates have in common."""
     checkpoint = result.checkpoint
     return checkpoint.step, checkpoint.seq_length, checkpoint.pos_emb, checkpoint.trained_with, result.overrides
 
 
 def _different_models(label: str, one: LoadedResult, other: LoadedResult) -> EvaluationError:
     return EvaluationError(
-        f"label `{label}` is used for different models in {one.file} and {other.file}, not only for different seeds; "
+        f"label `{label}`: has different models in {one.file} and {other.file}, not only different seeds; "
         "evaluate one of them again with another --label"
     )
 
 
 def _merge(label: str, files: Sequence[LoadedResult]) -> Replicate:
-    cells: dict[tuple[Any, ...], Cell] = {}
+    entries: dict[tuple[Any, ...], Entry] = {}
     origins: dict[tuple[Any, ...], str] = {}
     missing: dict[str, Missing] = {}
     for item in files:
         result: Any = item.result
-        for cell in result.results:
-            if (scored := getattr(cell, "documents", None)) is not None and scored < result.documents.count:
+        for entry in result.results:
+            if (scored := getattr(entry, "documents", None)) is not None and scored < result.documents.count:
                 reason = f"interrupted: the first {scored} of {result.documents.count} documents"
-                at = f"window {cell.window}"
+                at = f"window {entry.window}"
                 missing[at] = Missing(at=at, kind="not run", reason=reason)
                 continue
-            if origins.setdefault(cell.key, item.file) != item.file:
+            if origins.setdefault(entry.key, item.file) != item.file:
                 raise EvaluationError(
-                    f"label `{label}` has the cell {' '.join(map(str, cell.key))} of {result.task} both in "
-                    f"{origins[cell.key]} and in {item.file}; report only one of them"
+                    f"label `{label}`: has the entry {' '.join(map(str, entry.key))} of {result.task} both in "
+                    f"{origins[entry.key]} and in {item.file}; report only one of them"
                 )
-            cells[cell.key] = cell
-        missing |= {entry.at: entry for entry in result.missing}
-    return Replicate(files[0].result, dict(sorted(cells.items())), missing)
+            entries[entry.key] = entry
+        missing |= {each.at: each for each in result.missing}
+    return Replicate(files[0].result, dict(sorted(entries.items())), missing)

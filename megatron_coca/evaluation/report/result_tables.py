@@ -1,10 +1,13 @@
-"""Tables and plots that the sections of a report share: labels down, lengths across, published rows below ours."""
+"""Common tables and plots of the sections of a report: a row for each label, a column for each length, and published
+rows below ours.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
@@ -15,13 +18,13 @@ from megatron_coca.evaluation.results import Result
 from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS, RESAMPLES, Estimate, differ, difference_interval
 
 HASH_DIGITS = 12
-"""Digits of a hash that are shown; the result files have them all."""
+"""Digits of a hash in a report; result files have all of them."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is shown beside results: published numbers, learning curves by label, comparison with a baseline's label."""
+    """Additions to results: published numbers, learning curves by label, and the label of a baseline."""
 
     papers: bool = True
     baseline: str | None = None
@@ -29,12 +32,12 @@ class ReportOptions:
 
 
 Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
-"""Makes the blocks of a section out of results; none leaves the section out."""
+"""A function that makes the blocks of a section from results. Without a block the section is left out."""
 BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
 def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], Builder]:
-    """Decorate a function that makes the block of one group of comparable results, named `name`-1 and so on."""
+    """Decorate a function that makes the block of one group of comparable results; `name`-1 is the first block."""
 
     def decorate(block: BlockFunction) -> Builder:
         def build(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -53,11 +56,11 @@ class LengthTable:
     """A table of labels by length.
 
     Attributes:
-        head: of the column of names.
-        rows: the number in a row by its name, where {} is the label.
-        suffix: of the table's name.
-        published: metric of the papers' tables that belong to it.
-        notes: below the table.
+        head: the head of the column of names.
+        rows: the number in a row by the row's name, in which {} is the label.
+        suffix: the end of the table's name.
+        published: the metric of the papers' tables that belong to it.
+        notes: texts below the table.
     """
 
     caption: str
@@ -69,8 +72,9 @@ class LengthTable:
 
 
 def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, options: ReportOptions) -> list[Table]:
-    """Each table with ours by length and published rows of the same training length, then published tables of other
-    settings.
+    """Return each table with our numbers by length and published rows of the same training length.
+
+    Published tables of other settings follow.
     """
     trained, reference = group.training_lengths(), baseline_of(group, options)
     tables = []
@@ -101,12 +105,12 @@ def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
 
 
 def baseline_of(group: ResultGroup, options: ReportOptions) -> Series | None:
-    """The series that the others are compared with."""
+    """Return the series with which the others are compared, or None."""
     return next((series for series in group.series if series.label == options.baseline), None)
 
 
 def with_baseline_note(table: Table, baseline: str | None) -> Table:
-    """A table with numbers that could be marked: with a note on MARK."""
+    """Return the table with a note on MARK, if a number could be marked."""
     reference = next((row for row in table.rows if row.name == baseline and not row.published), None)
     others = [row for row in table.rows if reference is not None and row is not reference]
     pairs = [pair for row in others for pair in zip(row.cells, reference.cells, strict=True)] if reference else []
@@ -125,7 +129,7 @@ def source_text(table: PublishedTable) -> str:
 
 
 def published_rows(table: PublishedTable, columns: Sequence[int | str]) -> list[TableRow]:
-    """Published rows in our columns."""
+    """Return published rows in our columns."""
     rows = []
     for row in table.rows:
         values = dict(zip(table.columns, row["values"].split(), strict=True))
@@ -135,7 +139,7 @@ def published_rows(table: PublishedTable, columns: Sequence[int | str]) -> list[
 
 
 def published_table(table: PublishedTable, prefix: str) -> Table:
-    """A published table on its own; `prefix` begins its name."""
+    """Return a published table of its own; `prefix` begins its name."""
     words = "".join(character if character.isalnum() else " " for character in table.name.lower()).split()
     caption = f"Published, {table.source}: {table.name}"
     header = ("method", *map(str, table.columns))
@@ -148,17 +152,19 @@ def published_table(table: PublishedTable, prefix: str) -> Table:
 
 
 def length_figure(
-    name: str, what: str, group: ResultGroup, metric: Metric, panel: Mapping[str, Any], caption: str
+    name: str, title: str, group: ResultGroup, metric: Metric, panel: Mapping[str, Any], caption: str
 ) -> list[Figure]:
-    """The numbers of a table against length, with the training lengths marked; `what` they show, and other fields of
-    the panel. None with a single length, where there is nothing to draw a line through.
+    """Return a plot of the numbers of a table against length, with the training lengths marked.
+
+    `title` describes the plot; `panel` has other fields of the panel. A single length has no plot, because there is no
+    line to draw.
     """
     drawn, lines = length_lines(group, metric)
     if len({x for line in lines for x in line.x}) < 2:
         return []
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
     trained = {float(length): f"training length {length}" for length in lengths}
-    alt = f"{what} for {', '.join(series.label for series in drawn)}; the table has the numbers"
+    alt = f"{title} for {', '.join(series.label for series in drawn)}; the table has the numbers"
     caption += _bands_text(drawn, bool(panel.get("log_y")))
     shown = panels([Panel(tuple(lines), marks=trained, **panel)])
     size = size_with_legend([*(line.label for line in lines), *trained.values()])
@@ -166,7 +172,7 @@ def length_figure(
 
 
 def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list[Line]]:
-    """Return the series that have complete numbers, and for each a line with the numbers and intervals of the table."""
+    """Return the series with numbers, and for each a line with the numbers and intervals of the table."""
     drawn, lines = [], []
     for series in group.series:
         cells = {length: metric.cell(series, length) for length in group.lengths()}
@@ -198,7 +204,7 @@ SEEDS_NOTE = (
 
 
 def with_seeds_note(table: Table) -> Table:
-    """A table of which some numbers are of several seeds: with a note, and n where a number is of fewer."""
+    """Return the table with a note if numbers are means over seeds, and with n for a number of fewer seeds."""
     most = max((cell.seeds or 0 for row in table.rows for cell in row.cells), default=0)
     if most < 2:
         return table
@@ -212,8 +218,8 @@ def with_seeds_note(table: Table) -> Table:
     return replace(table, rows=rows, notes=(*table.notes, SEEDS_NOTE))
 
 
-def differ_surely(one: TableCell, other: TableCell) -> bool:
-    """True if two numbers differ by more than their uncertainty: by both intervals, without them by the documents."""
+def differ_significantly(one: TableCell, other: TableCell) -> bool:
+    """Return True if two numbers differ by more than their uncertainty: by both intervals, or by their documents."""
     ends = [(cell.value, cell.low, cell.high) for cell in (one, other)]
     if any(end is None for three in ends for end in three):
         return differ(one.sample, other.sample)
@@ -223,9 +229,9 @@ def differ_surely(one: TableCell, other: TableCell) -> bool:
 
 
 def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:
-    """Marks the best finite value of each column if it surely differs from every other one.
+    """Mark the best finite value of each column if it differs significantly from every other one.
 
-    `lowest` says whether the smallest is the best, for all columns or for each.
+    `lowest`: the smallest is the best, for all columns or for each.
     """
     columns = []
     for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
@@ -234,13 +240,13 @@ def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[T
         smallest = lowest if isinstance(lowest, bool) else lowest[index]
         _, best = (min if smallest else max)(known, key=lambda pair: pair[0], default=(0.0, EMPTY))
         others = [cell for _, cell in known if cell is not best]
-        sure = bool(others) and all(differ_surely(best, cell) for cell in others)
+        sure = bool(others) and all(differ_significantly(best, cell) for cell in others)
         columns.append([replace(cell, best=sure and cell is best) for cell in cells])
     by_row = zip(*columns, strict=True) if columns else [()] * len(rows)
     return [replace(row, cells=tuple(cells)) for row, cells in zip(rows, by_row, strict=True)]
 
 
-# Where results are from
+# Origin of results
 
 
 def checkpoint_text(result: Result) -> str:
@@ -256,7 +262,7 @@ def environment_text(result: Result) -> str:
 
 
 def overrides_text(result: Result) -> str:
-    """What evaluation changes, in parentheses; empty if nothing."""
+    """Return the keys that evaluation changes, in parentheses; empty if there are none."""
     shown = []
     for key, value in result.overrides.items():
         options = value.items() if isinstance(value, Mapping) else ()
@@ -265,8 +271,17 @@ def overrides_text(result: Result) -> str:
     return f" ({'; '.join(shown)})" if shown else ""
 
 
+def answer_texts(protocol: Any) -> list[str]:
+    """Return a protocol's texts on the end of answers, chats and the dynamic length; empty ones do not apply."""
+    return [
+        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
+        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
+        dynamic_length_text(protocol.dynamic_length),
+    ]
+
+
 def data_text(result: Any) -> str:
-    """The data with the first digits of its hash; empty for a task without documents or haystack."""
+    """Return the data with the first digits of its hash; empty for a task without documents or haystack."""
     if (documents := getattr(result, "documents", None)) is not None:
         size = f"{documents.count} documents, {documents.tokens:,} tokens"
         return f"data: {', '.join(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size})"
@@ -276,7 +291,7 @@ def data_text(result: Any) -> str:
 
 
 def provenance(group: ResultGroup) -> tuple[str, ...]:
-    """Checkpoints with the labels that they are measured as, the data, and where it was computed."""
+    """Return the checkpoints with their labels, the data, and the devices and versions of the computation."""
     labels: dict[str, list[str]] = {}
     headers = [replicate.header for series in group.series for replicate in series.replicates]
     for header in headers:

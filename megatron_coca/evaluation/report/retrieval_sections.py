@@ -8,7 +8,6 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import (
     SHARES,
@@ -24,7 +23,7 @@ from megatron_coca.evaluation.report.document import ReportBlock, Table, TableRo
 from megatron_coca.evaluation.report.metrics import Metric, whole
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
-from megatron_coca.evaluation.tasks.recall import RecallCell, retrieving_head, scores_of
+from megatron_coca.evaluation.tasks.recall import RecallEntry, retrieving_head, scores_of
 from megatron_coca.evaluation.tasks.retrieval import RetrievalProtocol
 
 RETRIEVAL_COMPARABLE: Comparable = {
@@ -47,19 +46,17 @@ PASSKEY = Metric("length {}", tally=whole)
 PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_label": "accuracy (share of cases)", "y_range": SHARES}
 
 
-def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
+def retrieval_text(protocol: RetrievalProtocol, each: str) -> str:
     parts = [
-        f"{protocol.text}; {protocol.cases} cases a {cell}, seed {protocol.seed}",
+        f"{protocol.text}; {protocol.cases} cases for each {each}, seed {protocol.seed}",
         f"token {protocol.start} before every prompt" if protocol.start is not None else "",
-        f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
-        f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
-        dynamic_length_text(protocol.dynamic_length),
+        *shared.answer_texts(protocol),
     ]
     return f"Protocol: {'; '.join(filter(None, parts))}."
 
 
 def by_side(metric: Metric) -> dict[str, Metric]:
-    """Rows with the fact inside and beyond the training length from the end of the prompt."""
+    """Return rows with the fact inside and beyond the training length from the end of the prompt."""
     return {f"{{}}, {side}": replace(metric, tally=attrgetter(side)) for side in ("inside", "beyond")}
 
 
@@ -97,7 +94,7 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         (series.label, [[metric.cell(series, length).value for length in lengths] for metric in at_depth.values()])
         for series in group.measured
     ]
-    text = (retrieval_text(group.first.protocol, "cell"),)
+    text = (retrieval_text(group.first.protocol, "length and depth"),)
     if not maps:
         return ReportBlock(text, (), tuple(tables))
     caption = "Share of needles found, by length and by how deep they are hidden (0% is the beginning)."
@@ -112,7 +109,7 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 @shared.grouped("ruler", RETRIEVAL_COMPARABLE)
 def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """A table of all tasks and their mean by length, and a plot of the means."""
-    tasks = list(dict.fromkeys(task for task, _ in group.cell_keys()))
+    tasks = list(dict.fromkeys(task for task, _ in group.entry_keys()))
     group = replace(group, series=tuple(_with_means(series, tasks) for series in group.series))
     of_task = {task: _found_in(task) for task in (*tasks, "mean")}
     rows = {f"{task}: {{}}": metric for task, metric in of_task.items()}
@@ -122,22 +119,22 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     panel = PANEL | {"y_label": "mean share of strings found"}
     figures = shared.length_figure(name, "Mean share found by length", group, of_task["mean"], panel, caption)
     tables = shared.length_tables(name, [spec], group, options)
-    return ReportBlock((retrieval_text(group.first.protocol, "cell"),), tuple(figures), tuple(tables))
+    return ReportBlock((retrieval_text(group.first.protocol, "task and length"),), tuple(figures), tuple(tables))
 
 
 def _with_means(series: Series, tasks: Sequence[str]) -> Series:
-    """A series with a cell "mean" for each length at which all tasks are measured."""
+    """Return a series with an entry "mean" for each length at which all tasks are measured."""
 
     def means(replicate: Replicate) -> dict[tuple[Any, ...], Any]:
         found = {}
-        for length in {length for _, length in replicate.cells}:
-            cells = [replicate.cells[task, length] for task in tasks if (task, length) in replicate.cells]
-            if len(cells) == len(tasks):
-                accuracy, count = fmean(cell.accuracy for cell in cells), sum(cell.count for cell in cells)
+        for length in {length for _, length in replicate.entries}:
+            entries = [replicate.entries[task, length] for task in tasks if (task, length) in replicate.entries]
+            if len(entries) == len(tasks):
+                accuracy, count = fmean(entry.accuracy for entry in entries), sum(entry.count for entry in entries)
                 found["mean", length] = SimpleNamespace(accuracy=accuracy, count=count)
         return found
 
-    replicates = (replace(each, cells=each.cells | means(each)) for each in series.replicates)
+    replicates = (replace(each, entries=each.entries | means(each)) for each in series.replicates)
     return replace(series, replicates=tuple(replicates))
 
 
@@ -155,7 +152,7 @@ UNSHIFTED = replace(PASSKEY, key=lambda length: (length, 0))
 @shared.grouped("recall", RECALL_COMPARABLE)
 def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Accuracy by length, split by the distance of the fact; by shift of all positions; scores of retrieving heads."""
-    protocol, keys, trained = group.first.protocol, group.cell_keys(), min(group.training_lengths())
+    protocol, keys, trained = group.first.protocol, group.entry_keys(), min(group.training_lengths())
     chance = "" if protocol.chance is None else f" A random value is right in {protocol.chance:.3f} of the cases."
     text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{chance}"
     caption = "Recall of facts within the training length of the question (inside) and before it (beyond)"
@@ -179,20 +176,22 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     return ReportBlock((text,), tuple(figures), tuple(tables))
 
 
-def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallCell]]], x_label: str) -> list[Panel]:
-    """Score of the fact and log-sum-exp of the rest in the retrieving head, a panel each: means over seeds by length.
+def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], x_label: str) -> list[Panel]:
+    """Return two panels of the retrieving head: the score of the fact, and the log-sum-exp of all other keys.
 
-    `recalls` has the unshifted cells of each seed by label, by ascending length.
+    Numbers are means over seeds by length.
+
+    `recalls` has the unshifted entries of each seed by label, by ascending length.
     """
     drawn = []
     for title, score in (("score of the fact", "fact"), ("log-sum-exp of all other keys", "rest")):
         lines = []
         for label, seeds in recalls.items():
             found: dict[float, list[float]] = {}
-            for cells in seeds:
-                place = retrieving_head(list(cells.values()))
-                for length, cell in cells.items():
-                    head = None if place is None else scores_of(cell, place)
+            for entries in seeds:
+                place = retrieving_head(list(entries.values()))
+                for length, entry in entries.items():
+                    head = None if place is None else scores_of(entry, place)
                     if head is not None and getattr(head, score) is not None:
                         found.setdefault(length, []).append(getattr(head, score))
             if found:
@@ -204,7 +203,7 @@ def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallCell]]], x_l
 def heads_figures(measured: Sequence[Series], name: str) -> list[Figure]:
     recalls = {
         series.label: [
-            {float(length): cell for (length, shift), cell in replicate.cells.items() if not shift}
+            {float(length): entry for (length, shift), entry in replicate.entries.items() if not shift}
             for replicate in series.replicates
         ]
         for series in measured

@@ -1,1 +1,1 @@
-"""Evaluation tasks: what each measures, its command and its table."""
+"""Evaluation tasks: the measurement, the command and the result file of each."""

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate analyse`: initial angles, decay of scores and entropy of attention, by length."""
+"""`megatron-coca evaluate analyse`: initial angles, falling scores and entropy of attention, by length."""
 
 import math
 from argparse import Namespace
@@ -17,26 +17,26 @@ from megatron_coca.evaluation import distance_sweep
 from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
-from megatron_coca.evaluation.options import Show, subject_options
-from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import OPEN, Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.model import GPT
 from megatron_coca.support.console import track
 
 COLLINEAR = 1e-9
-"""Radians below which two directions count as one. In float64 rounding moves a product u q away from q by 1e-16; what
-a float32 projection can express is a thousand times this and more."""
+"""Radians below which two directions count as one. Rounding in float64 turns a product u q by 1e-16, and the smallest
+angles from a float32 projection are a thousand times this limit or more."""
 NEAR = 16
-"""Every distance up to this one is sampled."""
+"""All distances up to this one are sampled."""
 PER_OCTAVE = 4
-"""Sampled distances in each doubling beyond."""
+"""Sampled distances in each doubling beyond `NEAR`."""
 SWEPT_AT_ONCE = 1 << 22
-"""Operands of a distance sweep that exist at a time."""
+"""Largest number of operands of a distance sweep in memory."""
 SCORES_AT_ONCE = 1 << 24
-"""Scores that exist at a time for entropies, so that memory does not grow with the square of the length."""
+"""Largest number of scores in memory for entropies, so that memory does not grow with the square of the length."""
 
 Share = float | None
-"""Between 0 and 1; None where there is nothing to take a share of."""
+"""Between 0 and 1; None for a share of nothing."""
 
 
 class Part(Record):
@@ -46,7 +46,7 @@ class Part(Record):
 class Angles(Part):
     """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]; shares are over pairs of tokens and j.
 
-    Where q_j or k_j is zero there is no angle, and `undefined` is the share of these; all other shares are of the rest.
+    If q_j or k_j is zero, there is no angle. `undefined` is the share of these; the other shares are of the rest.
     """
 
     undefined: Share
@@ -57,7 +57,7 @@ class Angles(Part):
 
 
 class Border(Part):
-    beyond_training: Share  # of all pairs of tokens and all j: those whose border lies beyond the training length
+    beyond_training: Share  # of all pairs of tokens and all j: those with a border beyond the training length
 
 
 class Borders(Part):
@@ -67,15 +67,15 @@ class Borders(Part):
 
 
 class Decay(Part):
-    """Scores of the same query and key put apart, by distance in tokens."""
+    """Scores of the same query and key, moved apart, by distance in tokens."""
 
     distances: list[int]
-    falling: list[Share]  # of the pairs: whose score falls from a distance to the next one
+    falling: list[Share]  # of the pairs: those with a lower score at the next distance
     falling_mean: Share
 
 
 class Entropy(Part):
-    """Entropy in nats of the attention weights of a query; means over documents and all dimensions not named."""
+    """Entropy in nats of the attention weights of a query: means over documents and all dimensions not named."""
 
     positions: list[int]  # of the sampled queries
     by_position: list[float]
@@ -83,10 +83,10 @@ class Entropy(Part):
     mean: float
 
 
-class LengthAnalysis(Cell):
+class LengthAnalysis(Entry):
     length: int
     documents: int
-    angles: Angles | None  # None where nothing is rotated
+    angles: Angles | None  # None if the method does not rotate
     borders: Borders | None
     decay: Decay
     entropy: Entropy
@@ -101,7 +101,7 @@ class AnalysisProtocol(Part):
     pairs: int  # pairs of tokens for angles, over all documents
     queries: int  # of one document: positions for entropy, and pairs of the sweep
     seed: int  # of the drawn pairs
-    layers: str | None = None  # the type of layers, where they differ
+    layers: str | None = None  # the type of the analysed layers if there are several types
 
 
 class AnalysisResult(Result):
@@ -112,8 +112,10 @@ class AnalysisResult(Result):
 
 
 def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Positions m of queries and n <= m of keys, [count] int64 each: `count` different pairs out of all that a causal
-    model of `length` tokens scores, uniformly drawn; all of them in random order if there are no more.
+    """Draw positions m of queries and n <= m of keys, [count] int64 each.
+
+    They are `count` different pairs, uniformly drawn from all that a causal model of `length` tokens scores. If there
+    are no more pairs than that, they are all pairs in random order.
     """
     total = length * (length + 1) // 2
     chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
@@ -125,12 +127,12 @@ def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(first: int, last: int, count: int) -> Tensor:
-    """At most `count` different integers from `first` to `last`, evenly spread with both ends, int64."""
+    """Return at most `count` different integers from `first` to `last`, evenly spaced, with both ends, int64."""
     return torch.linspace(first, last, min(count, last - first + 1), dtype=torch.float64).round().long().unique()
 
 
 def log_distances(length: int) -> list[int]:
-    """0, 1, ... up to 16, then four in each doubling, up to length - 1."""
+    """Return 0, 1, ... up to 16, then four distances in each doubling, up to length - 1."""
     octaves = max(0.0, np.log2(max(length - 1, 1) / NEAR))
     steps = np.arange(1, int(octaves * PER_OCTAVE) + 1)
     far = np.round(NEAR * 2.0 ** (steps / PER_OCTAVE)).astype(int).tolist()
@@ -138,8 +140,9 @@ def log_distances(length: int) -> list[int]:
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
-    """Entropy in nats of the attention weights of each query, that of a sink among them, [heads, n], computed for some
-    queries at a time.
+    """Return the entropy in nats of the attention weights of each query, including the weight of a sink, [heads, n].
+
+    It is computed for some queries at a time.
     """
     scores_per_query = inputs.query.shape[1] * inputs.value.shape[2]
     entropies = []
@@ -152,8 +155,9 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
 def analyse(
     model: GPT, documents: Sequence[np.ndarray], length: int, protocol: AnalysisProtocol, layer_type: str = GLOBAL
 ) -> LengthAnalysis:
-    """Analyses the layers of one type of `model`, in evaluation mode, on the first `length` tokens of `documents`
-    (int64, at least that long).
+    """Analyse the layers of one type of `model`, in evaluation mode, on the first `length` tokens of `documents`.
+
+    Documents are int64 and at least that long.
 
     Memory grows with `length`, not with its square, and with `protocol.pairs` times layers, heads and rotated pairs.
     """
@@ -213,8 +217,9 @@ def _share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
 
 
 def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length: int) -> tuple[Angles, Borders]:
-    """Shares of angles [layers, heads, samples, d/2], NaN where there is none, that grow by `frequencies` [d/2] radians
-    per token.
+    """Return the shares of angles [layers, heads, samples, d/2], which are NaN if undefined.
+
+    They grow by `frequencies` [d/2] radians per token.
     """
     defined, anomalous = ~np.isnan(theta), theta < -COLLINEAR
     layers, heads, *_ = theta.shape
@@ -232,7 +237,7 @@ def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length
 
 
 def summarise_decay(distances: list[int], swept: list[SweptScores]) -> Decay:
-    """The share of falling scores by distance; None where a distance is hidden."""
+    """Return the share of falling scores by distance; None for a hidden distance."""
     scores, visible = torch.cat([part.scores.flatten(0, 1) for part in swept]).numpy(), swept[0].visible.numpy()
     falls = scores[:, 1:] < scores[:, :-1]
     falling = [_share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in range(len(distances) - 1)]
@@ -254,7 +259,7 @@ REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 def run(args: Namespace, show: Show) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
-    evaluation = Evaluation(subject_options(args, show), "analyse")
+    evaluation = Evaluation(subject_options(args), "analyse", show)
     documents = read_subject_documents(args, evaluation, max(args.lengths))
     samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}
     names = evaluation.opened.trained.layer_types
@@ -269,6 +274,6 @@ def run(args: Namespace, show: Show) -> int:
                 continue
             with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
-                    cell = analyse(subject.model, documents.arrays, length, protocol, chosen)
-                store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
+                    entry = analyse(subject.model, documents.arrays, length, protocol, chosen)
+                store.put(entry, Cost.of(at, meter, length * len(documents.arrays)))
     return evaluation.status

@@ -11,15 +11,16 @@ from pydantic import ValidationInfo, field_validator
 
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
-from megatron_coca.evaluation.options import Show, subject_options
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
     OPEN,
-    Cell,
     Cost,
+    Entry,
     EvaluationError,
     Missing,
     Record,
     Result,
+    Show,
     Store,
     measured,
     out_of_memory,
@@ -37,11 +38,11 @@ PROTOCOL = (
     "summed in float64; a text without context follows the token that ends documents; what is longer than max_length "
     "loses its beginning; generation is greedy; perplexities over disjoint windows of max_length"
 )
-"""Part of the identity of a result file: another text would be another measurement."""
+"""Part of the identity of a result file: if the text changes, files are not resumed."""
 
 
 NOT_MEASURED = -1.0
-"""The harness's value of a score that it did not measure, such as that of a length without samples in ruler."""
+"""The value that the harness gives to a score that it did not measure, such as a length without samples in ruler."""
 
 
 class Score(Record):
@@ -54,22 +55,22 @@ class Score(Record):
     @field_validator("value")
     @classmethod
     def _measured(cls, value: float | None, info: ValidationInfo) -> float | None:
-        """A metric that is named after a length is a share; files of earlier versions have the harness's value."""
+        """Replace `NOT_MEASURED` of earlier versions in metrics with the name of a length, which are never negative."""
         return None if value == NOT_MEASURED and str(info.data.get("metric")).isdecimal() else value
 
 
-class TaskScores(Cell):
+class TaskScores(Entry):
     """One task of the harness, or the mean of one of its groups."""
 
     task: str
     version: str | None
-    num_fewshot: int | None  # None for a group whose tasks differ
+    num_fewshot: int | None  # None for a group if its tasks differ
     samples: int  # documents that were scored
-    config_sha256: str  # of the configuration in its file, paths left out; empty for a task that a group defines
+    config_sha256: str  # of the configuration in its file, without paths; empty for a task that a group defines
     inputs_sha256: str | None = None  # of its code, its local data and its tasks; None in files of earlier versions
     documents_sha256: str | None  # of the documents in their order; None for a group
     prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
-    cut: int = 0  # samples of which a prompt was longer than the limit and lost its beginning
+    cut: int = 0  # samples with a prompt that was longer than the limit and lost its beginning
     scores: list[Score]
     logged: list[LoggedFile] = []  # of the task, or of all tasks of the group; empty without --log-samples
 
@@ -88,13 +89,13 @@ class HarnessProtocol(Record):
     limit: int | None
     seed: int
     tokens_per_batch: int
-    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    dynamic_length: DynamicLength = "total"  # as before the option existed
     start: int | None = None  # token put before every text
-    # The defaults of what follows are the behaviour before these fields existed.
+    # The defaults of the next fields are the behaviour before these fields existed.
     rolling_window: int | None = None  # of rolling log-likelihoods; None: max_length
-    adds: bool = False  # the model's own library's tokens are put around every text
-    closes: int | None = None  # one of them, which settings beside the tokenizer put behind every text
-    names_tokens: bool = False  # names of special tokens in prompts are these tokens
+    adds: bool = False  # tokens of the model's own library are put around every text
+    closes: int | None = None  # the one after every text, if the tokenizer's settings add it
+    names_tokens: bool = False  # names of special tokens in prompts become these tokens
     prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # prompts are chats
@@ -107,21 +108,21 @@ class HarnessResult(Result):
 
 
 def run(args: Namespace, show: Show) -> int:
-    """Measure every variant; returns the exit status. Raises EvaluationError if the harness is not installed."""
+    """Measure every variant and return the exit status. Raises EvaluationError if the harness is not installed."""
     try:
         installed = version("lm_eval")
         from megatron_coca.evaluation.tasks.lm_eval_model import index_tasks
     except (PackageNotFoundError, ImportError) as error:
         raise EvaluationError(
-            f"megatron-coca evaluate lm-eval needs lm-evaluation-harness ({error}): pip install 'lm-eval==0.4.13'"
+            f"lm-eval: lm-evaluation-harness is not installed ({error}); pip install 'lm-eval==0.4.13'"
         ) from error
     if args.log_samples and args.output is None:
-        raise EvaluationError("--log-samples: needs --output, beside which the samples are written")
-    evaluation = Evaluation(subject_options(args, show), "lm-eval")
+        raise EvaluationError("--log-samples: needs --output, because samples are written beside it; add --output")
+    evaluation = Evaluation(subject_options(args), "lm-eval", show)
     encoding, protocol = prepare(evaluation, args, installed)
     manager = index_tasks(args.tasks, args.include_path)
-    entries = [(name, manager.task_index[name]) for name in args.tasks]
-    names = [one for name, entry in entries for one in (sorted(entry.tags) if entry.kind.name == "TAG" else [name])]
+    indexed = [(name, manager.task_index[name]) for name in args.tasks]
+    names = [one for name, known in indexed for one in (sorted(known.tags) if known.kind.name == "TAG" else [name])]
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
     for subject, store in evaluation.variants(HarnessResult, protocol=protocol):
         for name in dict.fromkeys(names):
@@ -131,7 +132,7 @@ def run(args: Namespace, show: Show) -> int:
                     continue
             elif earlier is not None and not args.overwrite:
                 raise EvaluationError(
-                    f"{store.path}: holds another measurement ({changed} of task {name} is another); name another "
+                    f"{store.path}: holds another measurement ({changed} of task {name} changed); name another "
                     "--output, or replace it with --overwrite"
                 )
             with noting_missing(store, f"task {name}", remedy):
@@ -140,7 +141,7 @@ def run(args: Namespace, show: Show) -> int:
 
 
 def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[PromptEncoding, HarnessProtocol]:
-    """The encoding of prompts, and the protocol that records it, for version `installed` of the harness."""
+    """Return the encoding of prompts, and the protocol that records it, for version `installed` of the harness."""
     tokenizer, trained = evaluation.needed_tokenizer(), evaluation.opened.trained
     chat = chat_record(args, tokenizer)
     adds = args.start_token is None and evaluation.untrained and tokenizer.encode_prompt("", add=True) != []
@@ -169,12 +170,12 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
     return encoding, protocol
 
 
-def _is_logged(cell: TaskScores, store: Store[HarnessResult]) -> bool:
-    return store.path is not None and bool(cell.logged) and all(file.intact(store.path) for file in cell.logged)
+def _is_logged(entry: TaskScores, store: Store[HarnessResult]) -> bool:
+    return store.path is not None and bool(entry.logged) and all(file.intact(store.path) for file in entry.logged)
 
 
 def _changed(earlier: TaskScores, manager: Any) -> str | None:
-    """Return what of a task or group is not as it was when its scores were measured, None if nothing is."""
+    """Return the part of a task or group that changed since its scores were measured, or None."""
     if earlier.config_sha256 != config_hash(manager, earlier.task):
         return "the configuration"
     if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
@@ -209,33 +210,35 @@ def _measure(
         with measured(subject.device) as meter:
             results = evaluate_task(model, manager, name, given.num_fewshot, given.limit, given.seed, chat)
         logged = log_samples(store.path, results["samples"], model.cut) if log and store.path is not None else {}
-        # The cell of the given name comes last: it says that those of all of its tasks are there.
+        # The entry of the given name comes last: it shows that the entries of all its tasks are stored.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
         hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
-        cells = [task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)]
+        entries = [
+            task_scores(each, results, *both, model.cut, logged) for each, both in zip(names, hashes, strict=True)
+        ]
     except PositionRangeError:
         raise
-    # A task file can run any code; the fault of one task must not stop the others.
+    # A task file can run any code, and an error in one task must not stop the others.
     except Exception as error:
         if out_of_memory(error):
             raise
         logger.debug("task %s", name, exc_info=error)
         store.miss(Missing(at=f"task {name}", kind="failed", reason=reason(error)))
         return
-    for cell in cells:
-        if cell.cut and cell.documents_sha256 is not None:
+    for entry in entries:
+        if entry.cut and entry.documents_sha256 is not None:
             logger.warning(
-                "%s: task %s: the prompts of %d of %d samples exceed the limit of %s tokens (--max-length) and lost "
-                "their beginning; raise it, or do not compare the score",
-                *(subject.label, cell.task, cell.cut, cell.samples, given.max_length),
+                "%s: task %s: prompts of %d of %d samples exceed --max-length %s and lost their beginning; raise it, "
+                "or do not compare the score",
+                *(subject.label, entry.task, entry.cut, entry.samples, given.max_length),
             )
-    for cell in cells[:-1]:
-        store.put(cell)
-    store.put(cells[-1], Cost.of(f"task {name}", meter, model.tokens))
+    for entry in entries[:-1]:
+        store.put(entry)
+    store.put(entries[-1], Cost.of(f"task {name}", meter, model.tokens))
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and text of an error and of its causes in one line; of an EvaluationError its text alone."""
+    """Return the type and text of an error and of its causes in one line; for an EvaluationError only its text."""
     if isinstance(error, EvaluationError):
         return str(error)
     texts: list[str] = []
@@ -254,7 +257,7 @@ def task_scores(
     cut: Mapping[str, Collection[int]],
     logged: Mapping[str, LoggedFile],
 ) -> TaskScores:
-    """The cell of a task or group; `cut` has the documents by task of which a prompt was truncated."""
+    """Return the entry of a task or group; `cut` has the documents with a truncated prompt by task."""
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
     version = results["versions"].get(name)
     shots = results["n-shot"].get(name)
@@ -297,14 +300,14 @@ def _scores(name: str, results: dict[str, Any]) -> list[Score]:
 
 
 def _is_absent(task: str, metric: str, key: str, results: dict[str, Any]) -> bool:
-    """True if a task has `NOT_MEASURED` as a score, because every sample has."""
+    """Return True if a task has the score `NOT_MEASURED` because every sample has it."""
     found = [sample[metric] for sample in results["samples"].get(task, ()) if metric in sample]
     at_all = results["results"].get(task, {}).get(key) == NOT_MEASURED
     return at_all and bool(found) and all(isinstance(one, int | float) and one == NOT_MEASURED for one in found)
 
 
 def _tasks_of(name: str, results: dict[str, Any]) -> list[str]:
-    """The tasks of a group and of its groups; a task itself."""
+    """Return the tasks of a group and of its groups; for a task, the task."""
     if name in results["n-samples"]:
         return [name]
     return [task for child in results["group_subtasks"].get(name, ()) for task in _tasks_of(child, results)]

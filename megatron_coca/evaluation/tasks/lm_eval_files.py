@@ -1,4 +1,4 @@
-"""Digests of what a task of lm-evaluation-harness reads: its YAML file, code, local data, and the tasks of a group."""
+"""Digests of the inputs of a task of lm-evaluation-harness: its YAML file, code, local data, and a group's tasks."""
 
 import glob
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_coca.checkpoints.identity import file_digest
 
 NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
-"""Names and paths in the configuration of a task that do not change what is measured."""
+"""Keys of a task's configuration with names and paths that do not change the measurement."""
 
 
 def config_hash(manager: Any, name: str) -> str:
@@ -29,7 +29,7 @@ def config_hash(manager: Any, name: str) -> str:
 def inputs_hash(manager: Any, name: str) -> str:
     """Return a hash of the local files that a task reads, and for a group of all its tasks with their configurations.
 
-    Data sets of the hub are named by the configuration; their content is that of `documents_sha256`.
+    The configuration names data sets of the hub; `documents_sha256` covers their content.
     """
     digest = sha256()
     for task in sorted(_leaves(manager, name, set())):
@@ -58,8 +58,8 @@ def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
 
 
 def _code(entry: Any) -> list[Path]:
-    """Return the Python files beside a task's file and beside those that `!function` names, also in files that it
-    includes from other folders: they may import one another.
+    """Return the Python files beside a task's file and beside the files that `!function` names: they may import each
+    other. Files included from other folders count too.
     """
     own = [entry.yaml_path.parent] if entry.yaml_path is not None else []
     folders = dict.fromkeys([*own, *_folders_of_functions(entry.cfg)])
@@ -67,8 +67,9 @@ def _code(entry: Any) -> list[Path]:
 
 
 def _folders_of_functions(config: Mapping[str, Any] | None) -> list[Path]:
-    """Return the folders of the files with the functions of a configuration, in which `!function a.b.name` is the text
-    FOLDER/a.b.name for the file FOLDER/a/b.py.
+    """Return the folders of the files that have the functions of a configuration.
+
+    There `!function a.b.name` is the text FOLDER/a.b.name, for the file FOLDER/a/b.py.
     """
     found = set()
     for text in _texts(config or {}):
@@ -80,7 +81,7 @@ def _folders_of_functions(config: Mapping[str, Any] | None) -> list[Path]:
 
 
 def _data(config: Mapping[str, Any] | None) -> list[Path]:
-    """Return the local files that the configuration of a task names, also by patterns and folders."""
+    """Return the local files that the configuration of a task names, also through patterns and folders."""
     kept = {key: value for key, value in (config or {}).items() if key in ("dataset_kwargs", "dataset_path")}
     found: dict[Path, None] = {}
     for text in _texts(kept):

@@ -1,4 +1,4 @@
-"""One of our models as a model of lm-evaluation-harness 0.4.13, and its tasks by name. Importing this needs lm_eval."""
+"""An adapter from our models to lm-evaluation-harness 0.4.13, and its tasks by name. Importing this needs lm_eval."""
 
 import difflib
 import importlib
@@ -19,17 +19,18 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.tasks.answers import finished_by
 from megatron_coca.evaluation.tasks.lm_eval_prompts import InputLimits, PromptEncoding, render_chat
 from megatron_coca.evaluation.tasks.perplexity import score_hidden
 from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, equal_length_batches, generate
 from megatron_coca.support.console import Progress
 
 BOOTSTRAP = 1000
-"""Samples for standard errors without a formula."""
+"""Bootstrap samples for standard errors without a formula."""
 GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
-"""Generation settings that are greedy decoding with this value."""
+"""Generation settings with the value that means greedy decoding."""
 IGNORED_SETTINGS = frozenset({"until", "max_gen_toks", "temperature", "top_p", "top_k", "min_p", "use_cache"})
-"""Generation settings that are read elsewhere or do not affect greedy decoding."""
+"""Generation settings that are read elsewhere, or that greedy decoding ignores."""
 
 Tokens = tuple[int, ...]
 TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -37,16 +38,16 @@ TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests like its own HFLM for the same weights, so that scores are comparable.
+    """Answers the harness's requests like its own HFLM with the same weights, so that scores are comparable.
 
-    HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
-    the left, which not every position method allows. Here a batch has inputs of one length.
+    HFLM itself would give a length-dependent extension the length of the longest input of a batch, and it pads prompts
+    on the left, which not every position method allows. Here the inputs of a batch have one length.
 
-    Texts are encoded by `encoding`. Inputs longer than `limits.max_length` lose their beginning; `cut` has the
-    documents of such inputs by task.
+    `encoding` encodes texts. Inputs longer than `limits.max_length` lose their beginning; `cut` has the documents of
+    such inputs by task.
 
-    `model` is in evaluation mode; a forward pass has at most `tokens_per_batch` tokens, at least one input. Ids from
-    `vocab_size` on are padding and never generated. `tokens` counts those scored or generated so far.
+    `model` is in evaluation mode. A forward pass has at most `tokens_per_batch` tokens, but at least one input. Ids
+    from `vocab_size` on are padding and never generated. `tokens` counts the tokens that were scored or generated.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the key of the harness's cache of requests, which is not used."""
+        """The fingerprint, which is part of a key in the harness's cache of requests. The cache is not used."""
         return self.encoding.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -101,9 +102,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenizedRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation in nats, and whether greedy decoding would give it.
+        """Return the log-likelihood of each continuation in nats, and True if greedy decoding would give it.
 
-        No number depends on the order of the requests; those with the same input are run once.
+        No number depends on the order of the requests. The same input is computed once.
         """
         scorings: list[tuple[Tokens, Tokens]] = []
         by_input: dict[Tokens, set[Tokens]] = {}
@@ -111,8 +112,8 @@ class HarnessModel(TemplateLM):
         for texts, context, continuation in requests:
             if not continuation or (longest is not None and len(continuation) > longest):
                 raise EvaluationError(
-                    f"the continuation {'of a window' if texts is None else repr(texts[1][:60])} has "
-                    f"{len(continuation)} tokens without its context; 1 to {longest or 'any number'} can be scored; "
+                    f"the continuation {'of a window' if texts is None else repr(texts[1][:60])}: has "
+                    f"{len(continuation)} tokens, and 1 to {longest or 'any number'} can be scored; "
                     "correct the task, or raise --max-length"
                 )
             tokens = (context or [self.prefix_token_id]) + continuation
@@ -131,9 +132,9 @@ class HarnessModel(TemplateLM):
                     for scored in by_input[inputs[index]]:
                         targets = torch.tensor(scored, device=self.model_device)
                         nll, correct = score_hidden(self.model, hidden[-len(scored) :], targets).tolist()
-                        if not math.isfinite(nll):  # a task would still find a largest one among its choices
+                        if not math.isfinite(nll):  # otherwise a task would take the largest of its choices
                             raise EvaluationError(
-                                f"a log-likelihood is {-nll}: the computation overflowed its dtype, or the weights are "
+                                f"log-likelihood: {-nll}: the computation overflowed its dtype, or the weights are "
                                 "not finite; use --dtype float32 or bfloat16"
                             )
                         scores[inputs[index], scored] = -nll, round(correct) == len(scored)
@@ -145,7 +146,7 @@ class HarnessModel(TemplateLM):
         windows: list[TokenizedRequest] = []
         counts = []
         for (text,) in (request.args for request in requests):
-            # A start token of the options is the prefix only; one that the library adds is scored too, as in HFLM.
+            # A start token of the options is only the prefix; one that the library adds is scored too, as in HFLM.
             ids = self.tok_encode(text, None if self.encoding.start is None else False)
             pairs = list(get_rolling_token_windows(ids, self.prefix_token_id, self.limits.window, 1))
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
@@ -154,10 +155,10 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return greedy continuations; no text depends on the order of the requests.
+        """Return greedy continuations. No text depends on the order of the requests.
 
-        A batch has prompts of one length and the same settings. Raises EvaluationError for tasks that sample, and if no
-        room is left for a prompt.
+        The prompts of a batch have one length and the same settings. Raises EvaluationError for tasks that sample, and
+        if no room is left for a prompt.
         """
         asked = []
         texts: dict[tuple[int, tuple[str, ...]], dict[Tokens, str]] = {}
@@ -182,37 +183,29 @@ class HarnessModel(TemplateLM):
         return found
 
     def _room(self, task: str, new_tokens: int) -> int | None:
-        """The most tokens of a prompt, None without a limit. Raises EvaluationError if there is no room for one."""
+        """Return the largest length of a prompt, None without a limit. Raises EvaluationError if it is below 1."""
         if self.limits.max_length is None:
             return None
         room = self.limits.max_length - new_tokens
         if room < 1:
             raise EvaluationError(
-                f"task {task}: {new_tokens} new tokens leave no room for a prompt in {self.limits.max_length}; raise "
-                "--max-length"
+                f"task {task}: {new_tokens} new tokens leave no room for a prompt within --max-length "
+                f"{self.limits.max_length}; raise it"
             )
         return room
 
     def _continue(self, prompts: Sequence[Tokens], new_tokens: int, stops: tuple[str, ...]) -> list[str]:
         tokenizer, stops = self.encoding.tokenizer, (*stops, *self.encoding.stops)
-        window = max((len(stop.encode()) for stop in stops), default=0) + 4
-        ends = set(self.encoding.ends)
-
-        def finished(generated: list[int]) -> bool:
-            # A token is at least a byte of text, so the last tokens contain any stop string that has just ended. It may
-            # be the name of a special token, which the answer's text does not have.
-            tail = tokenizer.spell(generated[-window:])
-            return generated[-1] in ends or any(stop in tail for stop in stops)
-
         answers = generate(
             self.model,
             torch.tensor(prompts, dtype=torch.int64, device=self.model_device),
             new_tokens,
-            finished=finished,
+            # Spelled, because a stop string may be the name of a special token, which decoding leaves out.
+            finished=finished_by(set(self.encoding.ends), stops, tokenizer.spell),
             vocab_size=self.vocab_size,
             dynamic_length=self.dynamic_length,
         )
-        # The token that ends a text is decoded too, as in HFLM: a special one has no text.
+        # The token that ends a text is decoded too, as in HFLM. A special token has no text.
         kept = ([token for token in answer if token != NOT_GENERATED] for answer in answers.tolist())
         return [postprocess_generated_text(tokenizer.decode(ids), list(stops), None) for ids in kept]
 
@@ -225,17 +218,19 @@ def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[st
     given = {name: value for name, value in settings.items() if value is not None}
     normalized: dict[str, Any] = {**normalize_gen_kwargs(given)}
     others = normalized.keys() - IGNORED_SETTINGS
-    if refused := sorted(name for name in others if normalized[name] != GREEDY_SETTINGS.get(name)):
+    if sampling := sorted(name for name in others if normalized[name] != GREEDY_SETTINGS.get(name)):
         raise EvaluationError(
-            f"task {task}: generation_kwargs ask for {', '.join(refused)}, and only greedy decoding is supported; "
-            "remove it from the task's file, and a temperature above 0"
+            f"task {task}: generation_kwargs ask for {', '.join(sampling)}, and only greedy decoding is supported; "
+            "remove it from the task's file"
         )
     return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))
 
 
 def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
-    """Index task files: those of the folders `include`, which take precedence, and the harness's own thousands, which
-    take long, if a name is no task of the others. Raises EvaluationError for an unknown name.
+    """Index the task files of the folders `include`, which take precedence, and those of the harness.
+
+    The harness has thousands, which take long; they are read only if `include` lacks a name. Raises EvaluationError for
+    an unknown name.
     """
     import_evaluate_library()
     for folder in include:
@@ -257,13 +252,13 @@ def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
 
 
 def import_evaluate_library() -> None:
-    """Import Hugging Face's `evaluate` library, if installed, before the script evaluate.py can shadow it."""
+    """Import Hugging Face's `evaluate` library, if it is installed, before the script evaluate.py can shadow it."""
     path = sys.path
     sys.path = [entry for entry in path if not (Path(entry or ".") / "evaluate.py").is_file()]
     try:
         importlib.import_module("evaluate")
     except ImportError:
-        pass  # a task that needs it says so
+        pass  # a task that needs it reports that
     finally:
         sys.path = path
 
@@ -277,9 +272,9 @@ def evaluate_task(
     seed: int,
     chat: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the harness's results of a task or group with samples, independent of earlier runs.
+    """Return the harness's results of a task or group, with samples. They do not depend on earlier runs.
 
-    `chat` has the harness's settings `system_instruction` and `fewshot_as_multiturn`; with it prompts are chats.
+    `chat` has the harness's settings `system_instruction` and `fewshot_as_multiturn`; with it, prompts are chats.
     """
     random.seed(seed)
     np.random.seed(seed)

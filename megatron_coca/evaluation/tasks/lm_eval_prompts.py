@@ -1,4 +1,4 @@
-"""Tokens of the harness's texts, as its class for Hugging Face models encodes them. Importing needs no lm_eval."""
+"""Tokens of the harness's texts, as its class for Hugging Face models encodes them. Importing this needs no lm_eval."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_coca.data import DataError, Tokenizer
+from megatron_coca.evaluation.tasks.answers import end_tokens
 
 logger = logging.getLogger(__name__)
 
 MARK = "\ue000"
-"""Ends a message that is continued, while it is rendered; a character for private use."""
+"""The end of a continued message while it is rendered; a character for private use."""
 
 
 @dataclass(frozen=True)
 class InputLimits:
-    """Tokens of inputs.
+    """Limits of inputs, in tokens.
 
     Attributes:
-        max_length: of an input, for generation with the new tokens; None: inputs are read whole.
+        max_length: of an input, including new tokens in generation; None: inputs are read whole.
         window: of a window of rolling log-likelihoods.
     """
 
@@ -30,13 +31,13 @@ class InputLimits:
 class PromptEncoding:
     """Tokens of prompts, and the tokens and texts that end an answer.
 
-    Names of special tokens in a text become these, unless the model's folder says otherwise.
+    Names of special tokens in a text become these tokens, unless the model's folder says otherwise.
 
     Attributes:
-        start: id that is put before every text, or None.
-        adds: every text gets the start and end tokens of the model's own library. With `start` it has no effect.
-        chat: prompts are chats, so that the end of a turn ends an answer.
-        begun: the model knows the token that begins texts, which data prepared here do not have.
+        start: the id before every text, or None.
+        adds: every text gets the start and end tokens of the model's own library. It has no effect with `start`.
+        chat: prompts are chats, so the end of a turn ends an answer.
+        begun: the model knows the token that begins texts. Data that was prepared here has none.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +48,7 @@ class PromptEncoding:
 
     @property
     def prefix(self) -> int:
-        """Id before a text without context: `start`, else the token that begins texts, else the one that ends them."""
+        """Id before a text without context: `start`, or the token that begins texts, or the one that ends them."""
         if self.start is not None:
             return self.start
         if not self.begun:
@@ -56,16 +57,16 @@ class PromptEncoding:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys([*self.tokenizer.ends, *(self.tokenizer.turn_ends()[0] if self.chat else ())]))
+        return tuple(end_tokens(self.tokenizer, self.chat))
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer besides those of a task: the name of the token that ends texts, if spelled out."""
+        """Texts that end an answer besides those of a task, such as the name of the token that ends texts."""
         spelled = [self.tokenizer.piece(self.tokenizer.eos)] if self.tokenizer.names_tokens else []
         return (*spelled, *(self.tokenizer.turn_ends()[1] if self.chat else ()))
 
     def encode(self, text: str, add: bool | None = None) -> list[int]:
-        """Token ids; `add` puts tokens around the text, by default unless it begins with the name of the prefix."""
+        """Return token ids. `add` puts tokens around the text, by default if it does not begin with the prefix."""
         self._warn_of_names(text)
         if add is None:
             add = not text.startswith(self.tokenizer.piece(self.prefix))
@@ -78,24 +79,24 @@ class PromptEncoding:
         if found is not None:
             self._unread.clear()
             logger.warning(
-                "a prompt contains %s, which %s reads as ordinary text; put the model's tokenizer.json into its folder",
+                "a prompt has %s, which %s reads as plain text; put the model's tokenizer.json into its folder",
                 *(found, self.tokenizer.tokenizer_type),
             )
 
     @cached_property
     def _unread(self) -> list[str]:
-        """Names to warn of, once."""
+        """Names for a warning, which is given once."""
         return [*self.tokenizer.unread_names]
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool, told: set[str]) -> str:
-    """The text of a chat up to where an answer begins (`prompt`), or to where the last message is continued.
+    """Return the text of a chat up to the beginning of an answer (`prompt`), or to the end of the last message.
 
-    A template that does not know the role "system" gets the chat without that message; `told` has the warnings so far.
+    A template without the role "system" gets the chat without that message; `told` has the warnings so far. Raises
     DataError without a template.
     """
     if tokenizer.chat is None:
-        raise DataError("The tokenizer has no chat template; put the model's chat_template.jinja into its folder.")
+        raise DataError("chat template: the tokenizer has none; put the model's chat_template.jinja into its folder")
     try:
         return _rendered(tokenizer, messages, prompt)
     except DataError as error:
@@ -116,6 +117,8 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], promp
     marked = {**last, "content": f"{last['content']}{MARK} "}
     text, mark, rest = tokenizer.chat.render([*messages[:-1], marked]).rpartition(MARK)
     if not mark:
-        raise DataError(f"the chat template leaves out the last message ({last['content'][:60]!r}), which is continued")
-    # A template that trims messages has removed the space behind the mark, and would remove those before it.
+        raise DataError(
+            f"chat template: leaves out the last message ({last['content'][:60]!r}), to be continued; use another"
+        )
+    # A template that trims messages has removed the space after the mark, and would remove spaces before it.
     return text if rest.startswith(" ") else text.rstrip()

@@ -28,9 +28,9 @@ class LoggedFile(Record):
 def log_samples(
     result: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], cut: Mapping[str, Collection[int]]
 ) -> dict[str, LoggedFile]:
-    """Write the samples of each task to a file of its own, in a folder that is named after the result file `result`.
+    """Write the samples of each task to a file of its own, in a folder named after the result file `result`.
 
-    `cut` has the documents by task of which a prompt was truncated. Raises EvaluationError if a file cannot be written.
+    `cut` has the documents with a truncated prompt by task. Raises EvaluationError if a file cannot be written.
     """
     logged = {}
     for task, rows in samples.items():
@@ -43,7 +43,7 @@ def log_samples(
 
 
 def _line(sample: Mapping[str, Any], cut: bool) -> str:
-    """A sample as one line of JSON, as the harness writes it; `cut` says that a prompt lost its beginning."""
+    """Return a sample as one line of JSON, as the harness writes it; `cut`: a prompt lost its beginning."""
     from lm_eval.utils import handle_non_serializable, sanitize_list
 
     arguments = {

@@ -12,8 +12,9 @@ from pydantic import model_validator
 from torch import Tensor
 
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
-from megatron_coca.evaluation.options import Show, subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
+from megatron_coca.evaluation.statistics import exponential
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.support.console import track
 
@@ -27,10 +28,10 @@ PROTOCOL = (
     "perplexity = exp(sum of nll / number of scored tokens) over all documents; nll in nats from the float32 "
     "log-softmax over the padded vocabulary, summed in float64"
 )
-"""Part of the identity of a result file: another text would be another measurement."""
+"""Part of the identity of a result file: if the text changes, files are not resumed."""
 
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
-"""Logits per chunk by device type, 1 << 26 on others. 16 MB stay in the CPU's caches: half the time of 200 MB."""
+"""Logits per chunk by device type; 1 << 26 on others. 16 MB fit into a CPU's caches and take half the time."""
 
 
 class DocumentScore(NamedTuple):
@@ -40,14 +41,14 @@ class DocumentScore(NamedTuple):
     correct: int
 
 
-class WindowResult(Cell):
+class WindowResult(Entry):
     """One window size over all documents, or over the first of them if the measurement was interrupted."""
 
     window: int  # tokens of one input
     perplexity: float  # exp(nll); infinite if it overflows
     nll: float  # nats, mean over the scored tokens
     nll_stderr: float | None  # of the mean, over documents; None for one document
-    accuracy: float  # fraction of the scored tokens that were the likeliest
+    accuracy: float  # share of the scored tokens that were the likeliest
     tokens_scored: int
     documents: int
     nll_by_document: list[float]  # nats, sum over the scored tokens of each
@@ -83,20 +84,20 @@ class PerplexityResult(Result):
 
 def run(args: Namespace, show: Show) -> int:
     check_windows(args.windows, args.stride)
-    evaluation = Evaluation(subject_options(args, show), "perplexity")
+    evaluation = Evaluation(subject_options(args), "perplexity", show)
     documents = read_subject_documents(args, evaluation, max(args.windows))
     check_vocabulary(documents.arrays, args.vocabulary)
     task = evaluation.opened.trained.data.synthetic
     if task is not None and task.text and args.vocabulary is None:
         logger.warning(
-            "the model was trained on facts mixed into text: its probability of facts, keys and values counts as lost "
-            "in text without them; measure that of text alone with --vocabulary %d",
+            "--vocabulary: not given; the model was trained on facts in text, so it gives probability to keys and "
+            "values, which this text does not have; add --vocabulary %d",
             task.filler_tokens,
         )
     protocol = PerplexityProtocol(
         text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch, vocabulary=args.vocabulary
     )
-    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
+    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}; at least one window) or use --dtype bfloat16"
     fields = {"protocol": protocol, "documents": documents.record()}
     for subject, store in evaluation.variants(PerplexityResult, **fields):
         for window in sorted(args.windows):
@@ -141,27 +142,27 @@ def sliding_window_perplexity(
 ) -> list[WindowResult]:
     """Return the perplexity of `documents` (one-dimensional integer arrays) for each window size, by PROTOCOL.
 
-    `tokens_per_batch` limits the tokens of a forward pass (at least one window) and with it the memory; the head is
-    applied to the scored positions only, in chunks. With `vocabulary` the softmax is over the ids below it alone, for
-    models that also learned tokens that text does not have. Results are in the order of `windows`; no number depends on
-    that order or on the order of the documents. `progress` shows a bar for each window.
+    `tokens_per_batch` limits the tokens of a forward pass (at least one window), and so the memory. The head is applied
+    to the scored positions only, in chunks. With `vocabulary`, the softmax is over the ids below it only, for models
+    that also learned tokens that text does not have. Results are in the order of `windows`; no number depends on that
+    order or on the order of the documents. `progress` shows a bar for each window.
 
     Raises EvaluationError for windows, stride, vocabulary or documents that do not fit, ValueError for a model in
     training mode.
     """
     check_windows(windows, stride)
     if not documents:
-        raise EvaluationError("no document: at least one is needed")
+        raise EvaluationError("documents: none given; at least one is needed")
     shortest = min(range(len(documents)), key=lambda index: len(documents[index]))
     if max(windows) > len(documents[shortest]):
         raise EvaluationError(
-            f"window {max(windows)} is longer than document {shortest}, which has {len(documents[shortest])} tokens; "
+            f"window {max(windows)}: is longer than document {shortest}, which has {len(documents[shortest])} tokens; "
             "use longer documents or a smaller window"
         )
     if tokens_per_batch < 1:
-        raise EvaluationError(f"tokens per batch {tokens_per_batch}: must be at least 1")
+        raise EvaluationError(f"tokens_per_batch: {tokens_per_batch}: must be at least 1; raise it")
     if model.training:
-        raise ValueError("the model is in training mode, dropout would change the result: call model.eval()")
+        raise ValueError("model: is in training mode, and dropout would change the result; call model.eval()")
     arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
     check_vocabulary(arrays, vocabulary)
     results = []
@@ -174,27 +175,27 @@ def sliding_window_perplexity(
 
 def check_windows(windows: Sequence[int], stride: int) -> None:
     if stride < 1:
-        raise EvaluationError(f"stride {stride}: must be at least 1 token")
+        raise EvaluationError(f"stride {stride}: must be at least 1 token; raise it")
     if not windows:
-        raise EvaluationError("no window: name at least one window size")
+        raise EvaluationError("windows: none given; name at least one window size")
     if len(set(windows)) != len(windows):
         raise EvaluationError(f"windows {', '.join(map(str, windows))}: duplicate size; give each once")
     too_short = [window for window in windows if window < max(stride, 2)]
     if too_short:
         raise EvaluationError(
-            f"window {too_short[0]} is shorter than the stride {stride} (or than 2): the tokens between two windows "
+            f"window {too_short[0]}: is shorter than the stride {stride} (or than 2), so tokens between two windows "
             "would not be scored; choose a smaller stride or a larger window"
         )
 
 
 def check_vocabulary(documents: Sequence[np.ndarray], vocabulary: int | None) -> None:
-    """Raise EvaluationError if the documents have a token that `vocabulary` leaves out."""
+    """Raise EvaluationError if the documents have a token that is not below `vocabulary`."""
     if vocabulary is None:
         return
     largest = max((int(tokens.max()) for tokens in documents if len(tokens)), default=0)
     if largest >= vocabulary:
         raise EvaluationError(
-            f"vocabulary {vocabulary}: the documents have the token {largest}; leave it out, or name more"
+            f"vocabulary {vocabulary}: the documents have the token {largest}; raise it, or leave it out"
         )
 
 
@@ -211,10 +212,10 @@ class Window(NamedTuple):
 
 
 def plan_windows(length: int, window: int, stride: int) -> list[Window]:
-    """Return the windows of a document of `length` tokens; together they score tokens 1 .. length-1 once each.
+    """Return the windows of a document of `length` tokens. Together they score each of tokens 1 .. length-1 once.
 
-    A token is predicted at the position before it, so a later window starts one token further left than the tokens it
-    scores. Hence stride == window (windows that do not overlap) scores every token too.
+    A token is predicted at the position before it, so a later window starts one token before the tokens that it scores.
+    Hence every token is scored even if stride == window, where windows do not overlap.
     """
     windows = [Window(0, 1, window)]
     while windows[-1].end < length:
@@ -232,10 +233,10 @@ def score_document(
     tokens_per_batch: int = 8192,
     vocabulary: int | None = None,
 ) -> DocumentScore:
-    """Score all tokens of one document (int64, one dimension) but its first.
+    """Score all tokens of one document (int64, one dimension) except the first.
 
-    A batch holds windows of this document only: the last bits of a matrix product depend on the other rows of its
-    batch, and the result must not depend on other documents. The first window is a batch of its own because all of its
+    A batch has windows of this document only: the last bits of a matrix product depend on the other rows of its batch,
+    and the result must not depend on other documents. The first window is a batch of its own, because all of its
     positions are scored.
 
     Raises RuntimeError if the windows do not score every token once.
@@ -277,10 +278,10 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
 
 
 def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int]) -> WindowResult:
-    """Pool the scores of documents with these numbers of tokens into one cell.
+    """Pool the scores of documents with these numbers of tokens into one entry.
 
-    Sums are exact (math.fsum), so the order of the documents changes nothing. The standard error is the ratio
-    estimator's, over documents as independent draws.
+    Sums are exact (math.fsum), so the order of the documents does not matter. The standard error is that of the ratio
+    estimator, with documents as independent draws.
     """
     number, count = len(scores), sum(length - 1 for length in lengths)
     nlls = [score.nll for score in scores]
@@ -301,11 +302,3 @@ def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int])
         nll_by_document=nlls,
         correct_by_document=[score.correct for score in scores],
     )
-
-
-def exponential(value: float) -> float:
-    """exp(value), infinite where it overflows: beyond the training length a token can cost more than 709 nats."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

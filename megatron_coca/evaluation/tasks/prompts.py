@@ -1,4 +1,4 @@
-"""Prompts of an exact length in tokens: filler text with hidden sentences, as much filler as fits."""
+"""Prompts of a given length in tokens: hidden sentences in as much filler text as fits."""
 
 import hashlib
 import itertools
@@ -59,8 +59,8 @@ class HaystackRecord(Record):
 class Haystack:
     """Filler sentences, repeated as often as needed.
 
-    With `restarts` the filler starts anew with the first sentence after every hidden one, as in the passkey task;
-    otherwise a prompt starts with any sentence and continues in their order.
+    With `restarts`, the filler begins again with the first sentence after every hidden one, as in the passkey task.
+    Otherwise a prompt begins with any sentence and continues in their order.
     """
 
     name: str  # for result files
@@ -79,7 +79,7 @@ FILLER_BLOCKS = Haystack("filler", (" ".join(FILLER),), restarts=True)
 
 
 def load_haystack(names: Sequence[str] | None, data_root: Path) -> Haystack:
-    """Return the filler (`names` is None), the built-in corpus' English ("builtin"), or the text of files and folders.
+    """Return the filler (`names` is None), the built-in corpus' English ("builtin"), or text of files and folders.
 
     Raises EvaluationError for files without text, DataError for unreadable ones.
     """
@@ -89,7 +89,7 @@ def load_haystack(names: Sequence[str] | None, data_root: Path) -> Haystack:
     texts = (document.text for file in corpus_files(paths) for document in read_documents(file))
     sentences = tuple(_sentences(texts))
     if not sentences:
-        raise EvaluationError(f"--haystack {' '.join(names)}: holds no text; name other files, or {BUILTIN}")
+        raise EvaluationError(f"--haystack {' '.join(names)}: has no text; name other files, or {BUILTIN}")
     return Haystack(" ".join(names), sentences)
 
 
@@ -108,12 +108,12 @@ Gap = Callable[[int], int]
 
 
 def uniform_gap(fraction: float) -> Gap:
-    """Choose among all gaps, also those at the ends, with equal probability if `fraction` is uniform in [0, 1)."""
+    """Choose among all gaps, including the two ends; all have equal probability if `fraction` is uniform in [0, 1)."""
     return lambda units: min(units, int(fraction * (units + 1)))
 
 
 def inner_gap(fraction: float) -> Gap:
-    """Choose among the gaps between two units with equal probability if `fraction` is uniform in [0, 1)."""
+    """Choose among the gaps between two units; all have equal probability if `fraction` is uniform in [0, 1)."""
     return lambda units: min(units, 1 + int(fraction * max(units - 1, 0)))
 
 
@@ -122,9 +122,7 @@ def depth_gap(depth: float) -> Gap:
 
 
 class Hidden(NamedTuple):
-    """A sentence hidden in the haystack; `fact` is the part of it that the answer needs and that is first mentioned
-    here, None if there is no such part.
-    """
+    """A sentence hidden in the haystack. `fact` is the part that the answer needs, at its first mention, or None."""
 
     gap: Gap
     text: str
@@ -140,11 +138,10 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt that can hold any number of filler units: a task description, the haystack with hidden sentences, and
-    the question.
+    """A prompt with any number of filler units: a task description, the haystack with hidden sentences, and a question.
 
-    Description, haystack and question are lines; with `in_lines` every hidden sentence and stretch of filler is a line
-    too. `first` is the index of the sentence that the haystack starts with.
+    Description, haystack and question are lines. With `in_lines` every hidden sentence and stretch of filler is a line
+    too. `first` is the index of the first sentence of the haystack.
     """
 
     description: str
@@ -180,18 +177,18 @@ class Draft:
 
 
 class Form(Protocol):
-    """How a prompt is given to a model: its text, and the tokens of a text. A tokenizer alone gives the text itself."""
+    """An encoder of prompts: a `PromptForm`, or a tokenizer, which takes the text as it is."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """A prompt as it is, or as the user's message of a chat, which ends where the answer begins.
+    """The form of prompts for a model: plain text, or the user's message of a chat up to the beginning of the answer.
 
     Attributes:
-        start: id that is put before the tokens, or None.
-        chat: the template of the chat; None for a prompt as it is.
+        start: the id before the tokens, or None.
+        chat: the template of the chat; None for plain text.
         system: the system message of the chat, or None.
     """
 
@@ -205,9 +202,9 @@ class PromptForm:
         return ids if self.start is None else [self.start, *ids]
 
     def framed(self, text: Text, stub: str) -> Text:
-        """The whole prompt: the message in the chat, with `stub` as the beginning of the answer.
+        """Return the whole prompt: the message in the chat, with `stub` as the beginning of the answer.
 
-        Raises EvaluationError if the template does not contain the message as it is.
+        Raises EvaluationError if the template changes the message.
         """
         if self.chat is None:
             return text._replace(text=" ".join(filter(None, (text.text, stub))))
@@ -217,7 +214,7 @@ class PromptForm:
         if before < 0:
             raise EvaluationError(
                 "--apply-chat-template: the tokenizer's template changes the text of a message, so the places of the "
-                "facts are not known; use another template, or plain prompts"
+                "facts are unknown; use another template, or plain prompts"
             )
         return Text(rendered + stub, tuple((depth, before + offset) for depth, offset in text.facts))
 
@@ -229,14 +226,14 @@ class Fitted(NamedTuple):
 
 
 def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
-    """Return the prompt with the most units that has at most `length` tokens, tokenized as one text.
+    """Return the prompt with the largest number of units that has at most `length` tokens, tokenized as one text.
 
-    `stub` is the beginning of the answer that the prompt ends with.
+    `stub` is the beginning of the answer, at the end of the prompt.
 
-    The next number of units to try is interpolated between the nearest smaller and larger prompts; every third try
-    halves the interval, so that sentences of very different lengths cannot cause many.
+    The next number of units is interpolated between the nearest smaller and larger prompts. Every third attempt halves
+    the interval, so that sentences of very different lengths cannot cause many attempts.
 
-    Raises LengthError if not even the prompt without filler fits.
+    Raises LengthError if the prompt without filler is too long.
     """
 
     def attempt(units: int) -> Fitted:
@@ -268,7 +265,7 @@ def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
 
 
 def facts_of(fitted: Fitted, form: Form) -> tuple[FactRecord, ...]:
-    """Locate the facts of a prompt in tokens, by tokenizing the text before each."""
+    """Return the places of the facts in tokens, by encoding the text before each."""
     text, count = fitted.text.text, len(fitted.ids)
     return tuple(
         FactRecord(depth=depth, distance=count - len(form.encode(text[:offset].rstrip())))

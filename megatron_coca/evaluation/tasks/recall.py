@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate recall`: accuracy of key-value recall by length and shift, and its heads' scores."""
+"""`megatron-coca evaluate recall`: accuracy of key-value recall by length and shift, and scores of attention heads."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest
 from megatron_coca.data.synthetic import Draws, recall_question
 from megatron_coca.evaluation.attention_maps import observed, row_scores
-from megatron_coca.evaluation.options import TRAINED, Show, subject_options
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.options import TRAINED, subject_options
+from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
-from megatron_coca.evaluation.tasks.retrieval import Tally, noting_refusals, tally, tally_fields
+from megatron_coca.evaluation.tasks.retrieval import Tally, noting_errors, tally, tally_fields
 from megatron_coca.model import GPT
 from megatron_coca.support.console import Progress
 
@@ -47,13 +47,13 @@ class HeadScores(Record):
 
     layer: int
     head: int
-    fact: float | None  # score of the fact; None where a distance map hides it in some case
+    fact: float | None  # score of the fact; None if a distance map hides it in some case
     rest: float  # log-sum-exp of the scores of all other keys
     weight: float  # of the fact in softmax
 
 
-class RecallCell(Tally, Cell):
-    """Cases at one length and shift of all positions; `heads` only where diagnosed."""
+class RecallEntry(Tally, Entry):
+    """Cases at one length and shift of all positions; `heads` only if diagnosed."""
 
     length: int
     shift: int
@@ -70,22 +70,22 @@ class RecallCell(Tally, Cell):
 class RecallProtocol(Record):
     text: str
     cases: int
-    diagnosed: int  # cases whose heads are scored
+    diagnosed: int  # cases with scored heads
     seed: int | Literal["trained"]  # "trained": that of the model's training
     prompts: str  # "synthetic recall" with its sizes, or "passkey"
     chance: float | None  # accuracy of a random value; None for passkeys
     prompts_sha256: str | None = None  # of a sample of the passkey prompts
-    text_sha256: str | None = None  # of samples of the shards that fill questions; both None in earlier files
+    text_sha256: str | None = None  # of samples of the shards with filler; earlier files have neither digest
 
 
 class RecallResult(Result):
     task: Literal["recall"] = "recall"
     protocol: RecallProtocol
-    results: list[RecallCell]
+    results: list[RecallEntry]
 
 
 class Questions(NamedTuple):
-    """Inputs int64 [n, length]; answers int64 [n]; the fact is at tokens [first, last) of each, int64 [n]."""
+    """Inputs int64 [n, length] and answers int64 [n]. The fact of each is at tokens [first, last), int64 [n]."""
 
     ids: np.ndarray
     answers: np.ndarray
@@ -99,11 +99,11 @@ class Questions(NamedTuple):
 
 
 Maker = Callable[[int], list[Questions]]
-"""Makes the cases of a length in tokens, in groups of inputs that have one length."""
+"""A function that makes the cases of a length in tokens, in groups of inputs with the same length."""
 
 
 def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskSettings) -> Maker:
-    """Return the maker of questions of the task that a model was trained on."""
+    """Return the maker of questions of the model's training task."""
     data, seed = evaluation.opened.trained.data, seed_of(args, evaluation)
 
     def make(length: int) -> list[Questions]:
@@ -123,7 +123,9 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
 
     paths = data.test_data_paths or []
     if settings.text and not paths:
-        raise EvaluationError("recall: the run has no test_data_paths to fill questions with; name them in its YAML")
+        raise EvaluationError(
+            "test_data_paths: not set in the run's config, and recall fills questions with them; set them"
+        )
     return make
 
 
@@ -134,21 +136,23 @@ def _text_digest(data: DataConfig) -> str:
 
 
 def seed_of(args: Namespace, evaluation: Evaluation) -> int:
-    """Return the seed of the questions: that of `--seed`, or of the model's training."""
+    """Return the seed of the questions: `--seed`, or the seed of the model's training. Raises EvaluationError."""
     if args.seed != TRAINED:
         return int(args.seed)
     if evaluation.opened.step is None:
-        raise EvaluationError(f"--seed {TRAINED}: {args.checkpoint} does not record the seed of its training; name one")
+        raise EvaluationError(
+            f"--seed {TRAINED}: {args.checkpoint} does not record the seed of its training; give a number"
+        )
     return evaluation.opened.trained.seed
 
 
 def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
-    """Return the maker of passkey prompts, for models that were not trained on the task."""
+    """Return the maker of passkey prompts, for models that were not trained on recall."""
     tokenizer, task, seed = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True), seed_of(args, evaluation)
 
     @cache
     def added_tokens(key: str) -> int:
-        """Tokens that a key adds to a text in which it stands between spaces."""
+        """Return the number of tokens that a key adds to a text between spaces."""
         return len(tokenizer.encode(f"{key} {key}")) - len(tokenizer.encode(key))
 
     def make(length: int) -> list[Questions]:
@@ -167,15 +171,17 @@ def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
 
 
 def run(args: Namespace, show: Show) -> int:
-    evaluation = Evaluation(subject_options(args, show), "recall")
+    evaluation = Evaluation(subject_options(args), "recall", show)
     trained = evaluation.opened.trained
     task, length = trained.data.synthetic, trained.model.seq_length
     if task is not None and task.task != "recall":
-        raise EvaluationError(f"{args.checkpoint}: was trained on the task {task.task}; name a run of the task recall")
+        raise EvaluationError(
+            f"--checkpoint {args.checkpoint}: was trained on the task {task.task}; name a run of the task recall"
+        )
     lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
     if task is not None and min(lengths) <= task.facts:
         raise EvaluationError(
-            f"--lengths {min(lengths)}: a question on {task.facts} facts needs {task.facts + 1} tokens"
+            f"--lengths {min(lengths)}: {task.facts} facts and a question need {task.facts + 1} tokens; raise it"
         )
     settings = TaskSettings(**task.model_dump()) if task is not None else None
     make = passkey_questions(args, evaluation) if settings is None else synthetic_questions(args, evaluation, settings)
@@ -191,24 +197,24 @@ def run(args: Namespace, show: Show) -> int:
         prompts_sha256=tasks.sample_digest([tasks.passkey(answer_stub=True)]) if settings is None else None,
         text_sha256=_text_digest(trained.data) if settings is not None and settings.text else None,
     )
-    cells = [(tokens, 0) for tokens in sorted(set(lengths))]
-    cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]
+    entries = [(tokens, 0) for tokens in sorted(set(lengths))]
+    entries += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in entries]
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
     made: dict[int, list[Questions]] = {}  # by length, the same for every variant
     for subject, store in evaluation.variants(RecallResult, protocol=protocol):
-        with Progress(subject.label, len(cells), "cells") as progress:
-            for tokens, shift in cells:
+        with Progress(subject.label, len(entries), "measurements") as progress:
+            for tokens, shift in entries:
                 progress.advance(1)
                 at = f"length {tokens}" + (f", shift {shift}" if shift else "")
                 if store.get((tokens, shift)) is not None:
                     continue
-                with noting_missing(store, at, remedy), noting_refusals(store, at):
+                with noting_missing(store, at, remedy), noting_errors(store, at):
                     if tokens not in made:
                         made[tokens] = make(tokens)
                     with measured(subject.device) as meter:
                         diagnosed = 0 if shift else args.diagnosed
-                        cell = measure(subject, made[tokens], tokens, shift, diagnosed, args.tokens_per_batch)
-                    store.put(cell, Cost.of(at, meter, args.cases * tokens))
+                        entry = measure(subject, made[tokens], tokens, shift, diagnosed, args.tokens_per_batch)
+                    store.put(entry, Cost.of(at, meter, args.cases * tokens))
     return evaluation.status
 
 
@@ -222,8 +228,11 @@ def batches(questions: Sequence[Questions], tokens_per_batch: int) -> Iterator[Q
 @torch.inference_mode()
 def measure(
     subject: Subject, questions: Sequence[Questions], length: int, shift: int, diagnosed: int, tokens_per_batch: int
-) -> RecallCell:
-    """Ask all `questions` with positions shifted by `shift`, and score the heads in the first `diagnosed`."""
+) -> RecallEntry:
+    """Ask all `questions` with positions shifted by `shift`, and score the heads in the first `diagnosed` of them.
+
+    Raises FloatingPointError if a log-likelihood is not finite.
+    """
     model, scores, distances, nll = subject.model, [], [], 0.0
     for batch in batches(questions, tokens_per_batch):
         ids = torch.from_numpy(batch.ids).to(subject.device)
@@ -234,12 +243,12 @@ def measure(
         nll -= float(logs.gather(1, answers).sum())
         scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
         distances += batch.distances.tolist()
-    if not math.isfinite(nll):  # the largest of such logits would count as an answer
+    if not math.isfinite(nll):  # otherwise the largest of such logits would count as an answer
         raise FloatingPointError(
             f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
         )
     cases, trained = list(zip(distances, scores, strict=True)), subject.training_length
-    return RecallCell(
+    return RecallEntry(
         **tally_fields(scores),
         length=length,
         shift=shift,
@@ -251,7 +260,7 @@ def measure(
 
 
 def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
-    """Score the last token of `count` questions with their facts and with all other keys, in every head."""
+    """Return the scores of the last token of `count` questions with their facts and with all other keys, by head."""
     device, layers = next(model.parameters()).device, len(model.blocks)
     left, visited = count, list[Tensor]()
 
@@ -280,13 +289,13 @@ def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_p
     return found
 
 
-def retrieving_head(cells: Sequence[RecallCell]) -> tuple[int, int] | None:
-    """Return layer and head with the largest attention weight on the fact at the shortest length, if diagnosed."""
-    heads = next((cell.heads for cell in cells if cell.heads), [])
+def retrieving_head(entries: Sequence[RecallEntry]) -> tuple[int, int] | None:
+    """Return layer and head with the largest attention weight on the fact at the shortest diagnosed length, or None."""
+    heads = next((entry.heads for entry in entries if entry.heads), [])
     best = max(heads, key=lambda head: head.weight, default=None)
     return None if best is None else (best.layer, best.head)
 
 
-def scores_of(cell: RecallCell, place: tuple[int, int]) -> HeadScores | None:
+def scores_of(entry: RecallEntry, place: tuple[int, int]) -> HeadScores | None:
     """Return the scores of one head."""
-    return next((head for head in cell.heads if (head.layer, head.head) == place), None)
+    return next((head for head in entry.heads if (head.layer, head.head) == place), None)

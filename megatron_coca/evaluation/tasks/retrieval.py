@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate passkey`, `needle` and `ruler`: their result files, and the measurement that they share."""
+"""`megatron-coca evaluate passkey`, `needle` and `ruler`: their result files and their common measurement."""
 
 import math
 from argparse import Namespace
@@ -12,10 +12,23 @@ import torch
 
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
-from megatron_coca.evaluation.options import Show, subject_options
-from megatron_coca.evaluation.results import OPEN, Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import (
+    OPEN,
+    Cost,
+    Entry,
+    EvaluationError,
+    Missing,
+    Record,
+    Result,
+    Show,
+    Store,
+    measured,
+)
+from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
+from megatron_coca.evaluation.tasks.answers import end_tokens, finished_by
 from megatron_coca.evaluation.tasks.prompts import (
     FILLER_BLOCKS,
     Case,
@@ -31,14 +44,14 @@ from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batch
 from megatron_coca.support.console import Progress
 
 ANSWER_CHARACTERS = 160
-"""Characters of an answer in the result file; it is scored in full."""
+"""Characters of an answer in the result file. The score is that of the whole answer."""
 
 
 class Tally(Record):
     """A number of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
 
     accuracy: float
-    correct: int  # cases whose score is 1
+    correct: int  # cases with a score of 1
     count: int
     low: float
     high: float
@@ -47,21 +60,21 @@ class Tally(Record):
 class CaseRecord(Record):
     number: int
     tokens: int  # of the prompt
-    facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
+    facts: list[FactRecord]  # in the order of the text; empty if the answer depends on the whole text
     expected: list[str]
     answer: str  # its first 160 characters
     score: float  # 0 .. 1
 
 
-class ScoredCell(Tally, Cell):
-    """Cases of one cell and their tally."""
+class ScoredEntry(Tally, Entry):
+    """Cases of one length (and depth or task) with their tally."""
 
     length: int  # requested tokens; prompts are at most that long
     cases: list[CaseRecord]
 
 
-class PasskeyCell(ScoredCell):
-    """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
+class PasskeyEntry(ScoredEntry):
+    """One length. `inside` has the cases with a key within the training length of the end, `beyond` the rest."""
 
     model_config = OPEN
     inside: Tally | None
@@ -72,7 +85,7 @@ class PasskeyCell(ScoredCell):
         return (self.length,)
 
 
-class NeedleCell(ScoredCell):
+class NeedleEntry(ScoredEntry):
     depth: int  # percent of the filler units before the needle
 
     @property
@@ -80,7 +93,7 @@ class NeedleCell(ScoredCell):
         return (self.length, self.depth)
 
 
-class RulerCell(ScoredCell):
+class RulerEntry(ScoredEntry):
     task: str
 
     @property
@@ -89,16 +102,16 @@ class RulerCell(ScoredCell):
 
 
 class RetrievalProtocol(Record):
-    """Options of all cells of a result file; a cell has its own length and task."""
+    """Options of all entries of a result file. Each entry has its own length and task."""
 
     text: str
-    cases: int  # of each cell
+    cases: int  # of each entry
     max_new_tokens: int
     seed: int
     tokens_per_batch: int
     answer_stub: bool
     haystack: HaystackRecord
-    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    dynamic_length: DynamicLength = "total"  # as before the option existed
     start: int | None = None  # token put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # prompts are chats
@@ -112,37 +125,22 @@ class NeedleProtocol(RetrievalProtocol):
 class PasskeyResult(Result):
     task: Literal["passkey"] = "passkey"
     protocol: RetrievalProtocol
-    results: list[PasskeyCell]
+    results: list[PasskeyEntry]
 
 
 class NeedleResult(Result):
     task: Literal["needle"] = "needle"
     protocol: NeedleProtocol
-    results: list[NeedleCell]
+    results: list[NeedleEntry]
 
 
 class RulerResult(Result):
     task: Literal["ruler"] = "ruler"
     protocol: RetrievalProtocol
-    results: list[RulerCell]
+    results: list[RulerEntry]
 
 
 RetrievalResult = PasskeyResult | NeedleResult | RulerResult
-
-
-def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, nowhere empty.
-
-    For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
-    """
-    z = 1.959963984540054  # standard normal quantile at 0.975
-    centre = fraction + z**2 / (2 * count)
-    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
-    scale = 1 + z**2 / count
-    # At 0 and 1 the formula gives the bound itself only up to rounding.
-    low = (centre - reach) / scale if fraction > 0 else 0.0
-    high = (centre + reach) / scale if fraction < 1 else 1.0
-    return low, high
 
 
 def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
@@ -156,19 +154,19 @@ def tally(scores: Sequence[float]) -> Tally | None:
     return Tally(**tally_fields(scores)) if scores else None
 
 
-CELLS: dict[str, tuple[type[ScoredCell], tuple[str, ...]]] = {
-    "passkey": (PasskeyCell, ("length",)),
-    "needle": (NeedleCell, ("length", "depth")),
-    "ruler": (RulerCell, ("task", "length")),
+ENTRIES: dict[str, tuple[type[ScoredEntry], tuple[str, ...]]] = {
+    "passkey": (PasskeyEntry, ("length",)),
+    "needle": (NeedleEntry, ("length", "depth")),
+    "ruler": (RulerEntry, ("task", "length")),
 }
-"""The cells of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
+"""The type of entries of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
 
 
-def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
-    """Build the result cell of `megatron-coca evaluate TASK` with this key."""
-    kind, names = CELLS[task]
+def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredEntry:
+    """Build the entry of `megatron-coca evaluate TASK` with this key."""
+    kind, names = ENTRIES[task]
     fields = tally_fields([case.score for case in cases]) | dict(zip(names, key, strict=True))
-    if kind is PasskeyCell:
+    if kind is PasskeyEntry:
         scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
         fields["inside"] = tally([score for distance, score in scored if distance <= training_length])
         fields["beyond"] = tally([score for distance, score in scored if distance > training_length])
@@ -176,11 +174,11 @@ def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], trai
 
 
 class Unit(NamedTuple):
-    """Cells that are measured together because their prompts have one length; `at` names them if they are missing."""
+    """Entries with prompts of one length, which are measured together; `at` names them if they are missing."""
 
     at: str
     length: int
-    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the cell's key
+    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the entry's key
 
 
 def passkey(args: Namespace, show: Show) -> int:
@@ -188,7 +186,7 @@ def passkey(args: Namespace, show: Show) -> int:
         Unit(f"length {length}", length, {(length,): tasks.passkey(args.answer_stub)})
         for length in sorted(set(args.lengths))
     ]
-    evaluation = Evaluation(subject_options(args, show), "passkey")
+    evaluation = Evaluation(subject_options(args), "passkey", show)
     made = [task for unit in units[:1] for task in unit.tasks.values()]
     fields = protocol_fields(args, evaluation, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS, made)
     protocol = RetrievalProtocol(**fields)
@@ -196,8 +194,7 @@ def passkey(args: Namespace, show: Show) -> int:
 
 
 def needle(args: Namespace, show: Show) -> int:
-    evaluation = Evaluation(subject_options(args, show), "needle")
-    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    evaluation, haystack = evaluation_in_haystack(args, "needle", show)
     by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
     fields = protocol_fields(args, evaluation, tasks.NEEDLE_PROTOCOL, haystack, by_depth.values())
     protocol = NeedleProtocol(**fields, depths=args.depths)
@@ -209,8 +206,7 @@ def needle(args: Namespace, show: Show) -> int:
 
 
 def ruler(args: Namespace, show: Show) -> int:
-    evaluation = Evaluation(subject_options(args, show), "ruler")
-    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    evaluation, haystack = evaluation_in_haystack(args, "ruler", show)
     by_name = {name: tasks.ruler(name, haystack, args.answer_stub) for name in args.tasks}
     fields = protocol_fields(args, evaluation, tasks.RULER_PROTOCOL, haystack, by_name.values())
     protocol = RetrievalProtocol(**fields)
@@ -222,16 +218,22 @@ def ruler(args: Namespace, show: Show) -> int:
     return measure(evaluation, units, protocol, RulerResult)
 
 
+def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Evaluation, Haystack]:
+    """Open the checkpoint and read `--haystack`. Raises as both of them."""
+    evaluation = Evaluation(subject_options(args), task, show)
+    return evaluation, load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+
+
 def protocol_fields(
     args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
 ) -> dict[str, Any]:
-    """The fields of a protocol. Raises EvaluationError for options of chats and tokens that the tokenizer lacks."""
+    """Return the fields of a protocol. Raises EvaluationError for wrong options of chats, and without a tokenizer."""
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
     tokenizer = evaluation.needed_tokenizer()
     chat = chat_record(args, tokenizer)
     if chat is not None and args.start_token is not None:
-        raise EvaluationError("--start-token: a chat has that of its template; leave it out")
-    ends = [*dict.fromkeys([*tokenizer.ends, *(tokenizer.turn_ends()[0] if chat is not None else ())])]
+        raise EvaluationError("--start-token: the template of the chat puts its own; leave the option out")
+    ends = end_tokens(tokenizer, chat is not None)
     return {name: getattr(args, name) for name in options} | {
         "text": text,
         "haystack": haystack.record(),
@@ -251,18 +253,18 @@ def prompt_form(tokenizer: Tokenizer, protocol: RetrievalProtocol) -> PromptForm
 def measure(
     evaluation: Evaluation, units: Sequence[Unit], protocol: RetrievalProtocol, kind: type[RetrievalResult]
 ) -> int:
-    """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
+    """Make the cases of each unit; generate, score and store the answers of each variant. Return the exit status."""
     tokenizer = evaluation.needed_tokenizer()
     form = prompt_form(tokenizer, protocol)
     cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
     remedy = (
-        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
+        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}; at least one prompt) or use --dtype bfloat16"
     )
     for subject, store in evaluation.variants(kind, protocol=protocol):
         for unit in units:
             if all(store.get(key) is not None for key in unit.tasks):
                 continue
-            with noting_missing(store, unit.at, remedy), noting_refusals(store, unit.at):
+            with noting_missing(store, unit.at, remedy), noting_errors(store, unit.at):
                 if unit.at not in cases:
                     cases[unit.at] = [
                         (task, case)
@@ -289,14 +291,14 @@ def measure(
                 cost = Cost.of(unit.at, meter, sum(map(len, answers)))
                 for number, key in enumerate(unit.tasks):
                     own = answered[number * protocol.cases :][: protocol.cases]
-                    cell = make_cell(store.result.task, key, own, subject.training_length)
-                    store.put(cell, cost if number == len(unit.tasks) - 1 else None)
+                    entry = make_entry(store.result.task, key, own, subject.training_length)
+                    store.put(entry, cost if number == len(unit.tasks) - 1 else None)
     return evaluation.status
 
 
 @contextmanager
-def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
-    """Note prompts that do not fit, positions that the model lacks, and numbers that overflow."""
+def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
+    """Record in `store` that prompts do not fit, that the model lacks positions, or that numbers overflow."""
     try:
         yield
     except ValueError as error:
@@ -310,20 +312,15 @@ def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
 def generate_answers(
     subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[list[int]]:
-    """Return the token ids of each answer without the token that ends it, in the order of `prompts` (int32 [n]).
+    """Return the token ids of each answer, without the token that ends it, in the order of `prompts` (int32 [n]).
 
-    Prompts are not padded, because with CoCA a shift of all positions changes what a model computes. The batches follow
-    from the prompts alone, so the same prompts give the same bits.
+    Prompts are not padded, because a shift of all positions changes the output of a model with CoCA. The batches depend
+    only on the prompts, so the same prompts give the same bits.
     """
     answers: dict[int, list[int]] = {}
     ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}
     stops = tokenizer.turn_ends()[1] if protocol.chat is not None else []
-    window = max((len(stop.encode()) for stop in stops), default=0) + 4  # tokens with a text that has just ended
-
-    def finished(answer: list[int]) -> bool:
-        tail = tokenizer.decode(answer[-window:]) if stops else ""
-        return answer[-1] in ends or any(stop in tail for stop in stops)
-
+    finished = finished_by(ends, stops, tokenizer.decode)
     lengths = [len(prompt) for prompt in prompts]
     with Progress(title, len(prompts), "cases") as progress:
         for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):

@@ -1,7 +1,6 @@
 """Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own words.
 
-The amount of hidden information follows from the length, so the RULER-style tasks can be built from about 512 tokens
-on.
+The RULER-style tasks need about 512 tokens or more, because the amount of hidden information grows with the length.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ RULER_PROTOCOL = (
     "stands uniformly between the sentences, and its amount follows from the length; greedy decoding up to the "
     "end-of-document token; score = share of the expected texts that stand anywhere in the answer"
 )
-# The protocols are part of the identity of result files: another text would be another measurement.
+# The protocols are part of the identity of result files: if their text changes, files are not resumed.
 
 
 CITIES, ADJECTIVES, NOUNS = (
@@ -84,7 +83,7 @@ def share_found(answer: str, expected: Sequence[str]) -> float:
 
 
 class Puzzle(NamedTuple):
-    """Content of one prompt: `stub` is the beginning of the answer, for models that are given it."""
+    """Content of one prompt. `stub` is the beginning of the answer, for prompts that end with it."""
 
     description: str
     hidden: Sequence[Hidden]
@@ -96,9 +95,10 @@ class Puzzle(NamedTuple):
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """A kind of prompts with known answers; random numbers of a case follow from `name`, seed, length and number.
+    """A kind of prompts with known answers. The random numbers of a case depend on `name`, seed, length and number.
 
-    `puzzle` draws what is hidden in `haystack` for a length in tokens; `answer_stub` adds the beginning of the answer.
+    `puzzle` draws the sentences to hide in `haystack` for a length in tokens; `answer_stub` adds the beginning of the
+    answer to the prompt.
     """
 
     name: str
@@ -108,7 +108,7 @@ class RetrievalTask:
     score_answer: Callable[[str, Sequence[str]], float] = share_found
 
     def make_cases(self, form: Tokenizer | PromptForm, length: int, count: int, seed: int) -> list[Case]:
-        """Return cases 0 .. count-1 of at most `length` tokens; they do not depend on other lengths or on `count`.
+        """Return cases 0 .. count-1 of at most `length` tokens. They depend neither on other lengths nor on `count`.
 
         Raises LengthError for a length that is too short.
         """
@@ -192,7 +192,7 @@ def multi_query(random: Random, length: int) -> Puzzle:
 
 
 def variable_tracking(random: Random, length: int) -> Puzzle:
-    """The answer is all variables with one value; each is assigned the one before it."""
+    """The answer is all variables with one value. Each of them is assigned the one before it."""
     hops, chains = within(length // 128, 1, 4), 1 + within(length // 512, 1, 3)
     names = variables(random, chains * (hops + 1))
     values = distinct_numbers(random, 5, chains)
@@ -219,7 +219,7 @@ RULER_TASKS: dict[str, Callable[[Random, int], Puzzle]] = {
     "multi_query": multi_query,
     "variable_tracking": variable_tracking,
 }
-"""What each task hides; names as `options.RULER_NAMES`."""
+"""The puzzle of each task; the names are `options.RULER_NAMES`."""
 
 
 def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
@@ -227,9 +227,9 @@ def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> Retrieval
 
 
 def sample_digest(made: Iterable[RetrievalTask]) -> str:
-    """Return a sha256 of one prompt of every task with its answer: of the templates and words of this version.
+    """Return a sha256 of one prompt of every task with its answer. It identifies templates and words.
 
-    It is made of bytes, so that it depends on no model, and does not replace the digest of the haystack.
+    The tokens are bytes, so it does not depend on a model. It does not cover the haystack, which has its own digest.
     """
     digest, tokenizer = hashlib.sha256(), load_tokenizer("CharLevelTokenizer")
     for task in sorted(made, key=lambda task: task.name):

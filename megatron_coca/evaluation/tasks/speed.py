@@ -1,11 +1,10 @@
-"""`megatron-coca evaluate speed`: time and memory of position methods, measured side by side in one run.
+"""`megatron-coca evaluate speed`: time and memory of position methods, side by side in one run.
 
-One model for each method, all with the same weights. Times vary between runs, so no two result files are equal.
+Each method has a model, and all models have the same weights. Times vary between runs, so result files are never equal.
 """
 
 import platform
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,12 @@ from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GAU
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.options import WHATS, Show, Variant, What, read_variants, resolve_device
-from megatron_coca.evaluation.results import Cell, EvaluationError, Missing, Record, Result, Store
-from megatron_coca.evaluation.subject import backend_name, environment_record
+from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, read_variants, resolve_device
+from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Record, Result, Show, Store
+from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
 from megatron_coca.model import GPT, build_model, keep_freed_memory
 from megatron_coca.support.console import track
-from megatron_coca.support.plain_text import masked, plain
+from megatron_coca.support.plain_text import masked
 
 PROTOCOL = (
     "random weights, the same for all methods; in every round each method makes one call, after a round that does not "
@@ -44,7 +43,7 @@ PROTOCOL = (
 )
 PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
-"""Tokens decoded in one call; a single one takes too little time to be measured well."""
+"""Tokens decoded in one call. The time of a single one is too short to be measured well."""
 
 # Result file
 
@@ -58,8 +57,8 @@ class Ratio(Record):
     high: float
 
 
-class SpeedCell(Cell):
-    what: What
+class SpeedEntry(Entry):
+    what: KindOfWork
     length: int  # tokens of a row; in `decode` the tokens in the cache
     method: str
     backend: str
@@ -73,7 +72,7 @@ class SpeedCell(Cell):
 
     @property
     def key(self) -> tuple[int, int, str]:
-        return (WHATS.index(self.what), self.length, self.method)
+        return (KINDS_OF_WORK.index(self.what), self.length, self.method)
 
     @property
     def milliseconds(self) -> str:
@@ -81,7 +80,7 @@ class SpeedCell(Cell):
 
     @property
     def details(self) -> str:
-        """Time as a multiple of RoPE's, peak memory, tokens a second; what was measured."""
+        """The numbers that were measured: time as a multiple of RoPE's, peak memory, tokens a second."""
         shown = [f"×{self.to_rope.median:.2f}"] if self.to_rope is not None else []
         shown += [bytes_text(self.peak_memory_bytes)] if self.peak_memory_bytes is not None else []
         return " · ".join([*shown, f"{self.tokens_per_second:,.0f}/s"])
@@ -112,7 +111,7 @@ class SpeedResult(Result):
     task: Literal["speed"] = "speed"
     protocol: SpeedProtocol
     machine: MachineRecord
-    results: list[SpeedCell]
+    results: list[SpeedEntry]
 
     @property
     def setting(self) -> str:
@@ -147,29 +146,29 @@ class TimedMethod:
 def build_methods(
     base: Config, methods: Sequence[str], variants: Sequence[Variant], device: str, dtype: torch.dtype
 ) -> tuple[list[TimedMethod], list[Missing]]:
-    """Build the methods asked for (values of `pos_emb`, variants of the base config) and RoPE; also the refused.
+    """Build the methods (values of `pos_emb`, and variants of the base config) and RoPE.
 
-    Weights are drawn from the configuration's seed; parameters of the same name and shape are the first model's, in
-    memory once.
+    Return them, and the reasons for those that cannot be built. Weights are drawn from the configuration's seed; models
+    share the parameters of the same name and shape.
 
-    Raises EvaluationError where two have one label.
+    Raises EvaluationError if two have the same label.
     """
     labels = [*methods, *(variant.label for variant in variants)]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise EvaluationError(f"{twice[0]}: duplicate method; name each once")
+        raise EvaluationError(f"--methods {twice[0]}: duplicate; name each once")
     built: list[TimedMethod] = []
-    refused: list[Missing] = []
+    unsupported: list[Missing] = []
 
     def add(label: str, *overrides: Any) -> None:
         try:
             config = base.override(*overrides)
             if GAU in config.layer_types:
                 raise BackendError(
-                    "attention_config: the speed of gated attention units (gau) is not measured; leave them out"
+                    "attention_config: gated attention units (gau) are not supported here; leave them out"
                 )
             model = build_model(config, device).to(dtype)
         except (BackendError, ConfigError) as error:
-            refused.append(Missing(at=label, kind="refused", reason=str(error)))
+            unsupported.append(Missing(at=label, kind="refused", reason=str(error)))
             return
         if built:
             share_weights(model, built[0].model)
@@ -181,7 +180,7 @@ def build_methods(
         add(variant.label, variant.overrides, variant.files)
     if built and not any(method.is_plain_rope for method in built):
         add("plain rotary" if "rotary" in labels else "rotary", {"pos_emb": "rotary", **PLAIN})
-    return built, refused
+    return built, unsupported
 
 
 @torch.no_grad()
@@ -198,7 +197,7 @@ def share_weights(model: nn.Module, other: nn.Module) -> None:
 
 
 class Workload(NamedTuple):
-    """A call that can be repeated; `tokens` of one pass, and `passes` in one call."""
+    """A call that can be repeated: the tokens of one pass, and the passes in one call."""
 
     call: Callable[[], object]
     tokens: int
@@ -216,8 +215,9 @@ def token_ids(model: GPT, length: int, batch: int) -> Tensor:
 
 
 def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
-    """Projections and attention of one layer, without the tables that all layers share; backward to the hidden states
-    and the layer's weights.
+    """Projections and attention of one layer, without the tables that all layers share.
+
+    The backward pass gives the gradients of the hidden states and of the layer's weights.
     """
     model.train(backward)
     layer = first_layer(model)
@@ -241,8 +241,9 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 
 
 def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
-    """A prompt through the model and the logits of its last token; backward: the loss of all tokens and the gradients
-    of all weights, a training step without the optimizer.
+    """A forward pass of a prompt with the logits of its last token.
+
+    With `backward`: the loss of all tokens and the gradients of all weights, as in a training step without optimizer.
     """
     model.train(backward)
     ids = token_ids(model, length + backward, batch)
@@ -260,7 +261,7 @@ def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 
 
 def decode(model: GPT, length: int, batch: int) -> Workload:
-    """Tokens one by one after `length` cached ones; afterwards the cache is cut back."""
+    """Decoding of tokens one by one after `length` cached ones. Afterwards the cache is cut back."""
     model.eval()
     cache, ids = model.new_cache(length=length + DECODED), token_ids(model, length + DECODED, batch)
     with torch.no_grad():
@@ -273,24 +274,24 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
             for step in range(length, length + DECODED):
                 model(ids[:, step : step + 1], cache=cache)
         for layer, name in zip(cache.layers, model.layer_types, strict=True):
-            if length < (model.methods[name].window or length + 1):  # a full window holds as much after any token
+            if length < (model.methods[name].window or length + 1):  # a full window is as large after every token
                 layer.cut(length)
 
     return Workload(call, batch, DECODED)
 
 
-WORKLOADS: dict[What, Callable[[GPT, int, int], Workload]] = {
+WORKLOADS: dict[KindOfWork, Callable[[GPT, int, int], Workload]] = {
     "layer forward": partial(layer_work, backward=False),
     "layer forward+backward": partial(layer_work, backward=True),
     "model forward": partial(model_work, backward=False),
     "model forward+backward": partial(model_work, backward=True),
     "decode": decode,
 }
-"""The call of each kind of work, of a model, length and batch size."""
+"""For each kind of work, the function that makes its call for a model, a length and a batch size."""
 
 
 def measured_peak(call: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes of tensors that a call holds at once beyond those before it."""
+    """Return the largest number of bytes of tensors that a call adds at any time."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -307,20 +308,20 @@ def measured_peak(call: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
-def try_once(method: TimedMethod, what: What, length: int, batch: int) -> tuple[Workload, int] | Missing:
-    """Call one kind of work once: the call and its peak memory in bytes, or why it is not measured."""
+def try_once(method: TimedMethod, kind: KindOfWork, length: int, batch: int) -> tuple[Workload, int] | Missing:
+    """Call one kind of work once. Return the call and its peak memory in bytes, or the reason for none."""
     device = first_layer(method.model).dense.weight.device
-    kind: Literal["refused", "out of memory"] = "refused"
+    cause: Literal["refused", "out of memory"] = "refused"
     try:
-        work = WORKLOADS[what](method.model, length, batch)
+        work = WORKLOADS[kind](method.model, length, batch)
         return work, measured_peak(work.call, device)
     except ValueError as error:
         reason = str(error)
     except (RuntimeError, MemoryError) as error:
         if not results.out_of_memory(error):
             raise
-        kind, reason = "out of memory", f"the memory of {device} does not suffice"
-    return Missing(at=f"{what}, length {length}, {method.label}", kind=kind, reason=reason)
+        cause, reason = "out of memory", f"the memory of {device} is exhausted; use shorter lengths or fewer rows"
+    return Missing(at=f"{kind}, length {length}, {method.label}", kind=cause, reason=reason)
 
 
 # Measurement
@@ -331,7 +332,7 @@ Key = TypeVar("Key")
 def interleaved(
     calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, uncounted: int = 1
 ) -> dict[Key, list[float]]:
-    """Seconds of one call of each in each of `rounds` rounds, after rounds that do not count."""
+    """Return the seconds of each call in each of `rounds` rounds, after rounds that do not count."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -362,13 +363,13 @@ def ratio(own: list[float], other: list[float], against: str) -> Ratio:
 
 
 def measure(
-    methods: Sequence[TimedMethod], what: What, length: int, batch: int, rounds: int, store: Store[SpeedResult]
+    methods: Sequence[TimedMethod], kind: KindOfWork, length: int, batch: int, rounds: int, store: Store[SpeedResult]
 ) -> None:
-    """Try one kind of work with every method, time those that fit, and put cells and reasons into `store`."""
+    """Try one kind of work with every method, time those that work, and put entries and reasons into `store`."""
     works: dict[str, Workload] = {}
     peaks: dict[str, int] = {}
     for method in methods:
-        tried = try_once(method, what, length, batch)
+        tried = try_once(method, kind, length, batch)
         if isinstance(tried, Missing):
             store.miss(tried)
         else:
@@ -383,8 +384,8 @@ def measure(
         kept = [method.model.methods[name] for name in method.model.layer_types]
         dtype = first_layer(method.model).dense.weight.dtype
         cache = cache_bytes(kept, method.config.model.num_kv_heads, length, dtype) // length
-        cell = SpeedCell(
-            what=what,
+        entry = SpeedEntry(
+            what=kind,
             length=length,
             method=method.label,
             backend=method.backend,
@@ -394,9 +395,9 @@ def measure(
             tokens_per_second=work.tokens / middle,
             to_rope=ratio(own, times[rope], rope) if rope is not None else None,
             peak_memory_bytes=peaks[method.label],
-            cache_bytes_per_token=cache if what == "decode" else None,
+            cache_bytes_per_token=cache if kind == "decode" else None,
         )
-        store.put(cell)
+        store.put(entry)
 
 
 def run(args: Namespace, show: Show) -> int:
@@ -404,7 +405,8 @@ def run(args: Namespace, show: Show) -> int:
         results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
             raise EvaluationError(
-                f"{args.output}: exists; times of two runs cannot be combined; name another --output or --overwrite it"
+                f"--output {args.output}: exists, and times of two runs cannot be combined; name another, or add "
+                "--overwrite"
             )
     device = resolve_device(args.device)
     if device == "cpu":
@@ -414,19 +416,18 @@ def run(args: Namespace, show: Show) -> int:
     else:
         config = open_checkpoint(args.checkpoint, overrides=args.overrides).trained.override(args.overrides)
     variants = read_variants(args) if args.variant else ()
-    methods, refused = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
+    methods, unsupported = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
     if not methods:
-        raise EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
+        raise EvaluationError(f"--methods: none can be measured: {'; '.join(each.reason for each in unsupported)}")
     store = Store(args.output, empty_result(args, config, methods[0], device), args.overwrite)
-    for missing in refused:
+    for missing in unsupported:
         store.miss(missing)
-    for what in WHATS if args.what is None else args.what:
-        for length in track(sorted(args.lengths), what, len(args.lengths), "lengths"):
-            measure(methods, what, length, args.batch_size, args.rounds, store)
+    for kind in KINDS_OF_WORK if args.what is None else args.what:
+        for length in track(sorted(args.lengths), kind, len(args.lengths), "lengths"):
+            measure(methods, kind, length, args.batch_size, args.rounds, store)
     show(store.result)
     for missing in store.result.missing:
-        said = f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}"
-        print(plain(said), file=sys.stderr)
+        print_missing(store.result.label, missing)
     return 2 if store.result.missing else 0
 
 

@@ -1,4 +1,4 @@
-"""The archive of results: what goes in comes out, what exists stays, and damage is reported."""
+"""The archive of results: files are packed and unpacked, existing ones stay, and damage is reported."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
         (results / name).unlink()
     changed = write(results / "a-s1-0/cell.json", {"seed": 2})
     unpack(results)
-    assert (results / "a-s1-0/cell.json").read_bytes() == changed, "what exists stays"
+    assert (results / "a-s1-0/cell.json").read_bytes() == changed, "existing files stay"
     assert (results / "a-s1-0/recall_a.json").read_bytes() == before["a-s1-0/recall_a.json"]
     second = "a-s1-0/truncated/perplexity_a.json"
     assert (results / second).read_bytes() == before[second]
@@ -37,7 +37,7 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="holds no results to pack"):
+    with pytest.raises(EvaluationError, match="has no results to pack"):
         pack(tmp_path / "study")
     archive = archive_of(tmp_path / "study")
     archive.write_bytes(b"no zstd")

@@ -40,7 +40,7 @@ def figures(tmp_path: Path) -> Figures:
             for variant, name in names.items():
                 nlls = NLLS[model, variant][number]
                 write_record(folder / name, perplexity(model, dict(zip((512, 1024), nlls, strict=True))))
-            if model == "RoFormer":  # a second task, whose files have the same names in another folder
+            if model == "RoFormer":  # a second task with files of the same names in another folder
                 names["again"] = f"truncated/{names['']}"
                 (folder / "truncated").mkdir()
                 write_record(folder / names["again"], perplexity(model, {512: NLLS[model, ""][number][0] + 1.0}))
@@ -83,7 +83,9 @@ def figures(tmp_path: Path) -> Figures:
 def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) -> None:
     once, again = (figures.logarithms(f"perplexity{word}", "RoFormer") for word in ("", " truncated"))
     assert again == pytest.approx({seed: value + 1.0 for seed, value in once.items()})
-    with pytest.raises(EvaluationError, match="perplexity truncated of CoCA: the quantities are perplexity, ratio"):
+    with pytest.raises(
+        EvaluationError, match="perplexity truncated of CoCA: unknown; the quantities are perplexity, ratio"
+    ):
         figures.logarithms("perplexity truncated", "CoCA")
 
 
@@ -96,7 +98,7 @@ def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures
     assert [each.holm for each in found] == pytest.approx([3 * found[0].p, min(1, 2 * found[1].p)])
 
 
-def test_a_report_says_what_came_out_of_a_sequence(
+def test_a_report_has_the_outcome_of_a_sequence(
     figures: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing as long as cells are missing."""
@@ -168,6 +170,6 @@ def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seed
         (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: was not measured at 4L"),
     ],
 )
-def test_what_was_not_measured_is_an_error(figures: Figures, call: Any, message: str) -> None:
+def test_a_missing_measurement_is_an_error(figures: Figures, call: Any, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         call(figures)

@@ -1,4 +1,4 @@
-"""Declared contrasts in a fixed sequence: when they are tested, where the sequence ends, and what is said of it."""
+"""Declared contrasts in a fixed sequence: the time of the test, the end of the sequence, and the sentences on it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,9 +81,9 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
 def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
     with pytest.raises(EvaluationError, match="are tested in sequence"):
         Figures(declared("recall"), []).declared()
-    with pytest.raises(EvaluationError, match="are corrected together"):
+    with pytest.raises(EvaluationError, match="are tested together"):
         Figures(declared("recall", testing="together"), []).sequence()
-    with pytest.raises(ValueError, match="expected and deviation belong together"):
+    with pytest.raises(ValueError, match="expected and deviation: .*give both, or none"):
         DeclaredContrast(label="a", other="b", expected=0.1)
 
 

@@ -1,6 +1,7 @@
 """The shipped ablations, at every scale: each model can be trained, each variant fits it, each task has its options."""
 
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron_coca import methods
 from megatron_coca.ablation import grid
-from megatron_coca.ablation.grid import configured, expand, read_ablation
+from megatron_coca.ablation.grid import AblationFile, Cell, ModelEntry, configured, expand, read_ablation
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.options import full_label
@@ -26,6 +27,16 @@ GRID += [pytest.param(file, "100M", id=f"{file.stem}-100M") for file in FILES if
 GRID += [pytest.param(STUDY, scale, id=f"study-{scale}") for scale in ("1M", "250k")]
 
 
+CPU_SCALES = ("tiny", "1M", "250k")
+PARSER = parser()
+
+
+@cache
+def read(file: Path, scale: str | None = None) -> AblationFile:
+    """A file at a scale, read once for all tests."""
+    return read_ablation(file, scale)
+
+
 def loaded(changes: list[str] | None, base: Config) -> Config:
     texts = changes_in_tokens(changes or [], base.model.seq_length)
     return base.override([text for text in texts if "=" in text], [text for text in texts if "=" not in text])
@@ -33,7 +44,7 @@ def loaded(changes: list[str] | None, base: Config) -> Config:
 
 def models(file: Path, scale: str | None) -> dict[str, tuple[Config, dict[str, Config]]]:
     """For each model its training configuration and those of its variants."""
-    ablation = read_ablation(file, scale)
+    ablation = read(file, scale)
     base = load_config(
         [text for text in ablation.base if "=" not in text], [text for text in ablation.base if "=" in text]
     )
@@ -53,9 +64,9 @@ def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
+def test_every_file_is_a_grid_of_cells_and_models(file: Path, scale: str) -> None:
     """`expand` checks models, variants, tasks and their options."""
-    ablation = read_ablation(file, scale)
+    ablation = read(file, scale)
     cells = expand(ablation)
     assert len(cells) == len(ablation.models) * len(ablation.seeds)
     assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale in ("100M", "350M") else 2)
@@ -69,35 +80,32 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
         if variants is None or label in variants
     ]
     assert len(files) == len(labels), "a label of its own in the report, also as a file name"
-    for cell in cells:
+    firsts = {cell.model: cell for cell in reversed(cells)}  # the seeds have the same options
+    for cell in firsts.values():
         length = cell.config.model.seq_length
         for command in cell.commands:
-            args = parser().parse_args(command.arguments)
+            args = PARSER.parse_args(command.arguments)
             lengths = getattr(args, "windows", None) or args.lengths
             assert max(lengths) <= 64 * length and len(set(lengths)) == len(lengths)
+        check_variants_are_models(cell, ablation.models[cell.model], "cpu" if scale in CPU_SCALES else "cuda")
 
 
-@pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_variant_is_a_model(file: Path, scale: str | None) -> None:
-    device = "cuda" if scale in ("small", "100M", "350M") else "cpu"
-    for name, (trained, variants) in models(file, scale).items():
-        seen: list[Config] = []
-        for label, config in variants.items():
-            assert config not in seen, f"{name} {label}: measured twice"
-            seen.append(config)
-            empty_model(
-                config.override({"num_layers": 4 if config.position.layer_types else 1}),
-                device,
-                training=config == trained,
-                memory="meta",
-            )
+def check_variants_are_models(cell: Cell, entry: ModelEntry, device: str) -> None:
+    seen: list[Config] = []
+    for label, changes in entry.variants.items():
+        config = loaded(changes, cell.config)
+        assert config not in seen, f"{cell.model} {label}: measured twice"
+        seen.append(config)
+        layers = 4 if config.position.layer_types else 1
+        training = config == cell.config
+        empty_model(config.override({"num_layers": layers}), device, training=training, memory="meta")
 
 
 def test_the_first_scale_is_the_default() -> None:
     for file in FILES:
         content = read_yaml(file)
         assert isinstance(content, dict) and tuple(content["scales"]) == SCALES + ("100M",) * (file.name in UNITS)
-        assert read_ablation(file) == read_ablation(file, "tiny")
+        assert read(file) == read(file, "tiny")
 
 
 def test_the_page_counts_models_and_variants_and_cells() -> None:
@@ -108,12 +116,12 @@ def test_the_page_counts_models_and_variants_and_cells() -> None:
     }
     counted = {}
     for file in FILES:
-        variants = [len(entry.variants) for entry in read_ablation(file, "tiny").models.values()]
+        variants = [len(entry.variants) for entry in read(file, "tiny").models.values()]
         counted[file.stem] = (len(variants), sum(variants))
     assert rows == counted
     totals = []
     for scale in SCALES:
-        ablations = [read_ablation(file, scale) for file in FILES]
+        ablations = [read(file, scale) for file in FILES]
         assert len({each.runs for each in ablations}) == 1 and len({each.results for each in ablations}) == len(FILES)
         cells = {(name, seed) for each in ablations for name in each.models for seed in each.seeds}
         totals.append(len(cells))
@@ -125,7 +133,7 @@ def test_a_model_of_several_files_is_the_same_model() -> None:
     """Cells are named by model and configuration: only then is it trained once."""
     known: dict[str, list[str]] = {}
     for file in FILES:
-        for name, entry in read_ablation(file, "tiny").models.items():
+        for name, entry in read(file, "tiny").models.items():
             assert known.setdefault(name, entry.set) == entry.set, f"{file.name}: {name}"
 
 
@@ -136,7 +144,7 @@ def test_comments_count_the_cells(file: Path) -> None:
     counts = re.findall(r"(tiny|small|350M) (\d+) cells", comment)
     assert counts or "not trained again" in comment
     for scale, count in counts:
-        ablation = read_ablation(file, scale)
+        ablation = read(file, scale)
         assert int(count) == len(ablation.models) * len(ablation.seeds), scale
 
 
@@ -162,11 +170,11 @@ def test_tiny_is_the_quickstart() -> None:
 
 
 def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> None:
-    ours = read_ablation(ROOT / "configs/ablations/coca_tables_1_2.yml", "350M").tasks
+    ours = read(ROOT / "configs/ablations/coca_tables_1_2.yml", "350M").tasks
     suite = read_suite(ROOT / "configs/evaluation/paper_350m.yml").tasks
     for task in ours:
         calls = (option_arguments(task, options[task], 512) for options in (ours, suite))
-        given, published = (parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
+        given, published = (PARSER.parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
         if task == "perplexity":
             assert published.max_length == max(given.windows), "the default"
             given.max_length = published.max_length
@@ -175,7 +183,7 @@ def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> N
 
 def test_every_pattern_of_layers_is_measured() -> None:
     """Gemma 3's two bases in OLMo 3's pattern, because four layers have no sixth."""
-    entries = [text for entry in read_ablation(FILES[0].with_name("layers.yml")).models.values() for text in entry.set]
+    entries = [text for entry in read(FILES[0].with_name("layers.yml")).models.values() for text in entry.set]
     used = {Path(text).stem for text in entries if text.startswith("configs/layers/")}
     assert used == {file.stem for file in (ROOT / "configs" / "layers").glob("*.yml")} - {"gemma3"}
     assert any("rotary_emb_base" in text for text in entries)

@@ -52,17 +52,17 @@ def test_rows_are_chosen(report: ReportDocument, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{{ table('loss') }}", "page.md.j2: table loss: the report has summary"),
-        ("{{ plot('loss', '') }}", "page.md.j2: plot loss: the report has report"),
-        ("{{ value('summary', 'NoPE', '64') }}", "table summary has no number at NoPE, 64"),
-        ("{{ value('summary', 'RoFormer', '128') }}", "table summary has no number at RoFormer, 128"),
+        ("{{ table('loss') }}", "page.md.j2: table loss: unknown; the report has summary"),
+        ("{{ plot('loss', '') }}", "page.md.j2: plot loss: unknown; the report has report"),
+        ("{{ value('summary', 'NoPE', '64') }}", "table summary: has no number at NoPE, 64"),
+        ("{{ value('summary', 'RoFormer', '128') }}", "table summary: has no number at RoFormer, 128"),
         ("{{ tabel('summary') }}", "page.md.j2:1: UndefinedError: 'tabel' is undefined"),
         ("\n{{ table('summary', ['NoPE']) }}", "page.md.j2:2: KeyError: 'NoPE'"),
         ("{{ 1 / 0 }}", "page.md.j2:1: ZeroDivisionError"),
         ("{% if %}", "page.md.j2:1: TemplateSyntaxError: Expected an expression"),
     ],
 )
-def test_what_the_results_do_not_have_is_an_error(
+def test_numbers_that_the_results_lack_are_errors(
     text: str, message: str, report: ReportDocument, tmp_path: Path
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
@@ -87,10 +87,10 @@ QUICK = ("study.md", "recall_text.md", "recall_power.md")
     ("name", "scale", "template", "page"),
     [pytest.param(*page, id=page[-1], marks=[] if page[-1] in QUICK else pytest.mark.slow) for page in PAGES],
 )
-def test_a_page_of_a_study_is_what_its_results_say(
+def test_a_page_of_a_study_follows_from_its_results(
     name: str, scale: str, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the corpus, and from the archives alone: folders of results beside them may hold newer cells."""
+    """Only the archives are read, without the corpus: folders of results beside them may have newer cells."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(ROOT / "configs")
     Path("benchmarks").mkdir()

@@ -162,7 +162,7 @@ def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) 
     assert record.status == "failed" and record.evaluated.keys() == {"perplexity_m.json"} and record.reason in problem
 
 
-def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_a_signal_ends_the_children_and_a_second_runner_is_an_error(tmp_path: Path, small: dict[str, Any]) -> None:
     one = cell(tmp_path, small, "none")
     refused = []
 
@@ -182,7 +182,7 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Pat
     with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); the same command resumes"):
         run_cells([one], MACHINE, 1)
     other.join()
-    assert time.monotonic() - start < 30 and "another runner is working on this cell" in refused[0]
+    assert time.monotonic() - start < 30 and "another process runs this cell" in refused[0]
     assert read_cell(one).status == "started"
 
 
@@ -196,9 +196,9 @@ def test_cores_and_gpus_are_divided() -> None:
         divide(Machine(8, ("0", "1"), "H100"), 3)
 
 
-def test_more_ranks_than_gpus_are_refused(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_more_ranks_than_gpus_are_an_error(tmp_path: Path, small: dict[str, Any]) -> None:
     one = replace(cell(tmp_path, small, "rotary"), ranks=2)
-    with pytest.raises(EvaluationError, match="--jobs 2: leaves 1 GPUs to a cell that trains on 2"):
+    with pytest.raises(EvaluationError, match="--jobs 2: leaves 1 GPUs to a cell that needs 2"):
         run_cells([one], Machine(8, ("0", "1"), "H100"), 2)
 
 

@@ -15,7 +15,6 @@ from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.identity import RANGE, RANGES
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
 from megatron_coca.evaluation.cli import parser
-from megatron_coca.evaluation.options import show_nothing
 from megatron_coca.evaluation.tasks import perplexity
 from megatron_coca.evaluation.tasks import retrieval as retrieval_tasks
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
@@ -146,7 +145,7 @@ def measured(checkpoint: Path, output: Path, text: Path) -> tuple[float, Perplex
     options = ["--checkpoint", checkpoint, "--data", text, "--windows", "16", "--stride", "8", "--device", "cpu"]
     given = ["perplexity", *map(str, options), "--label", "m", "--output", str(output)]
     args = parser().parse_args(given)
-    assert perplexity.run(args, show_nothing) == 0
+    assert perplexity.run(args, lambda result: None) == 0
     result = PerplexityResult.model_validate_json((output / "perplexity_m.json").read_bytes())
     return result.results[0].nll, result
 
@@ -207,7 +206,7 @@ def test_the_place_of_a_haystack_is_no_part_of_a_measurement(small: Path, text: 
         options = ["--checkpoint", small, "--lengths", "400", "--cases", "1", "--depths", "50", "--device", "cpu"]
         given = [*options, "--max-new-tokens", "1", "--haystack", haystack, "--output", tmp_path / "needle.json"]
         args = parser().parse_args(["needle", *map(str, given)])
-        return retrieval_tasks.needle(args, show_nothing)
+        return retrieval_tasks.needle(args, lambda result: None)
 
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_bytes(text.read_bytes())

@@ -291,8 +291,8 @@ TRAINED_ON = {"train_data_paths": ["d"], "valid-data-paths": ["e"]}
     ("recorded", "found"),
     [
         ({"test-data-paths": ["a/b", "c"], **TRAINED_ON, "data_path": "unused"}, ["a/b", "c"]),
-        ({"data_path": "a/b", "split": "969, 30, 1"}, "no test_data_paths; name text files or shard prefixes"),
-        ({"test_data_paths": [], **TRAINED_ON}, "no test_data_paths; name text files or shard prefixes"),
+        ({"data_path": "a/b", "split": "969, 30, 1"}, "test_data_paths: not set.*--data"),
+        ({"test_data_paths": [], **TRAINED_ON}, "test_data_paths: not set.*--data"),
     ],
 )
 def test_evaluation_reads_the_test_data_of_the_run(recorded: dict[str, Any], found: Any, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
+from megatron_coca.evaluation.statistics import wilson_interval
 from megatron_coca.evaluation.tasks.attention_analysis import AnalysisResult
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult
 from megatron_coca.evaluation.tasks.recall import RecallResult
-from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult, wilson_interval
-from megatron_coca.evaluation.tasks.speed import WHATS, SpeedResult
+from megatron_coca.evaluation.tasks.retrieval import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.tasks.speed import KINDS_OF_WORK, SpeedResult
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
 REROPE = {"relative_positions": {"type": "rerope", "window": None}}
@@ -30,10 +31,10 @@ USES: dict[str, tuple[str, dict[str, Any], float]] = {
     "CoCA + dynamic NTK": ("coca", NTK, 0.35),
     "CoCA-Strict + dynamic NTK": ("coca_strict", NTK, 0.4),
 }
-"""Label: form, what is set, and how fast the loss grows with each doubling of the length."""
+"""By label: the form, the overrides, and the growth of the loss with each doubling of the length."""
 
 REFUSED = "rope_scaling: a bias has no frequencies that could be extended"
-FULL = "the memory of cpu does not suffice; lower --tokens-per-batch (it is 16384, one window at least)"
+FULL = "the memory of cpu is exhausted; lower --tokens-per-batch (it is 16384, one window at least)"
 
 
 def header(label: str, pos_emb: str = "rotary", overrides: Any = None, length: int = 512) -> dict[str, Any]:
@@ -229,16 +230,16 @@ def speed() -> SpeedResult:
             "peak_memory_bytes": length * 65536,
             "cache_bytes_per_token": 98304 if what == "decode" else None,
         }
-        for what in (WHATS[0], "decode")
+        for what in (KINDS_OF_WORK[0], "decode")
         for length in (512, 2048, 8192)
         for method, factor in times.items()
-        if (method, what, length) != ("dense", WHATS[0], 8192)
+        if (method, what, length) != ("dense", KINDS_OF_WORK[0], 8192)
     ]
     shape = {"layers": 24, "hidden_size": 1024, "heads": 16, "kv_heads": 16, "parameters": 354_000_000}
     at = "layer forward, length 8192, dense"
     content = {
         **header("350M"),
-        "missing": [lacking(at, "out of memory", "the memory of cpu does not suffice")],
+        "missing": [lacking(at, "out of memory", "the memory of cpu is exhausted")],
         "protocol": {"text": "interleaved rounds, median", "rounds": 5, "batch": 1, "shape": shape},
         "machine": {"processor": "a processor", "threads": 2, "versions": {"torch": "2.13.0"}},
         "results": cells,

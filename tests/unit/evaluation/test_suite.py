@@ -1,4 +1,4 @@
-"""A suite's file: the commands that it stands for, and what is refused before the first is run."""
+"""A suite's file: the commands that it stands for, and the errors before the first is run."""
 
 import multiprocessing
 import os
@@ -146,7 +146,7 @@ def test_checkpoints_are_named_on_the_command_line(tmp_path: Path) -> None:
         with_checkpoints(fixed, {"Coca": "elsewhere"})
     either = suite(tmp_path, SUITE.replace("  RoFormer: runs/roformer", "  any: {set: [a=1]}"))
     assert with_checkpoints(either, {"mine": "m"}).checkpoints["mine"].set == ["a=1"]
-    with pytest.raises(EvaluationError, match="no checkpoint for RoFormer"):
+    with pytest.raises(EvaluationError, match="--checkpoint: missing for RoFormer"):
         with_checkpoints(suite(tmp_path, SUITE.replace("RoFormer: runs/roformer", "RoFormer: {}")), {})
 
 
@@ -161,8 +161,8 @@ def test_multiples_of_the_training_length_in_changes(tmp_path: Path) -> None:
     text = text.replace("rope_scaling.factor=2", "relative_positions.window=3L/4, a=1L/2L, b=L")
     args = parser().parse_args(commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path)[0].arguments)
     assert args.overrides == ["max_position_embeddings=512"]
-    assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "what is no multiple is unchanged"
-    with pytest.raises(EvaluationError, match="3L/4: is not a whole number of tokens for a training length of 2$"):
+    assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "other values are unchanged"
+    with pytest.raises(EvaluationError, match="3L/4: is not a whole number of tokens for a training length of 2;"):
         commands(suite(tmp_path, text), {"CoCA": 2}, tmp_path)
 
 

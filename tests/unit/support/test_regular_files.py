@@ -51,7 +51,7 @@ def put(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], None]]:
         IRREGULAR[request.param](path)
 
     def expire(*_: object) -> None:
-        raise AssertionError("reads what is no regular file")
+        raise AssertionError("reads what is not a regular file")
 
     before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(20)
@@ -141,7 +141,7 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path) -> None:
 def test_results_are_not_written_to_a_fifo_or_read_from_one(tmp_path: Path) -> None:
     fifo = tmp_path / "result.json"
     os.mkfifo(fifo)
-    with pytest.raises(EvaluationError, match=r"result.json: is no regular file"):
+    with pytest.raises(EvaluationError, match=r"result.json: is not a regular file"):
         check_writable(fifo)
     with pytest.raises(OSError, match="not a regular file"):
         write_file(fifo, "text")

@@ -1,4 +1,4 @@
-"""The report: what it writes, what it puts together, and what it refuses to put side by side."""
+"""The report: its files, its tables, and the results that it does not put into one table."""
 
 import json
 import logging
@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import (
+
+from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.document import ReportDocument, console_text
+from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
+from megatron_coca.evaluation.report.sections import SECTIONS
+from megatron_coca.evaluation.results import read_record, write_atomically
+from megatron_coca.support.markdown_tables import escaped
+from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     FULL,
     NTK,
@@ -24,14 +32,6 @@ from report_cases import (
     write,
     write_costs,
 )
-
-from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint
-from megatron_coca.evaluation.report.document import ReportDocument, console_text
-from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
-from megatron_coca.evaluation.report.sections import SECTIONS
-from megatron_coca.evaluation.results import read_record, write_atomically
-from megatron_coca.support.markdown_tables import escaped
 
 
 def test_tables_and_plots(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_tables_and_plots(tmp_path: Path) -> None:
         "| rotary coca          | 8.17 |   12.18 |  20.09 |",
     ]
     assert printed.splitlines()[-3:] == ["* training length (64)", "", "stride 512, 4 documents, 4092 tokens scored"]
-    assert "RoFormer" not in printed, "the console shows ours alone"
+    assert "RoFormer" not in printed, "the console shows only ours"
     rows = (folder / "tables" / "perplexity-1.csv").read_text().splitlines()
     assert [row.partition(",")[0] for row in rows[1:3]] == ["rotary", "rotary coca"]
     assert float(rows[2].split(",")[4]) == pytest.approx(math.exp(3.0))
@@ -62,7 +62,7 @@ def test_tables_and_plots(tmp_path: Path) -> None:
 
 
 def printed_of(*files: Path) -> str:
-    """What the console shows of ours, without drawing anything."""
+    """The text for the console, without any plot."""
     return console_text(ReportDocument("", "", sections_of(files, papers=False)))
 
 
@@ -86,8 +86,8 @@ def test_windows_of_one_model_in_two_files_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"label `rotary` is used for different models in .*one.json and .*two.json"),
-        ({"checkpoint__identity": "rotary"}, r"label `rotary` has the cell 64 of perplexity both in .*one.json"),
+        ({}, r"label `rotary`: has different models in .*one.json and .*two.json"),
+        ({"checkpoint__identity": "rotary"}, r"label `rotary`: has the entry 64 of perplexity both in .*one.json"),
         ({"checkpoint__identity": "rotary", "overrides": NTK}, r"different models"),
     ],
 )
@@ -107,7 +107,9 @@ def test_a_label_stands_for_one_model(tmp_path: Path, changes: dict[str, Any], m
         ({"protocol__text": "otherwise"}, "Results with protocol otherwise"),
     ],
 )
-def test_what_cannot_be_compared_has_tables_of_its_own(tmp_path: Path, changes: dict[str, Any], heading: str) -> None:
+def test_results_of_other_settings_have_tables_of_their_own(
+    tmp_path: Path, changes: dict[str, Any], heading: str
+) -> None:
     one, two = perplexity("rotary", {64: 2.0}), perplexity("rotary", {64: 3.0}, **changes)
     printed = printed_of(*write(tmp_path, {"one": one, "two": two}))
     first, second = printed.split(heading)
@@ -122,7 +124,7 @@ def test_missing_cells_say_why(tmp_path: Path) -> None:
     printed = printed_of(*write(tmp_path, results))
     lines = printed.splitlines()
     assert [cell.strip() for cell in lines[6].split("|")[1:-1]] == ["rotary", "20.09", "OOM [1]", "failed [2]"]
-    assert [cell.strip() for cell in lines[7].split("|")[1:-1]] == ["ALiBi", *["refused [3]"] * 3]
+    assert [cell.strip() for cell in lines[7].split("|")[1:-1]] == ["ALiBi", *["not supported [3]"] * 3]
     assert {f"[1] {FULL}", "[2] it broke", f"[3] {REFUSED}"} <= set(lines)
 
 
@@ -132,7 +134,7 @@ def test_an_interrupted_window_has_no_number(tmp_path: Path) -> None:
     assert "not run [1]" in printed and "[1] interrupted: the first 3 of 4 documents" in printed
 
 
-def test_folders_are_searched_and_what_is_no_result_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folders_are_searched_and_other_files_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     (file,) = write(tmp_path / "deep" / "er", {"one": perplexity("rotary", {64: 2.0})})
     write_costs(file, "rotary")
@@ -161,7 +163,7 @@ def test_a_damaged_result_is_an_error_in_a_folder_too(tmp_path: Path, task: str)
 
 @pytest.mark.parametrize("content", [b"", b'{"task": "perplexity", "label": "ro', b"\x00", b"\xff\xfe", b"[" * 99_999])
 @pytest.mark.parametrize("named", [False, True])
-def test_what_is_no_json_is_an_error_in_a_folder_too(tmp_path: Path, content: bytes, named: bool) -> None:
+def test_a_file_that_is_not_json_is_an_error_in_a_folder_too(tmp_path: Path, content: bytes, named: bool) -> None:
     write(tmp_path, {"whole": perplexity("rotary", {64: 2.0})})
     (tmp_path / "damaged.json").write_bytes(content)
     with pytest.raises(
@@ -174,7 +176,7 @@ def test_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"absent.json: cannot be read"):
         build_report([tmp_path / "absent.json"], tmp_path)
     for files in ([], [tmp_path], write(tmp_path, {"empty": perplexity("rotary", {})})):
-        with pytest.raises(EvaluationError, match="no results to report"):
+        with pytest.raises(EvaluationError, match="results: "):
             build_report(files, tmp_path / "report")
 
 
@@ -204,7 +206,7 @@ def test_results_are_closed_records() -> None:
 
 
 class Page(HTMLParser):
-    """What a page is made of; `opened` is what was not closed."""
+    """The elements of a page; `opened` has those that are not closed."""
 
     VOID = frozenset({"meta", "link", "img", "source", "br"})
 
@@ -222,7 +224,7 @@ class Page(HTMLParser):
             self.opened.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.opened.pop() == tag, f"</{tag}> closes what it should not"
+        assert self.opened.pop() == tag, f"</{tag}> closes another element"
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -283,7 +285,7 @@ def test_plain_text_as_markdown(text: str, markdown: str) -> None:
     assert escaped(text) == markdown
 
 
-def test_every_image_and_table_says_what_it_is(report: Path) -> None:
+def test_every_image_and_table_is_described(report: Path) -> None:
     page = Page((report / "report.html").read_text())
     images, tables = page.all("img"), page.all("table")
     assert len(images) == len(page.all("figcaption")) == len(list(report.glob("figures/*.svg")))
@@ -300,10 +302,10 @@ def test_every_section_is_there(report: Path) -> None:
     assert all(f"## {title}\n" in markdown for title, _, _ in SECTIONS.values())
     for word in ("Table 1", "Table 2", "Table 3", "Table 5", "Table 6", "next-token", "Wilson", "OOM", "failed"):
         assert word.lower() in page.text.lower()
-    assert REFUSED in page.text and "the memory of cpu does not suffice" in page.text
+    assert REFUSED in page.text and "the memory of cpu is exhausted" in page.text
 
 
-def test_captions_name_what_was_measured(report: Path) -> None:
+def test_captions_name_the_measurement(report: Path) -> None:
     text = Page((report / "report.html").read_text()).text
     for said in ("runs/350M_rotary, step 120000", "sha256 aa11bb22cc33", "bfloat16, sdpa, NVIDIA H200", "pg19/test"):
         assert said in text

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure as Canvas
-from report_cases import (
+
+from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation.report.charts import Figure, svg
+from megatron_coca.evaluation.report.document import ReportBlock
+from megatron_coca.evaluation.results import Result
+from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     FULL,
     REROPE,
@@ -24,14 +29,9 @@ from report_cases import (
     write,
 )
 
-from megatron_coca.evaluation import PerplexityResult
-from megatron_coca.evaluation.report.charts import Figure, svg
-from megatron_coca.evaluation.report.document import ReportBlock
-from megatron_coca.evaluation.results import Result
-
 
 def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[ReportBlock, ...]:
-    """The blocks of one section of a report on ours alone."""
+    """The blocks of one section of a report with our numbers only."""
     sections = sections_of(write(folder, dict(results)), papers=False)
     return next(section.blocks for section in sections if section.name == name)
 
@@ -131,7 +131,7 @@ def test_accuracy_of_the_next_token_by_window(tmp_path: Path) -> None:
     assert [row.cells[1].best for row in table.rows] == [False, True], "the most is the best"
 
 
-def test_what_was_not_timed_says_why(tmp_path: Path) -> None:
+def test_missing_times_have_a_reason(tmp_path: Path) -> None:
     (block,) = only_section(tmp_path, "speed", {"speed": speed()})
     (row,) = [row for row in block.tables[0].rows if row.name == "dense"]
-    assert [cell.note for cell in row.cells if cell.absent] == ["the memory of cpu does not suffice"]
+    assert [cell.note for cell in row.cells if cell.absent] == ["the memory of cpu is exhausted"]

@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command(checkpoint: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two variants; the order of tasks changes nothing; what is there is not measured again; a failed task is told."""
+    """Two variants. The order of tasks changes nothing, tasks are not measured twice, and a failed task is reported."""
     variants = ["--variant", "plain", "--variant", "dynamic", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     options = [*variants, "--max-length", LENGTH, "--limit", 5]
     assert command(checkpoint, tasks, "local_choice,local_rolling", *options, "--output", tmp_path / "a") == 0
@@ -60,7 +60,7 @@ def test_a_group(checkpoint: Path, tmp_path: Path) -> None:
     assert choice.task == "local_choice" and choice.prompts_sha256 and choice.config_sha256
 
 
-def test_what_a_task_reads_belongs_to_its_result(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_inputs_of_a_task_belong_to_its_result(checkpoint: Path, tmp_path: Path) -> None:
     """A change in place is another measurement, which is told; a result of an earlier version has no such digest."""
     tasks, path = write_tasks(tmp_path), tmp_path / "a.json"
     (tasks / "utils.py").write_text("def text(doc):\n    return doc['question']\n")
@@ -85,7 +85,7 @@ def test_what_a_task_reads_belongs_to_its_result(checkpoint: Path, tmp_path: Pat
     assert len({first[1], second[1], third[1], last[1]}) == 4
 
     (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace("version: 2.6", "version: 2.5"))
-    with pytest.raises(EvaluationError, match="a file of code, data or tasks of task local_choice is another"):
+    with pytest.raises(EvaluationError, match="a file of code, data or tasks of task local_choice changed"):
         command(checkpoint, tasks, "local_choice", "--limit", 3, "--output", path)
     earlier = read(path).model_dump(mode="json")
     earlier["results"][0]["inputs_sha256"] = None
@@ -121,7 +121,7 @@ def test_code_of_an_included_file_in_another_folder_belongs_to_a_result(tmp_path
 
 @pytest.mark.slow  # the harness's own task files are read
 def test_an_unknown_name(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
-    """At once, with what is near it."""
+    """At once, with similar names."""
     with pytest.raises(EvaluationError, match="--tasks local_choise: no such task.*near it are local_choice"):
         command(checkpoint, tasks, "local_choice,local_choise", "--include-path", tasks)
 
@@ -210,7 +210,7 @@ def test_windows_of_a_fine_tuned_model_have_its_own_training_length(tasks: Path,
     assert read(tmp_path / "a.json").protocol.rolling_window == TRAINED
 
 
-def test_a_text_beyond_the_positions_of_a_model_is_refused_and_other_tasks_go_on(tasks: Path, tmp_path: Path) -> None:
+def test_a_text_beyond_the_positions_of_a_model_is_noted_and_other_tasks_go_on(tasks: Path, tmp_path: Path) -> None:
     run = random_checkpoint(tmp_path / "run", **NEOX, pos_emb="learned", max_position_embeddings=TRAINED)
     (tasks / "short.yaml").write_text(
         (tasks / "rolling.yaml").read_text().replace("local_rolling", "short").replace("{{text}}", "a")

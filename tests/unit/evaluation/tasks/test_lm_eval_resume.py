@@ -26,7 +26,7 @@ def edit(name: str, old: str, new: str) -> Callable[[Path], object]:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "prompt": ("local_choice", edit("choice.yaml", "Answer:", "A:"), "the configuration of task local_choice"),
-    "metrics": ("local_choice", edit("choice.yaml", ", {metric: acc_bytes}", ""), "of task local_choice is another"),
+    "metrics": ("local_choice", edit("choice.yaml", ", {metric: acc_bytes}", ""), "of task local_choice changed"),
 }
 
 
@@ -47,7 +47,7 @@ def test_a_changed_task(name: str, checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_further_task_continues_the_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where places and names have changed, too; what is there is not run again."""
+    """Even if places and names have changed. Finished tasks are not run again."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     output = tmp_path / "a.json"

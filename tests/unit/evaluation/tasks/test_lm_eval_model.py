@@ -1,5 +1,6 @@
-"""Which generation settings are greedy decoding."""
+"""The harness's model: settings of greedy decoding, prompts and scores, and the import of `evaluate`."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.tasks.lm_eval_model import greedy_limits
+from megatron_coca.evaluation.tasks.lm_eval_model import greedy_limits, import_evaluate_library
 from megatron_coca.evaluation.tasks.lm_eval_prompts import PromptEncoding
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.tokenizer_files import train_unigram
@@ -26,7 +27,7 @@ from tests.unit.evaluation.harness_cases import WORDS, adapter, requests
     ],
     ids=str,
 )
-def test_what_is_greedy(settings: dict[str, Any]) -> None:
+def test_settings_of_greedy_decoding(settings: dict[str, Any]) -> None:
     assert greedy_limits("task", {"until": "x", "max_gen_toks": 7} | settings) == (7, ("x",))
 
 
@@ -41,14 +42,14 @@ def test_what_is_greedy(settings: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_is_not(settings: dict[str, Any], named: str) -> None:
+def test_settings_of_sampling_are_errors(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
         greedy_limits("task", settings)
 
 
 def test_no_room_for_a_prompt(tmp_path: Path) -> None:
     model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)), max_length=48)
-    with pytest.raises(EvaluationError, match="48 new tokens leave no room for a prompt in 48; raise --max-length"):
+    with pytest.raises(EvaluationError, match="48 new tokens leave no room .*--max-length 48; raise it"):
         model.generate_until(requests("generate_until", [("a", {"max_new_tokens": 48})]))
 
 
@@ -72,7 +73,7 @@ def test_numbers_that_are_not_finite_are_no_scores(tmp_path: Path) -> None:
     loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX))
     with torch.no_grad():
         next(loaded.model.parameters())[:] = torch.inf
-    with pytest.raises(EvaluationError, match="a log-likelihood is nan: the computation overflowed"):
+    with pytest.raises(EvaluationError, match="log-likelihood: nan: "):
         adapter(loaded).loglikelihood(requests("loglikelihood", [("ab", "cd")]))
 
 
@@ -83,4 +84,19 @@ def test_names_that_a_sentencepiece_model_does_not_read_are_told(
     encoding = PromptEncoding(tokenizer)
     for text in ("the sea", "the sea<eod>", "calm<eod>"):
         encoding.encode(text)
-    assert caplog.text.count("a prompt contains <eod>, which SPMTokenizer reads as ordinary text") == 1
+    assert caplog.text.count("a prompt has <eod>, which SPMTokenizer reads as plain text") == 1
+
+
+def test_the_library_is_found_beside_our_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's `evaluate`, not the script evaluate.py."""
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/evaluate.py").write_text("raise SystemExit('our script')")
+    (tmp_path / "site/evaluate").mkdir(parents=True)
+    (tmp_path / "site/evaluate/__init__.py").touch()
+    path = ["", str(tmp_path / "script"), str(tmp_path / "site")]
+    monkeypatch.chdir(tmp_path / "script")
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    import_evaluate_library()
+    found = sys.modules.pop("evaluate")
+    assert found.__file__ == str(tmp_path / "site/evaluate/__init__.py") and sys.path is path

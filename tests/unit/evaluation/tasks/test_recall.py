@@ -19,7 +19,6 @@ from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.statistics import holm, p_value
 from megatron_coca.evaluation.tasks.recall import synthetic_questions
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
@@ -55,12 +54,12 @@ def evaluate(checkpoint: Path, output: Path, *options: str, expected: int = 0) -
     return json.loads(output.read_text())
 
 
-def test_lengths_without_room_for_the_facts_are_refused(
+def test_lengths_without_room_for_the_facts_are_errors(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["recall", "--checkpoint", str(checkpoint), "--output", str(tmp_path), "--device", "cpu", "--cases", "4"]
     assert main([*command, "--lengths", "8,32"]) == 2
-    assert "--lengths 8: a question on 8 facts needs 9 tokens" in capsys.readouterr().err
+    assert "--lengths 8: 8 facts and a question need 9 tokens" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main([*command, "--lengths", "9", "--shifts", "0", "--diagnosed", "1"]) == 0
 
@@ -141,16 +140,6 @@ def test_the_last_row_is_that_of_the_softmax(changes: dict[str, Any]) -> None:
         model.hidden_states(torch.randint(0, 320, (3, 40)))
     ((own, attended),) = seen
     assert torch.allclose(own, attended, atol=1e-6)
-
-
-def test_p_values_and_their_correction() -> None:
-    assert p_value([1.0, 1.0]) == 0.0 and p_value([0.0, 0.0]) == 1.0
-    # t = 2.2281 is the 0.975 quantile for 10 degrees of freedom
-    values = np.array([-1.0, 1.0] * 5 + [0.0])
-    mean = 2.2281388520 * values.std(ddof=1) / math.sqrt(11)
-    assert abs(p_value((values + mean).tolist()) - 0.05) < 1e-6
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
 def test_a_model_without_the_task_is_asked_for_passkeys(tmp_path: Path) -> None:

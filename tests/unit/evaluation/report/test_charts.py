@@ -10,18 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from report_cases import (
-    DOCUMENTS,
-    NTK,
-    ablation,
-    analysis,
-    every_result,
-    needle,
-    perplexity,
-    sections_of,
-    window,
-    write,
-)
 
 from megatron_coca.evaluation.report.charts import (
     LEAST_RATIO,
@@ -39,8 +27,19 @@ from megatron_coca.evaluation.report.document import ReportBlock, Section, Table
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.statistics import Estimate, difference_interval
-from megatron_coca.evaluation.tasks.retrieval import wilson_interval
+from megatron_coca.evaluation.statistics import Estimate, difference_interval, wilson_interval
+from tests.unit.evaluation.report_cases import (
+    DOCUMENTS,
+    NTK,
+    ablation,
+    analysis,
+    every_result,
+    needle,
+    perplexity,
+    sections_of,
+    window,
+    write,
+)
 
 
 def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[str, Section]:
@@ -210,7 +209,7 @@ def test_the_note_on_markers_needs_something_to_mark(
         assert any("†" in note for note in built[name].blocks[0].tables[0].notes) is noted
 
 
-def test_a_label_alone_is_not_marked(tmp_path: Path) -> None:
+def test_a_single_label_is_not_marked(tmp_path: Path) -> None:
     cells = [window(512, 3.0, documents=8)]
     one = {"a": perplexity("A", {}, results=cells, documents=DOCUMENTS | {"count": 8})}
     table = sections(tmp_path, one, baseline="A")["perplexity"].blocks[0].tables[0]
@@ -221,7 +220,7 @@ def provenance(blocks: tuple[ReportBlock, ...]) -> list[str]:
     return [line for block in blocks for line in block.provenance]
 
 
-def test_paths_and_hashes_are_in_the_provenance_alone(many: dict[str, Section]) -> None:
+def test_paths_and_hashes_are_only_in_the_provenance(many: dict[str, Section]) -> None:
     for name in ("perplexity", "passkey"):
         blocks = many[name].blocks
         assert any("runs/3-s1" in line and "3-1-5ad1c0ff" in line for line in provenance(blocks))
@@ -230,7 +229,7 @@ def test_paths_and_hashes_are_in_the_provenance_alone(many: dict[str, Section]) 
         assert not any("runs/" in text or "5ad1c0ff" in text for text in texts)
 
 
-def test_the_provenance_says_what_evaluation_changes(tmp_path: Path) -> None:
+def test_the_provenance_has_the_overrides_of_evaluation(tmp_path: Path) -> None:
     built = sections(
         tmp_path, {"one": perplexity("A, extended", {512: 2.0}, overrides=NTK | {"logit_scaling": "log_n"})}
     )

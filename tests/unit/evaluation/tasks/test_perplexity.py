@@ -49,7 +49,7 @@ def nll_of_token(model: CausalMean, context: np.ndarray, token: int) -> float:
 
 
 def contexts_by_definition(length: int, window: int, stride: int) -> dict[int, tuple[int, int]]:
-    """Scored token -> the tokens it is predicted from; a token sees what its window reads before it."""
+    """Scored token -> the tokens from which it is predicted: those before it in its window."""
     contexts = {token: (0, token) for token in range(1, window)}
     group = 0
     while len(contexts) < length - 1:
@@ -166,12 +166,12 @@ def test_overflow_is_infinite(model: CausalMean) -> None:
 @pytest.mark.parametrize(
     ("windows", "stride", "lengths", "message"),
     [
-        ([16], 32, (64,), "window 16 is shorter than the stride 32"),
-        ([16, 65], 8, (70, 64), "window 65 is longer than document 1, which has 64 tokens"),
+        ([16], 32, (64,), "window 16: is shorter than the stride 32"),
+        ([16, 65], 8, (70, 64), "window 65: is longer than document 1, which has 64 tokens"),
         ([16], 0, (64,), "stride 0"),
         ([1], 1, (64,), "window 1"),
-        ([], 8, (64,), "no window"),
-        ([16], 8, (), "no document"),
+        ([], 8, (64,), "windows: none given"),
+        ([16], 8, (), "documents: none given"),
         ([16, 16], 8, (64,), "duplicate size"),
     ],
 )
@@ -182,7 +182,7 @@ def test_bad_numbers_are_named(
         sliding_window_perplexity(model, documents(*lengths), windows, stride, progress=False)
 
 
-def test_training_mode_is_refused(model: CausalMean) -> None:
+def test_training_mode_is_an_error(model: CausalMean) -> None:
     with pytest.raises(ValueError, match="training mode"):
         sliding_window_perplexity(model.train(), documents(30), [10], 5, progress=False)
 
@@ -208,6 +208,6 @@ def test_a_vocabulary_leaves_out_the_other_tokens(model: CausalMean) -> None:
     assert found.nll < sliding_window_perplexity(model, arrays, [8], 5, progress=False)[0].nll
 
 
-def test_a_vocabulary_without_a_token_of_the_documents_is_refused(model: CausalMean) -> None:
+def test_a_vocabulary_without_a_token_of_the_documents_is_an_error(model: CausalMean) -> None:
     with pytest.raises(EvaluationError, match="vocabulary 5: the documents have the token 9"):
         sliding_window_perplexity(model, [np.arange(10)], [8], 5, vocabulary=5, progress=False)

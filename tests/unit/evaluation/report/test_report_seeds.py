@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure as Canvas
-from report_cases import (
+from scipy import stats
+
+from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
+from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
+from megatron_coca.evaluation.report.length_sections import span
+from megatron_coca.evaluation.results import Result
+from tests.unit.evaluation.report_cases import (
     DOCUMENTS,
     FULL,
     NTK,
@@ -26,13 +33,6 @@ from report_cases import (
     window,
     write,
 )
-from scipy import stats
-
-from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow, csv_table
-from megatron_coca.evaluation.report.length_sections import span
-from megatron_coca.evaluation.results import Result
 
 SEEDS = (1234, 1235, 1236)
 
@@ -108,7 +108,7 @@ def test_an_infinite_perplexity_has_no_finite_mean(tmp_path: Path) -> None:
 def test_only_the_seed_may_differ(tmp_path: Path, seed: int | None, changes: Any, overrides: Any) -> None:
     one, two = perplexity("A", {512: 2.0}), perplexity("A", {512: 2.0}, overrides=overrides)
     results: dict[str, Result] = {"one": of_seed(one, 1234), "two": of_seed(two, seed, identity="other", **changes)}
-    with pytest.raises(EvaluationError, match=r"label `A` is used for different models in .*one.json and .*two.json"):
+    with pytest.raises(EvaluationError, match=r"label `A`: has different models in .*one.json and .*two.json"):
         blocks(tmp_path, "perplexity", results)
 
 
@@ -247,7 +247,7 @@ def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
         assert [head for head in header if head in table.header] == list(table.header)
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_the_files_of_a_report(tmp_path: Path) -> None:
     build_report(
         write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2], 1024: [3.0, 3.1, 3.2]})), tmp_path, papers=False
     )

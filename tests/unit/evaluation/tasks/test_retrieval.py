@@ -1,4 +1,4 @@
-"""From options to result files with models that say what a test wants: scores, batches, interruptions, missing
+"""From options to result files with models that give chosen answers: scores, batches, interruptions, missing
 cells."""
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.cli import TASKS
-from megatron_coca.evaluation.options import SubjectOptions, show_nothing
+from megatron_coca.evaluation.options import SubjectOptions
 from megatron_coca.evaluation.report import tables_of_result
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject
@@ -74,7 +74,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
     stores: list[Store[Any]] = []
 
     class OneSubject(Evaluation):
-        def __init__(self, options: SubjectOptions, task: str) -> None:
+        def __init__(self, options: SubjectOptions, task: str, show: Any) -> None:
             self.opened: Any = SimpleNamespace(trained=CONFIG)
             self.options, self.tokenizer, self.status = options, tokenizer, 0
 
@@ -85,7 +85,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval_tasks, "Evaluation", OneSubject)
-        assert getattr(retrieval_tasks, task)(args, show_nothing) == 0
+        assert getattr(retrieval_tasks, task)(args, lambda result: None) == 0
     return stores[0].result
 
 
@@ -94,7 +94,7 @@ def measured(task: str, says: Callable[[str], str], *options: object, path: Path
 
 
 def after(prompt: str, *words: str) -> str:
-    """What stands behind some words, up to the next full stop."""
+    """The text after some words, up to the next full stop."""
     return " ".join(prompt.split(word, 1)[1].split(".", 1)[0].strip() for word in words)
 
 
@@ -179,7 +179,7 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
         measured("passkey", says, "--lengths", "400,700", path=path)
     assert len(calls) == 5, "four cases of the first length, one of the second"
     measured("passkey", says, "--lengths", "700,400", path=path)
-    assert len(calls) > 5 and all(len(prompt) > 600 for prompt in calls[4:]), "what is there is not asked again"
+    assert len(calls) > 5 and all(len(prompt) > 600 for prompt in calls[4:]), "finished cases are not asked again"
     assert path.read_bytes() == whole.read_bytes()
     costs = read_costs(path)
     assert costs is not None and [cost.at for cost in costs.costs] == ["length 400", "length 700"]
@@ -214,7 +214,7 @@ def test_a_length_that_fails_is_noted_and_the_others_go_on(kind: str) -> None:
     assert (missing.at, missing.kind) == ("length 600", kind) and reason in missing.reason
 
 
-def test_a_length_without_room_is_refused_and_other_errors_are_raised() -> None:
+def test_a_length_without_room_is_noted_and_other_errors_are_raised() -> None:
     result = measured("needle", lambda prompt: "", "--lengths", "50,400", "--depths", "50")
     assert [(missing.at, missing.kind) for missing in result.missing] == [("length 50", "refused")]
     assert [cell.key for cell in result.results] == [(400, 50)]
@@ -227,7 +227,7 @@ def test_a_length_without_room_is_refused_and_other_errors_are_raised() -> None:
 
 
 def test_prompts_need_a_tokenizer() -> None:
-    with pytest.raises(EvaluationError, match="run: has no tokenizer, and this task's prompts are text"):
+    with pytest.raises(EvaluationError, match="run: has no tokenizer, which the prompts of this task need"):
         run("ruler", subject(), tokenizer=None)
 
 

@@ -1,4 +1,4 @@
-"""Prompts of the retrieval tasks: what they say, how long they are, where the facts stand, on what they depend."""
+"""Prompts of the retrieval tasks: their text and length, the places of facts, and their dependence on the seed."""
 
 import re
 from collections import Counter
@@ -92,7 +92,7 @@ def test_the_passkey_prompt_is_the_papers_listing(tokenizer: Tokenizer, length: 
         blocks = []
         for stretch in (lines[1], lines[3]):
             blocks.append(len(stretch.split(block)) - 1)
-            assert stretch == " ".join([block] * blocks[-1]) and blocks[-1] > 0, "whole blocks alone"
+            assert stretch == " ".join([block] * blocks[-1]) and blocks[-1] > 0, "only whole blocks"
         assert 10000 <= int(key) <= 99999
         longer = "\n".join([*lines[:3], f"{lines[3]} {block}", lines[4]])
         assert len(case.prompt) <= length < len(tokenizer.encode(longer)), "one block more would be too long"
@@ -171,7 +171,7 @@ def test_places_are_uniform_over_all_gaps() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_case_depends_on_its_seed_length_and_number_alone(name: str) -> None:
+def test_a_case_depends_only_on_its_seed_length_and_number(name: str) -> None:
     tokenizer = load_tokenizer("CharLevelTokenizer")
     make: Callable[..., list[Case]] = TASKS[name].make_cases
     several = make(tokenizer, 1024, 6, 5)
@@ -184,7 +184,7 @@ def test_a_case_depends_on_its_seed_length_and_number_alone(name: str) -> None:
     assert all(one.expected != two.expected for one, two in zip(again, other, strict=True)), "the seed does count"
 
 
-def test_the_cases_stay_what_they_are() -> None:
+def test_the_cases_do_not_change() -> None:
     """Published figures rest on these very cases; a change here is a new measurement."""
     tokenizer = load_tokenizer("CharLevelTokenizer")
     drawn = {name: TASKS[name].make_cases(tokenizer, 640, 1, 0)[0] for name in sorted(TASKS)}
@@ -231,7 +231,7 @@ def test_variables_are_tracked_as_expected() -> None:
             (asked,) = re.findall(r"have the value (\d+)\?", text)
             assert {name for name, value in values.items() if value == asked} == set(case.expected)
             assert len(values) > len(case.expected), "there are variables with other values"
-            assert all(value.isdigit() for value in values.values()), "each is given what stands before it"
+            assert all(value.isdigit() for value in values.values()), "each is given the one before it"
 
 
 @pytest.mark.parametrize(("length", "others"), [(512, 4), (2048, 16), (8192, 32)])
@@ -266,14 +266,16 @@ def test_a_haystack_is_read_in_sentences(tmp_path: Path) -> None:
     path.write_text("It was the best of\ntimes. It was the worst!  Was it?\n\nA heading\n\n" + "word " * 100)
     haystack = load_haystack([str(path)], tmp_path)
     assert haystack.sentences[:4] == ("It was the best of times.", "It was the worst!", "Was it?", "A heading")
-    assert [len(sentence) for sentence in haystack.sentences[4:]] == [299, 199], "what never ends is cut between words"
+    assert [len(sentence) for sentence in haystack.sentences[4:]] == [299, 199], (
+        "text without an end is cut between words"
+    )
     assert (haystack.record().sentences, haystack.restarts) == (6, False)
     assert load_haystack(None, tmp_path).sentences == FILLER
     path.write_text("\n")
     with pytest.raises(DataError, match="empty text"):
         load_haystack([str(path)], tmp_path)
     (tmp_path / "none.jsonl").touch()
-    with pytest.raises(EvaluationError, match="none.jsonl: holds no text"):
+    with pytest.raises(EvaluationError, match="none.jsonl: has no text"):
         load_haystack([str(tmp_path / "none.jsonl")], tmp_path)
 
 

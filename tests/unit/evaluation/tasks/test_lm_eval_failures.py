@@ -19,7 +19,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gold": (BROKEN.replace("doc_to_target: gold", "doc_to_target: 7"), ("IndexError",)),
     "choice": (BROKEN.replace('"{{choices}}"', '["", "b"]'), ("IndexError",)),
     "function": (BROKEN + "process_docs: !function nothing.here\n", ("nothing",)),
-    "metric alone": (BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom}"), ("KeyError",)),
+    "metric only": (BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom}"), ("KeyError",)),
     "sampling": (
         UNTIL.replace("local_until", "broken").replace("STOPS", '["."]').replace("do_sample: false", "temperature: 1"),
         ("ask for do_sample",),

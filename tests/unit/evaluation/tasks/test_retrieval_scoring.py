@@ -1,16 +1,13 @@
 """How answers are read and counted."""
 
-import math
-
 import pytest
 
 from megatron_coca.evaluation.tasks.retrieval import (
     CaseRecord,
     FactRecord,
-    PasskeyCell,
-    make_cell,
+    PasskeyEntry,
+    make_entry,
     tally,
-    wilson_interval,
 )
 from megatron_coca.evaluation.tasks.retrieval_cases import first_run, passkey_score, share_found
 
@@ -48,26 +45,7 @@ def test_the_share_that_is_found(answer: str, expected: tuple[str, ...], share: 
     assert share_found(answer, expected) == share
 
 
-@pytest.mark.parametrize(
-    ("share", "count", "low", "high"),
-    [
-        (0.0, 100, 0.0, 0.036993),
-        (1.0, 100, 0.963007, 1.0),
-        (0.5, 100, 0.403832, 0.596168),
-        (0.9, 10, 0.595850, 0.982124),
-    ],
-)
-def test_wilson_intervals(share: float, count: int, low: float, high: float) -> None:
-    """The bounds are the shares from which the observed one is 1.96 standard errors away."""
-    found = wilson_interval(share, count)
-    assert found == pytest.approx((low, high), abs=1e-6)
-    assert (found[0] == 0) == (share == 0) and (found[1] == 1) == (share == 1)
-    for bound in found:
-        if 0 < bound < 1:
-            assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / count), rel=1e-6)
-
-
-def test_a_tally_counts_what_is_wholly_right_and_averages_the_rest() -> None:
+def test_a_tally_counts_right_answers_and_averages_scores() -> None:
     counted = tally([1.0, 0.5, 0.0, 1.0])
     assert counted is not None and (counted.accuracy, counted.correct, counted.count) == (0.625, 2, 4)
     assert tally([]) is None
@@ -80,9 +58,9 @@ def record(distance: int, value: float) -> CaseRecord:
 
 def test_the_passkey_is_split_by_distance() -> None:
     cases = [record(10, 1), record(25, 1), record(26, 0), record(60, 1), record(61, 0), record(99, 0)]
-    cell = make_cell("passkey", (100,), cases, training_length=60)
-    assert isinstance(cell, PasskeyCell)
+    cell = make_entry("passkey", (100,), cases, training_length=60)
+    assert isinstance(cell, PasskeyEntry)
     assert (cell.key, cell.accuracy, cell.correct, cell.count) == ((100,), 0.5, 3, 6)
     assert cell.inside is not None and (cell.inside.correct, cell.inside.count) == (3, 4)
     assert cell.beyond is not None and (cell.beyond.correct, cell.beyond.count) == (0, 2)
-    assert make_cell("passkey", (100,), cases, training_length=100).model_dump()["beyond"] is None
+    assert make_entry("passkey", (100,), cases, training_length=100).model_dump()["beyond"] is None

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate speed`: all methods do the same work side by side, and memory is what a call holds."""
+"""`megatron-coca evaluate speed`: all methods do the same work side by side, and memory is that of a call."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation.cli import main
-from megatron_coca.evaluation.options import WHATS, Variant, What, add_speed_options
+from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, add_speed_options
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
 from megatron_coca.evaluation.tasks import speed
 from megatron_coca.evaluation.tasks.speed import (
@@ -27,7 +27,7 @@ from megatron_coca.evaluation.tasks.speed import (
 )
 from megatron_coca.model import build_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 50}
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def build(
     return build_methods(base, methods, variants, "cpu", dtype)
 
 
-def tried(method: TimedMethod, what: What, *lengths: int) -> list[int | Missing]:
+def tried(method: TimedMethod, what: KindOfWork, *lengths: int) -> list[int | Missing]:
     """The peak memory at each length, or why there is none."""
     found = [try_once(method, what, length, 1) for length in lengths]
     return [each if isinstance(each, Missing) else each[1] for each in found]
@@ -68,7 +68,7 @@ def test_plain_rope_is_added_where_it_is_missing() -> None:
     assert [each.label for each in build(config(), ["rotary", "coca"])[0]] == ["rotary", "coca"]
 
 
-def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
+def test_methods_that_cannot_be_built_are_noted_and_the_others_stay() -> None:
     base = config(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     wrong = Variant("wrong", (), ("no_such_key=1",))
     masked = Variant("masked", (), ("pos_emb=alibi", "rope_scaling=null", "attention_backend=merge"))
@@ -76,7 +76,7 @@ def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
     assert [(each.at, each.kind) for each in refused] == [(name, "refused") for name in ("alibi", "wrong", "masked")]
     assert all(each.reason for each in refused)
     assert [each.label for each in built] == ["rotary", "plain rotary"]
-    with pytest.raises(EvaluationError, match="duplicate method"):
+    with pytest.raises(EvaluationError, match="--methods rotary: duplicate"):
         build(base, ["rotary"], Variant("rotary"))
 
 
@@ -94,7 +94,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "coca", "alibi", "rpe"])
-@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("what", KINDS_OF_WORK)
 def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(config(pos_emb=pos_emb, num_kv_heads=2))
     caches = []
@@ -111,7 +111,7 @@ def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.Mon
     assert len(caches) == (what == "decode")
 
 
-def test_a_length_that_a_method_does_not_have_is_refused() -> None:
+def test_a_length_that_a_method_does_not_have_is_noted() -> None:
     (method, *_), _ = build(config(), ["learned"])
     reached, beyond = tried(method, "model forward", 16, 17)
     assert isinstance(reached, int) and isinstance(beyond, Missing)
@@ -125,10 +125,10 @@ def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "layer forward", full)
     (method,), _ = build(config(), ["rotary"])
     (found,) = tried(method, "layer forward", 8)
-    assert isinstance(found, Missing) and found.kind == "out of memory" and "does not suffice" in found.reason
+    assert isinstance(found, Missing) and found.kind == "out of memory" and "is exhausted" in found.reason
 
 
-def test_peak_counts_what_is_held_at_once() -> None:
+def test_the_peak_counts_tensors_held_at_once() -> None:
     def grow(count: int) -> Any:
         return lambda: [torch.empty(1000, 256) for _ in range(count)]
 
@@ -137,7 +137,7 @@ def test_peak_counts_what_is_held_at_once() -> None:
     assert speed.measured_peak(lambda: [torch.empty(1000, 256).sum() for _ in range(3)], CPU) < 2 * one
 
 
-def test_memory_is_what_a_call_holds_at_once() -> None:
+def test_memory_counts_tensors_that_a_call_holds_at_once() -> None:
     """The reference holds the scores of four heads, in float32 in half precision too."""
     peaks = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -167,7 +167,7 @@ def test_the_command_measures_every_cell(tmp_path: Path, capsys: pytest.CaptureF
     more = ("--methods", "coca", "--variant", "rerope", str(ROOT / "configs/extend/rerope.yml"))
     assert main(arguments(tmp_path, *more, "--output", str(output))) == 0
     result = read_record(output, SpeedResult, "a speed result")
-    expected = {(what, 8, method) for what in WHATS for method in ("coca", "rerope", "rotary")}
+    expected = {(what, 8, method) for what in KINDS_OF_WORK for method in ("coca", "rerope", "rotary")}
     found = {(cell.what, cell.length, cell.method): cell for cell in result.results}
     assert found.keys() == expected and not result.missing
     assert [cell.key for cell in result.results] == sorted(cell.key for cell in result.results)
@@ -180,7 +180,7 @@ def test_the_command_measures_every_cell(tmp_path: Path, capsys: pytest.CaptureF
     assert result.machine.threads == torch.get_num_threads() and "torch" in result.machine.versions
     shown = capsys.readouterr().out
     assert "shape: batch 1, cpu, float32" in shown and "time against rotary" in shown
-    assert all(f"{what.capitalize()}: milliseconds by length" in shown for what in WHATS)
+    assert all(f"{what.capitalize()}: milliseconds by length" in shown for what in KINDS_OF_WORK)
     assert main(arguments(tmp_path, "--methods", "rotary", "--output", str(output))) == 2
     assert "times of two runs cannot be combined" in capsys.readouterr().err
 

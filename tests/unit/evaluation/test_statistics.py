@@ -12,8 +12,11 @@ from megatron_coca.evaluation.statistics import (
     differ,
     estimate,
     geometric_estimate,
+    holm,
+    p_value,
     power,
     t_quantile,
+    wilson_interval,
 )
 
 
@@ -96,3 +99,32 @@ def test_false_markers_are_about_one_in_twenty(documents: int, most: float) -> N
     power = np.mean([differ(trial.tolist(), [0.0] * documents) for trial in shifted])
     exact = stats.nct.sf(stats.t.ppf(0.975, documents - 1), documents - 1, 3)
     assert power == pytest.approx(exact, abs=0.05), "the t test's"
+
+
+def test_p_values_and_their_correction() -> None:
+    assert p_value([1.0, 1.0]) == 0.0 and p_value([0.0, 0.0]) == 1.0
+    # t = 2.2281 is the 0.975 quantile for 10 degrees of freedom
+    values = np.array([-1.0, 1.0] * 5 + [0.0])
+    mean = 2.2281388520 * values.std(ddof=1) / math.sqrt(11)
+    assert abs(p_value((values + mean).tolist()) - 0.05) < 1e-6
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"),
+    [
+        (0.0, 100, 0.0, 0.036993),
+        (1.0, 100, 0.963007, 1.0),
+        (0.5, 100, 0.403832, 0.596168),
+        (0.9, 10, 0.595850, 0.982124),
+    ],
+)
+def test_wilson_intervals(share: float, count: int, low: float, high: float) -> None:
+    """The bounds are the shares from which the observed one is 1.96 standard errors away."""
+    found = wilson_interval(share, count)
+    assert found == pytest.approx((low, high), abs=1e-6)
+    assert (found[0] == 0) == (share == 0) and (found[1] == 1) == (share == 1)
+    for bound in found:
+        if 0 < bound < 1:
+            assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / count), rel=1e-6)

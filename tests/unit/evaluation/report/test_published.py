@@ -5,10 +5,10 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from report_cases import REROPE, harness, perplexity, sections_of, write
 
 from megatron_coca.evaluation.report.document import Table
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, tables_of
+from tests.unit.evaluation.report_cases import REROPE, harness, perplexity, sections_of, write
 
 NOT_NUMBERS = {"OOM", "–"}
 BY_NAME = {table.name: table for table in TABLES}
@@ -73,7 +73,7 @@ def test_the_same_training_length_stands_in_one_table(tmp_path: Path) -> None:
     row = next(line for line in table.rows if line.name == "RoFormer + dynamic NTK & CoCA")
     assert [entry.text for entry in row.cells] == ["20.11", "20.81", "25.88", "34.16", "55.75", "89.31", "101.13"]
     assert row.published == "CoCA paper, arXiv:2309.08646v3, Table 1"
-    assert "Table 3" in apart.caption, "differences stand alone"
+    assert "Table 3" in apart.caption, "differences have a table of their own"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ def test_the_same_training_length_stands_in_one_table(tmp_path: Path) -> None:
         (32768, ["Table 4 (perplexity)"], ["Table 1"]),
     ],
 )
-def test_other_training_lengths_stand_alone(tmp_path: Path, length: int, joined: list[str], apart: list[str]) -> None:
+def test_other_training_lengths_have_tables_of_their_own(
+    tmp_path: Path, length: int, joined: list[str], apart: list[str]
+) -> None:
     main, *others = perplexity_tables(tmp_path, length=length)
     assert list(dict.fromkeys(line.published.rpartition(", ")[2] for line in main.rows if line.published)) == joined
     assert [table.caption.rpartition(": ")[2] for table in others] == apart

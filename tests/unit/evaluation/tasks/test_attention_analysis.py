@@ -1,4 +1,4 @@
-"""megatron-coca evaluate analyse: the same numbers whatever the order, and what is sampled."""
+"""megatron-coca evaluate analyse: the same numbers in any order, and the samples."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Evaluation documents: text and shards alike, only long ones, and refused sources."""
+"""Evaluation documents: text and shards alike, only long ones, and wrong sources."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_hash_depends_on_the_boundaries() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_length": 34}, r"no document has the required 34 tokens, the longest has 33"),
+        ({"max_length": 34}, r"no document has the required 34 tokens .the longest has 33"),
         ({"vocab_size": 100}, r"token id \d+ is outside the model's vocabulary of 100"),
         ({"tokenizer": None}, r"corpus.jsonl: is text, and the checkpoint has no tokenizer"),
     ],

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import harness, sections_of, write
 
 from megatron_coca.evaluation.report.document import csv_table
 from megatron_coca.evaluation.tasks.lm_eval import HarnessResult, task_scores
+from tests.unit.evaluation.report_cases import harness, sections_of, write
 
 
 def results(samples: dict[str, dict[str, list[Any]]], values: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """What the harness returns for a group "all" of tasks with the values of their samples by metric."""
+    """The results of the harness for a group "all" of tasks with the values of their samples by metric."""
     rows = {
         task: [
             {"doc_id": number, "doc_hash": "d", "prompt_hash": "p", **dict(zip(metrics, each, strict=True))}
