@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface.read import CONFIG, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config

@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_saved_config, named_imports

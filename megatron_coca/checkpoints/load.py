@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.adapters import refuse_adapters
 from megatron_coca.checkpoints.compare import extension_note, refuse_other_model
 from megatron_coca.checkpoints.files import CheckpointError
@@ -23,7 +24,6 @@ from megatron_coca.checkpoints.huggingface.read import (
     read_config,
 )
 from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.neox import read as neox
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id

@@ -56,7 +56,7 @@ def recall(keys: Sequence[str]) -> list[Path]:
 
     Returns the result files.
     """
-    from megatron_coca.checkpoints.native import folder as native
+    from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 
     file, settings = shipped("recall/model.yml"), [*RECALL_KEYS, *keys]
@@ -77,7 +77,7 @@ def recall(keys: Sequence[str]) -> list[Path]:
 
 def train(name: str, keys: Sequence[str]) -> None:
     """Train on text to the last step; the run is killed midway and resumed from its latest checkpoint."""
-    from megatron_coca.checkpoints.native import folder as native
+    from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 
     file = shipped(f"quickstart/{name}.yml")
@@ -95,7 +95,7 @@ def train(name: str, keys: Sequence[str]) -> None:
 
 def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
     """Start a training run, and send it SIGKILL once it has reported `step`."""
-    from megatron_coca.checkpoints.native import folder as native
+    from megatron_coca.checkpoints import native
 
     show(command)
     process = subprocess.Popen([*PROGRAM, *command])

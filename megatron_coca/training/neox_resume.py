@@ -10,10 +10,9 @@ from uuid import uuid4
 
 import torch
 
-from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_architecture
 from megatron_coca.checkpoints.importing import check_fit
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step

@@ -14,11 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.read import find_step
 from megatron_coca.config import COMPUTE_KEYS, CheckpointConfig, Config, load_saved_config
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main

@@ -10,10 +10,9 @@ from typing import NoReturn
 
 import torch
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.checkpoints.load import find_native
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import BatchSizes, Config, RunStage, stage_at
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory

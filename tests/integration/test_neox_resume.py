@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.native.state import StateReader
 from megatron_coca.checkpoints.neox.layout import table
 from megatron_coca.checkpoints.neox.write import export_neox

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface.family_keys import comparable
 from megatron_coca.checkpoints.load import load_weights, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.weights import WeightEntry, Weights
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_coca.attention.positions.clex import Clex
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import read_back, weight_map
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
@@ -46,7 +47,6 @@ from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     tokenizer_files,
 )
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors

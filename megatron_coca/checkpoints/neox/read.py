@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.layout import (
     CONFIGS,
     EMBEDDING,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface.read_back import (
     OURS,
@@ -26,7 +27,6 @@ from megatron_coca.checkpoints.huggingface.read_back import (
 )
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.layout import (
     CONFIGS,
     MODEL_FILE,

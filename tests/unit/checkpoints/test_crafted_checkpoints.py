@@ -13,9 +13,8 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.inspection import describe, describe_text
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.meta import Meta, checked_meta
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, StateReader
 from megatron_coca.config import load_config

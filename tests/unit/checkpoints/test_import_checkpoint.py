@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_coca import cli, load_model
-from megatron_coca.checkpoints import CheckpointError, load_checkpoint, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
 from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.weights import open_pickles
 from megatron_coca.commands import import_checkpoint as tool
 from megatron_coca.config import load_config

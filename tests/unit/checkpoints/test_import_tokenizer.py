@@ -10,9 +10,8 @@ import pytest
 import tokenizers
 from safetensors.torch import load_file, save_file
 
-from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints import native, open_checkpoint
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.tokenizer import read_tokenizer
 from megatron_coca.data import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 from tests.checkpoint_files import beginning_tokenizer

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_coca import cli
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import BLOCK, Comparison, UnreadableError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.read import find_step
 from megatron_coca.checkpoints.weights import WeightEntry, Weights, write_safetensors
 from tests.checkpoint_files import refuse

@@ -11,10 +11,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.checkpoints.inspection import checkpoints_in
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native import object_store
 from megatron_coca.checkpoints.native.object_store import RemoteFolder, save_folder
 from megatron_coca.config import CheckpointConfig, load_config

@@ -10,9 +10,8 @@ import yaml
 
 from megatron_coca import cli, load_model, methods
 from megatron_coca.ablation.grid import expand, read_ablation
-from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.huggingface.write import export
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch

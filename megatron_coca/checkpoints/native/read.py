@@ -15,38 +15,19 @@ An imported checkpoint holds weights only (no state/, no rng/), as its manifest 
 hidden name, hashed, flushed to disk and only then renamed; `latest` changes last.
 """
 
-import errno
-import logging
 import os
 import re
-import shutil
 import stat
-import subprocess
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import version
-from itertools import chain, count
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_coca.checkpoints.files import (
-    CheckpointError,
-    Comparison,
-    UnreadableError,
-    describe,
-    files,
-    read_json,
-    write_json,
-)
-from megatron_coca.checkpoints.native.meta import META as META
-from megatron_coca.checkpoints.native.meta import read_meta as read_meta
-from megatron_coca.support import atomic_write
-from megatron_coca.support.atomic_write import flush, remove, write_file
+from megatron_coca.checkpoints.files import CheckpointError, Comparison, UnreadableError, files, read_json
+from megatron_coca.checkpoints.native.meta import META, read_meta
 from megatron_coca.support.console import Progress
 from megatron_coca.support.regular_files import read_regular
-
-logger = logging.getLogger(__name__)
 
 CONFIG, MANIFEST, WEIGHTS = "config.yml", "manifest.json", "model.safetensors"
 TOKENIZER, STATE, RNG = "tokenizer", "state", "rng"
@@ -65,27 +46,9 @@ _LONGEST_NAME = 255  # limit of file systems, in bytes
 QUICK_SECONDS = 1.0  # of a verification that shows no progress
 
 
-def code_versions() -> dict[str, str]:
-    """Versions of the libraries that affect results, and the commit of this code if it is a git checkout."""
-    versions = {name: version(name) for name in ("torch", "deepspeed")}
-    source = Path(__file__).resolve().parents[3]
-    git = shutil.which("git")
-    if git and (source / ".git").exists():
-        command = [git, "-C", str(source), "rev-parse", "HEAD"]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.returncode == 0:
-            versions["commit"] = answer.stdout.strip()
-    return versions
-
-
 def step_folder(save: Path, step: int) -> Path:
     """The checkpoint folder of `step` (completed optimizer steps) below `save`."""
     return save / f"global_step{step}"
-
-
-def partial_folder(save: Path, step: int) -> Path:
-    """The hidden folder in which the checkpoint of `step` is written."""
-    return atomic_write.partial_folder(step_folder(save, step))
 
 
 def parse_step(name: str) -> int | None:
@@ -174,101 +137,6 @@ def locate(path: str | Path, step: int | None = None) -> Path:
     if latest is not None and parse_step(latest) is not None and _has_manifest(path / latest):
         return path / latest
     return step_folder(path, available[-1])
-
-
-def begin(save: Path, step: int) -> Path:
-    """Create the empty hidden folder for a checkpoint and remove what interrupted saves left."""
-    sweep(save)
-    partial = partial_folder(save, step)
-    partial.mkdir(parents=True)
-    return partial
-
-
-def sweep(save: Path) -> None:
-    """Remove what interrupted saves and removals left."""
-    for leftover in (*save.glob(".global_step*.partial"), *save.glob(f".{LATEST}*.partial")):
-        remove(leftover)
-
-
-def commit(
-    save: Path,
-    step: int,
-    described: Mapping[str, Mapping[str, Any]] | None = None,
-    holds: str = EVERYTHING,
-    manifest_format: int = FORMAT,
-) -> Path:
-    """Hash, flush and rename the filled folder of `step`, then update `latest`. Returns the final folder.
-
-    An existing folder of this step is moved to `quarantine/`. Failures after the rename are warnings: the checkpoint is
-    complete.
-
-    Args:
-        described: manifest entries (see `describe`) of files that are already flushed and need not be read again.
-        holds: a key of `REQUIRED`.
-        manifest_format: one of `READABLE`; that of the source when a checkpoint is copied.
-    """
-    partial, final = partial_folder(save, step), step_folder(save, step)
-    listed = dict(described or {})
-    others = [name for name in files(partial) if name not in listed]
-    listed |= {name: describe(partial / name) for name in others}
-    write_json(partial / MANIFEST, {"format": manifest_format, "holds": holds, "files": listed})
-    folders = (path for path in partial.rglob("*") if path.is_dir())
-    for path in (*(partial / name for name in (*others, MANIFEST)), partial, *folders):
-        flush(path)
-    if os.path.lexists(final):
-        logger.warning("%s is written again; the existing folder was moved to %s", final, set_aside(final))
-    partial.rename(final)
-    flush(save)
-    try:
-        write_file(save / LATEST, final.name)
-    except OSError as error:
-        logger.warning("%s is complete, but %s may not name it: %s", final, LATEST, error)
-    return final
-
-
-def abandon(save: Path, step: int) -> None:
-    """Remove the hidden folder of a checkpoint that could not be written."""
-    shutil.rmtree(partial_folder(save, step), ignore_errors=True)
-
-
-def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep: Container[int] = ()) -> None:
-    """Remove superseded checkpoints, except those of the steps in `keep` and the one that `latest` names."""
-    for step in superseded(steps(save), keep_last, keep_every):
-        folder, to_delete = step_folder(save, step), partial_folder(save, step)
-        if step not in keep and folder.name != read_latest(save):
-            folder.rename(to_delete)
-            remove(to_delete)
-
-
-def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """The ones among ascending `steps` that are neither the last `keep_last` nor multiples of `keep_every`; none if
-    `keep_last` is None.
-    """
-    older = steps[:-keep_last] if keep_last else []
-    return [step for step in older if not (keep_every and step % keep_every == 0)]
-
-
-def set_aside(folder: Path) -> Path:
-    """Move a checkpoint to `quarantine/` under an unused name, which it returns.
-
-    A folder without write permission cannot be moved into another folder; it is renamed where it is, as is every folder
-    if `quarantine` is a link, which may lead out of `save`.
-    """
-    quarantine = folder.parent / QUARANTINE
-    try:
-        if quarantine.is_symlink():
-            raise PermissionError(errno.EPERM, "is a link", str(quarantine))
-        quarantine.mkdir(exist_ok=True)
-        target = folder.rename(_unused_name(quarantine / folder.name))
-    except PermissionError:
-        target = folder.rename(_unused_name(folder.with_name(f"{folder.name}.{QUARANTINE}")))
-    flush(folder.parent)
-    return target
-
-
-def _unused_name(path: Path) -> Path:
-    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
-    return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 
 
 def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:
