@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config
-from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
-from megatron_coca.config.position import LayerType, PositionConfig
+from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
+from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
 LAYER_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
@@ -123,3 +124,41 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
     if trained is None or (same and (key != "rope_scaling" or before.rotary_emb_base == after.rotary_emb_base)):
         return None
     return f"{key} (trained with other options, base or training length of {trained})"
+
+
+def comparable(config: Config) -> dict[str, Any]:
+    """Return what a model computes, in one form for equal models: to compare a model with what was written of it."""
+    flat, model = config.flat(), config.model
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+    lengths = ("seq_length", "padded_vocab_size")
+    kinds = config.layer_types
+    positions = []
+    for name in model.layer_names:
+        kind = kinds[name]
+        own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
+        own["rope_scaling"] = None
+        if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
+            measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
+            own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if (distances := kind.relative_positions) is not None:
+            own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
+        if isinstance(kind.logit_scaling, Selected):
+            own["logit_scaling"] = {"name": kind.logit_scaling.type} | kind.logit_scaling.settings(model.seq_length)
+        if not kind.embedding.rotary:
+            own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
+        positions.append(own)
+    epsilon = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon"}.get(model.norm, "scalenorm_epsilon")
+    keys = (
+        *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
+        *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
+        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
+        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
+    )
+    shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
+    shown["activation"] = "silu" if model.activation == "swish" else model.activation
+    shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
+    shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied
+    shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
+    shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
+    shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
+    return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

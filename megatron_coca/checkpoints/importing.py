@@ -4,21 +4,21 @@ Weights are copied one at a time, so that memory does not depend on the size of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface.read import CONFIG, is_huggingface_folder
-from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
+from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.checkpoints.opened import Overrides, check_fit
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
 from megatron_coca.data.tokenizers.losses import sampled
-from megatron_coca.model import empty_model
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.support.plain_text import masked
 
@@ -111,13 +111,6 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     if is_huggingface_folder(opened.folder) and vocabulary.is_file():
         keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary)}
     return load_config([], keys | {"load": str(folder), "finetune": True})
-
-
-def check_fit(config: Config, weights: Weights) -> None:
-    """Raise CheckpointError, naming every weight that is missing, unexpected or of another shape in the model."""
-    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # nothing is computed
-    model = empty_model(plain, "cpu", training=False, memory="meta")
-    load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))
 
 
 def _tokenizer_keys(saved: Path, final: Path) -> dict[str, str | None]:

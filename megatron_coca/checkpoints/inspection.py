@@ -89,7 +89,7 @@ def describe(folder: Path, verify: bool = True) -> Description:
         found.damage = str(error)
     try:
         found.unlisted = native.unlisted(folder)
-        found.holds = native.read_json(folder / native.MANIFEST).get("holds", native.EVERYTHING)
+        found.holds = native.read_json(folder / native.MANIFEST).get("holds")
         found.meta = native.read_meta(folder)
         open_regular(folder / native.CONFIG).close()
         saved = given_values((), [folder / native.CONFIG])

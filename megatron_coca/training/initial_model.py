@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, extension_note, refuse_other_architecture
-from megatron_coca.checkpoints.load import load_weights
+from megatron_coca.checkpoints.opened import load_weights
 from megatron_coca.checkpoints.tokenizer import made_of
 from megatron_coca.config import KEYS, Config
 from megatron_coca.data import Tokenizer

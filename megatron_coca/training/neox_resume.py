@@ -12,10 +12,10 @@ import torch
 
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_architecture
-from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step
+from megatron_coca.checkpoints.opened import check_fit
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
 from megatron_coca.support.plain_text import masked

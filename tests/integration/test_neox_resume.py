@@ -13,9 +13,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.exporting import export_neox
 from megatron_coca.checkpoints.native.state import StateReader
 from megatron_coca.checkpoints.neox.layout import table
-from megatron_coca.checkpoints.neox.write import export_neox
 from megatron_coca.config import load_config
 
 STOP, STEPS = 4, 12

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.checkpoints.neox.write import export_neox
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer, train_sentencepiece
 from megatron_coca.evaluation.options import SubjectOptions, Variant

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_coca import methods
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.checkpoints.exporting import export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config.model import Activation, Norm
 from tests.parity.exported import (

@@ -22,11 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints import CheckpointError, load_checkpoint, weights
-from megatron_coca.checkpoints.huggingface import read_back
-from megatron_coca.checkpoints.huggingface.family_keys import comparable
+from megatron_coca.checkpoints import CheckpointError, export_check, load_checkpoint, weights
+from megatron_coca.checkpoints.compare import comparable
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.read import parse_config
-from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
@@ -274,8 +273,8 @@ def test_phi3_passes_the_switch_of_longrope_as_its_class(
 @pytest.mark.parametrize("name", CASES)
 def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits are compared as those of a large model: by the layers that have every type, and some rows."""
-    monkeypatch.setattr(read_back, "MEMORY", 1)
-    monkeypatch.setattr(read_back, "ROWS", 80)
+    monkeypatch.setattr(export_check, "MEMORY", 1)
+    monkeypatch.setattr(export_check, "ROWS", 80)
     theirs = build(name)
     theirs.save_pretrained(tmp_path / "source")
     done = export(tmp_path / "source", tmp_path / "back")
@@ -447,7 +446,7 @@ def test_what_becomes_of_an_extension_is_said_with_its_length(
     loaded = load_checkpoint(tmp_path, overrides)
     assert loaded.config.position.original_length(TRAINED) == length
     said = f"{tmp_path}: the model's own rope_scaling llama3 (from a length of 16) {message}"
-    heard = [each.getMessage() for each in caplog.records if each.name == "megatron_coca.checkpoints.load"]
+    heard = [each.getMessage() for each in caplog.records if each.name == "megatron_coca.checkpoints.opened"]
     assert heard == ([said] if message is not None else [])
 
 

@@ -20,7 +20,7 @@ from megatron_coca import load_model
 from megatron_coca.attention import context
 from megatron_coca.attention.positions.forms import RotaryTables
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.subject import Evaluation, Subject
 from tests.parity.exported import NEOX, random_checkpoint

@@ -17,8 +17,9 @@ from megatron_coca import load_config, load_model, methods
 from megatron_coca.attention.build import build_method
 from megatron_coca.attention.positions import bias, distance_maps, forms, frequencies
 from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from tests.parity.exported import (
     GROUPED,
     NEOX,

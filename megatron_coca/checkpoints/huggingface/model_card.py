@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.family_keys import readable_by_older
 from megatron_coca.checkpoints.huggingface.read import REMOTE_TYPES
-from megatron_coca.checkpoints.load import OpenedCheckpoint
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -24,6 +25,8 @@ from megatron_coca.checkpoints.huggingface.rope import (
     rope_keys,
     rope_section,
 )
+from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
@@ -331,6 +334,34 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
             "them would change the model, so the folder is refused"
         )
     return weights
+
+
+def open_folder(folder: Path) -> OpenedCheckpoint:
+    """Open a Hugging Face folder. Raises CheckpointError."""
+    trained = read_config(folder)
+    guessed = {}
+    if may_be_coca(read_json(folder / CONFIG)):
+        guessed["pos_emb"] = (
+            f"{folder}: read as pos_emb=rotary, but config.json (gpt_neox, rotary_pct 1) would be the same for CoCA "
+            "weights of CoCA's authors; override with pos_emb=coca if they are that, or with pos_emb=rotary if not"
+        )
+    return OpenedCheckpoint(
+        folder=folder,
+        trained=trained,
+        tokenizer_folder=None,
+        step=None,
+        identify=partial(_identity, folder, trained),
+        weights=partial(open_weights, folder, trained.model),
+        also_free=frozenset({"pos_emb"}),
+        guessed=guessed,
+    )
+
+
+def _identity(folder: Path, config: Config) -> str:
+    kind, files = find_weights(folder)
+    if kind.single_file == SINGLE:
+        return tensors_identity(config, files)
+    return pickles_identity(config, set(files.values()))
 
 
 # Architectures --------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_coca.attention.positions.clex import Clex
-from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface import read_back, weight_map
+from megatron_coca.checkpoints.compare import comparable
+from megatron_coca.checkpoints.export_check import LONG, check_folder, excerpt
+from megatron_coca.checkpoints.files import CheckpointError, read_json, write_json
+from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
-from megatron_coca.checkpoints.huggingface.family_keys import comparable, write_keys
+from megatron_coca.checkpoints.huggingface.family_keys import write_keys
 from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
 from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
 from megatron_coca.checkpoints.huggingface.read import (
@@ -34,6 +35,7 @@ from megatron_coca.checkpoints.huggingface.read import (
     SINGLE,
     dense_rows,
     is_huggingface_folder,
+    open_folder,
     parse_config,
 )
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
@@ -46,14 +48,15 @@ from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     suppress_tokens,
     tokenizer_files,
 )
-from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
+from megatron_coca.checkpoints.huggingface.transformers_check import Written, check_transformers
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
-from megatron_coca.config.source import given_values
+from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.text_rules import token_ids
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
 
@@ -309,8 +312,8 @@ def push(folder: Path, name: str) -> str:
 
 
 def export(
-    checkpoint: str | Path,
-    folder: str | Path,
+    opened: OpenedCheckpoint,
+    folder: Path,
     overrides: Overrides = (),
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
@@ -319,12 +322,12 @@ def export(
     """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
     Args:
-        checkpoint: a run's save folder, one step of it, or a Hugging Face folder.
-        folder: to write; must not exist. It is complete or absent.
+        opened: the checkpoint, of any layout.
+        folder: to write; it must not exist. After an error it does not exist either.
         overrides: config overrides, as for `load_model`; an extension becomes part of the export.
-        dtype: of the weights; by default as saved, then they are equal bit by bit.
-        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
-            ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
+        dtype: of the weights. By default they are written as saved, bit by bit.
+        tokenizer: the Hugging Face folder of the original model. Its tokenizer, generation files and ids of bos,
+            eos and pad are copied. Its tokenizer must give the same ids as the checkpoint's.
         notes: for the model card.
 
     Raises:
@@ -333,7 +336,6 @@ def export(
         ConfigError: an override that is not valid.
         DataError: the checkpoint's tokenizer is damaged.
     """
-    opened, folder = open_checkpoint(checkpoint, overrides=overrides), Path(folder)
     config = opened.configure(overrides)
     kind = _kind(opened, config)
     modelling = _modelling_file(config) if kind == OURS else None
@@ -356,7 +358,7 @@ def export(
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
         for name, content in contents.items():
-            native.write_json(partial / name, content)
+            write_json(partial / name, content)
         for name, data in written.items():
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
@@ -367,11 +369,11 @@ def export(
 
 def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
     """Compare what was written with the source; returns by what. Raises CheckpointError."""
-    read_back.check_folder(folder, config, ours)
+    check_folder(folder, open_folder, config, ours)
     exporter, family = EXPORTERS[kind], FAMILIES.get(kind)
     common = ("num_hidden_layers", "vocab_size")
     layers, rows = (str(family.names.get(name, name)) if family is not None else name for name in common)
-    written = read_back.Written(
+    written = Written(
         folder,
         exporter.architecture,
         MODELLING_FILE if kind == OURS else None,
@@ -382,8 +384,8 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
     )
     # Classes without rotation have tables of their training length.
     rotates = family is None or family.rope is not None
-    part = read_back.excerpt(config, ours, read_back.LONG if rotates else config.model.seq_length)
-    return read_back.check_transformers(
+    part = excerpt(config, ours, LONG if rotates else config.model.seq_length)
+    return check_transformers(
         written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"})
     )
 
@@ -395,7 +397,7 @@ def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
     positions = list(filter(None, unknown))
     stock = [name for name in EXPORTERS if name != OURS] if not positions else []
-    origin = native.read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
+    origin = read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
     named = [name for name in stock if name == origin.get("model_type")]
     found = next((name for name in (*named, *stock) if _fits(name, config)), None)
     if found is not None:

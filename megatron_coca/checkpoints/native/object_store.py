@@ -109,7 +109,7 @@ class RemoteFolder(RemoteFiles):
                         f"{url}/{name}: is damaged (size or sha256 differs from its manifest); remove {url} to use the "
                         "step before it"
                     )
-            folder = native.commit(save, step, listed, manifest["holds"], manifest["format"])
+            folder = native.commit(save, step, listed, manifest["holds"])
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         logger.info("downloaded %s to %s", url, folder)

@@ -33,8 +33,6 @@ CONFIG, MANIFEST, WEIGHTS = "config.yml", "manifest.json", "model.safetensors"
 TOKENIZER, STATE, RNG = "tokenizer", "state", "rng"
 LATEST, LOCK, QUARANTINE = "latest", ".lock", "quarantine"
 FORMAT = 2
-READABLE = (1, 2)
-"""Format 1 had DeepSpeed's own files instead of `state/`: weights can be read, a run cannot be resumed."""
 EVERYTHING, WEIGHTS_ONLY = "run", "weights"  # all that resuming needs, or a model alone
 REQUIRED = {
     EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
@@ -162,7 +160,7 @@ def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str
             if comparison.failure is not None:
                 raise comparison.failure
     meta = read_meta(folder)
-    if manifest["format"] == FORMAT and manifest["holds"] == EVERYTHING:
+    if manifest["holds"] == EVERYTHING:
         ranks = range(prod((meta.get("topology") or {}).values()))
         _require((f"{RNG}/rank_{rank}.pt" for rank in ranks), manifest["files"], folder / MANIFEST)
     step, named = meta["step"], parse_step(folder.absolute().name)
@@ -207,13 +205,14 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, Any]:
-    """`manifest` with `holds` filled in, after checking its format and file list.
+    """Return `manifest` after checking its format and file list.
 
     Raises CheckpointError, naming `source`, for an unknown format, missing entries, or names outside the checkpoint.
     """
-    if manifest.get("format") not in READABLE:
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{source}: checkpoint format {manifest.get('format')!r}, this version reads formats {READABLE}"
+            f"{source}: checkpoint format {manifest.get('format')!r} is not supported, only {FORMAT}; use the version "
+            "of megatron_coca that wrote it"
         )
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
@@ -223,11 +222,10 @@ def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, 
         raise CheckpointError(
             f"{source}: lists {outside[0][:_LONGEST_NAME]!r}, which is not a file inside the checkpoint; it is damaged"
         )
-    holds = manifest.setdefault("holds", EVERYTHING)  # absent in earlier manifests
+    holds = manifest.get("holds")
     if holds not in tuple(REQUIRED):
         raise CheckpointError(f"{source}: holds {holds!r} is not known; known: {', '.join(REQUIRED)}")
-    # Of format 1, which has no state/, only the weights are read.
-    _require(REQUIRED[holds if manifest["format"] == FORMAT else WEIGHTS_ONLY], listed, source)
+    _require(REQUIRED[holds], listed, source)
     return manifest
 
 
@@ -250,15 +248,9 @@ def _require(names: Iterable[str], listed: Collection[str], source: str | Path) 
 
 def refuse_weights_only(folder: Path) -> None:
     """Raise CheckpointError if a run cannot resume from a checkpoint, by its manifest."""
-    manifest = read_json(folder / MANIFEST)
-    if manifest.get("holds") == WEIGHTS_ONLY:
+    if read_json(folder / MANIFEST).get("holds") == WEIGHTS_ONLY:
         raise CheckpointError(
             f"{folder}: holds weights only, no optimizer state; set finetune=true to start a run from them"
-        )
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder}: was written by an earlier version, whose optimizer state cannot be read; start a new run from "
-            "its weights with finetune=true"
         )
 
 

@@ -65,7 +65,6 @@ def commit(
     step: int,
     described: Mapping[str, Mapping[str, Any]] | None = None,
     holds: str = EVERYTHING,
-    manifest_format: int = FORMAT,
 ) -> Path:
     """Hash, flush and rename the filled folder of `step`, then update `latest`. Returns the final folder.
 
@@ -75,13 +74,12 @@ def commit(
     Args:
         described: manifest entries (see `describe`) of files that are already flushed and need not be read again.
         holds: a key of `REQUIRED`.
-        manifest_format: one of `READABLE`; that of the source when a checkpoint is copied.
     """
     partial, final = partial_folder(save, step), step_folder(save, step)
     listed = dict(described or {})
     others = [name for name in files(partial) if name not in listed]
     listed |= {name: describe(partial / name) for name in others}
-    write_json(partial / MANIFEST, {"format": manifest_format, "holds": holds, "files": listed})
+    write_json(partial / MANIFEST, {"format": FORMAT, "holds": holds, "files": listed})
     folders = (path for path in partial.rglob("*") if path.is_dir())
     for path in (*(partial / name for name in (*others, MANIFEST)), partial, *folders):
         flush(path)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
+from megatron_coca.checkpoints.identity import pickles_identity
 from megatron_coca.checkpoints.neox.layout import (
     CONFIGS,
     EMBEDDING,
@@ -25,6 +26,7 @@ from megatron_coca.checkpoints.neox.layout import (
     read_config,
     table,
 )
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
@@ -268,3 +270,19 @@ def _entry(parts: Sequence[Tensor], weight: NeoxWeight, location: NeoxLocation, 
             "configuration"
         )
     return WeightEntry(dtype, whole)
+
+
+def open_step(folder: Path, overrides: Overrides = (), given: Sequence[str | Path] = ()) -> OpenedCheckpoint:
+    """Open the folder of one GPT-NeoX step; `overrides` and `given` as in `configure`. Raises CheckpointError."""
+    files = NeoxFiles(folder)
+    config, ranks = configure(folder, files, overrides, given)
+    tokenizer = folder / native.TOKENIZER
+    return OpenedCheckpoint(
+        folder=folder,
+        trained=config,
+        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
+        step=step_of(folder),
+        identify=partial(pickles_identity, config, files.paths),
+        weights=partial(open_weights, folder, files, config, ranks),
+        document_end=DOCUMENT_END,
+    )

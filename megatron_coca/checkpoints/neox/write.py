@@ -14,19 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.export_check import check_folder, check_import, excerpt
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.read_back import (
-    OURS,
-    check_folder,
-    check_logits,
-    excerpt,
-    first,
-    own_logits,
-    reduced,
-    report,
-)
-from megatron_coca.checkpoints.importing import check_fit
-from megatron_coca.checkpoints.load import Overrides, open_checkpoint
 from megatron_coca.checkpoints.neox.layout import (
     CONFIGS,
     MODEL_FILE,
@@ -38,9 +27,12 @@ from megatron_coca.checkpoints.neox.layout import (
     model_yaml,
     table,
 )
+from megatron_coca.checkpoints.neox.read import open_step
+from megatron_coca.checkpoints.opened import OpenedCheckpoint, check_fit
 from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
+from megatron_coca.config.source import Overrides
 from megatron_coca.neox_plugin.checkpoints import RECORD, record_of, saved_name
 from megatron_coca.neox_plugin.keys import EXTENDING
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
@@ -63,9 +55,9 @@ class ExportedNeox:
     note: str | None
 
 
-def export_neox(
-    checkpoint: str | Path,
-    folder: str | Path,
+def export(
+    opened: OpenedCheckpoint,
+    folder: Path,
     overrides: Overrides = (),
     dtype: str | None = None,
     model_parallel_size: int = 1,
@@ -74,8 +66,8 @@ def export_neox(
     """Write a checkpoint as a save folder of GPT-NeoX.
 
     Args:
-        checkpoint: any checkpoint that `open_checkpoint` reads.
-        folder: to write; must not exist. It is complete or absent.
+        opened: the checkpoint, of any layout.
+        folder: to write; it must not exist. After an error it does not exist either.
         overrides: config overrides, as for `load_model`.
         dtype: of the weights; by default as saved, then they are equal bit by bit.
         model_parallel_size: tensor-parallel ranks, one file each. GPT-NeoX must run with the same number.
@@ -88,8 +80,7 @@ def export_neox(
         ConfigError: an override that is not valid.
         DataError: the tokenizer that overrides name, or that the checkpoint carries, cannot be opened.
     """
-    opened, folder, ranks = open_checkpoint(checkpoint, overrides=overrides), Path(folder), model_parallel_size
-    config = opened.configure(overrides)
+    config, ranks = opened.configure(overrides), model_parallel_size
     refuse_existing(folder, CheckpointError)
     if reasons := _reasons(config, ranks, pipe_parallel_size):
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
@@ -113,11 +104,7 @@ def export_neox(
 
 def _read_back(step: Path, config: Config, weights: Weights) -> None:
     """Compare what was written, as our import reads it, with the source. Raises CheckpointError."""
-    check_folder(step, config, weights)
-    part, back = excerpt(config, weights), open_checkpoint(step)
-    layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
-    found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
-    report(part, check_logits(part.logits(), found, OURS), OURS)
+    check_import(check_folder(step, open_step, config, weights), excerpt(config, weights))
 
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.read import position_keys
-from megatron_coca.checkpoints.huggingface.write import describe_position, export
+from megatron_coca.checkpoints.huggingface.write import describe_position
 from megatron_coca.config import load_config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
 

@@ -11,8 +11,8 @@ import tokenizers
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.tokenizer_files import THEIRS
-from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands import export as export_command
 from megatron_coca.commands import import_checkpoint as import_tool

@@ -9,10 +9,11 @@ import torch
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface import tokenizer_files as export_tokenizer
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from megatron_coca.commands.export import main
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint

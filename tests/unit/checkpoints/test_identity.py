@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_coca.checkpoints import load_checkpoint, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.identity import RANGE, RANGES
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
 from megatron_coca.evaluation.cli import parser

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_coca import cli, load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 from megatron_coca.checkpoints.weights import open_pickles

@@ -9,7 +9,7 @@ import yaml
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.neox.write import export_neox
+from megatron_coca.checkpoints.exporting import export_neox
 from megatron_coca.commands.export import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model

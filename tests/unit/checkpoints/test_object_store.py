@@ -242,12 +242,6 @@ def test_a_manifest_that_is_not_valid_is_named(
     assert native.begun_steps(tmp_path / "b") == []
 
 
-def test_a_download_keeps_the_format_of_its_manifest(tmp_path: Path, empty_store: MemoryFileSystem) -> None:
-    RemoteFolder(URL).upload(checkpoint(tmp_path / "a", 10))
-    change_json(empty_store, "global_step10/manifest.json", format=1)
-    assert native.read_json(object_store.fetch(URL, cache=tmp_path) / native.MANIFEST)["format"] == 1
-
-
 def test_a_checkpoint_is_downloaded_once_by_step_or_as_the_newest(tmp_path: Path) -> None:
     remote = RemoteFolder(URL)
     for step in (9, 10):

@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from megatron_coca.ablation.grid import read_ablation
 from megatron_coca.checkpoints import CheckpointError, load_model
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.neox.optimizer import TYPES
 from megatron_coca.checkpoints.weights import RANDOM_STATE, load_pickle
 from megatron_coca.config import ConfigError, load_config
@@ -231,10 +231,10 @@ BUILTIN = ("eval", "exec", "compile", "__import__")
 RUNNING: dict[str, tuple[str, ...]] = {
     "exec_module": (
         "methods/user_methods.py",
-        "checkpoints/huggingface/read_back.py",
+        "checkpoints/huggingface/transformers_check.py",
     ),  # the latter what it has just written
-    "spec_from_file_location": ("methods/user_methods.py", "checkpoints/huggingface/read_back.py"),
-    "from_pretrained": ("checkpoints/huggingface/read_back.py",),
+    "spec_from_file_location": ("methods/user_methods.py", "checkpoints/huggingface/transformers_check.py"),
+    "from_pretrained": ("checkpoints/huggingface/transformers_check.py",),
     "run_path": ("neox_plugin/__main__.py",),
     "import_module": (
         "__init__.py",

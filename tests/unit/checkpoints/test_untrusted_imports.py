@@ -11,7 +11,7 @@ import yaml
 from megatron_coca import cli, load_model, methods
 from megatron_coca.ablation.grid import expand, read_ablation
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError
