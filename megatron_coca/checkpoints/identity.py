@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.refusals import WITHOUT_EFFECT
+from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
 from megatron_coca.checkpoints.weights import is_archive, read_layout
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.schema import default_of

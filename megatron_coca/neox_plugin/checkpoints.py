@@ -1,43 +1,21 @@
 """The position method in GPT-NeoX checkpoints: recorded when saving, compared when loading.
 
-GPT-NeoX's weight names do not depend on the position method, and neither its load nor its converter to Hugging Face
-reads `pos_emb`: a CoCA model would silently be read as a rotary one. Therefore the query-key-value projection of the
-plugin's attention has its own name in checkpoints, PROJECTION, on which GPT-NeoX's strict load and its converter fail
-without the plugin.
+`megatron_coca/checkpoints/neox/names.py` has the names in the checkpoint, and explains why they are needed.
 """
 
 import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from megatron_coca.config import Config, ConfigError
-from megatron_coca.neox_plugin.keys import EXTENDING, resolve, uses_plugin
+from megatron_coca.checkpoints.neox.names import FIXED, PLAIN, POSITIONS, PROJECTION, RECORD, record_of
+from megatron_coca.config import ConfigError
+from megatron_coca.neox_plugin.keys import resolve, uses_plugin
 from megatron_coca.neox_plugin.upstream import Function
 
 logger = logging.getLogger(__name__)
 
 SAVED_LENGTH = "max_position_embeddings"
 """GPT-NeoX requires the checkpoint's value, although weights depend on it only with a learned position table."""
-
-PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
-"""Prefix of the projection within attention: GPT-NeoX's, and that of checkpoints of the plugin's attention."""
-
-RECORD = "megatron_coca"
-"""Key in a checkpoint's `args` with the values of POSITIONS."""
-
-FIXED = ("pos_emb", "rotary_pct")
-POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
-"""Recorded keys. Weights depend on those in FIXED; the others may be changed for longer inputs."""
-
-
-def saved_name(name: str) -> str:
-    """Return the name of a weight in checkpoints of the plugin's attention."""
-    return name.replace(f"attention.{PLAIN}", f"attention.{PROJECTION}")
-
-
-def plain_name(name: str) -> str:
-    """Return GPT-NeoX's name of a checkpoint's weight."""
-    return name.replace(f"attention.{PROJECTION}", f"attention.{PLAIN}")
 
 
 def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
@@ -77,13 +55,6 @@ def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
 def _fine_tunes(neox_args: Any) -> bool:
     """Return whether the weights are only initial ones; evaluation and generation set no_load_optim."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
-
-
-def record_of(config: Config) -> dict[str, Any]:
-    """Return the recorded values by key; mappings contain only values that differ from the defaults."""
-    values = config.position.model_dump(by_alias=True)
-    short = config.position.model_dump(by_alias=True, exclude_defaults=True, exclude_none=True)
-    return {name: short.get(name, values[name]) for name in POSITIONS}
 
 
 class _RecordingModel:

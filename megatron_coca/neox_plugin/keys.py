@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_coca import methods
+from megatron_coca.checkpoints.neox.names import EXTENDING
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
 from megatron_coca.config.base import nearest
 from megatron_coca.config.position import PositionConfig
-from megatron_coca.config.schema import SELECTORS
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +19,6 @@ METHODS = methods.names("pos_emb", neox="plugin")
 
 BIASED = methods.names("pos_emb", biased=True, neox="upstream")
 """Values of `pos_emb` that only GPT-NeoX's own attention computes."""
-
-EXTENDING = tuple(SELECTORS)
-"""Keys that select the plugin's attention for any `pos_emb`."""
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
 POSITION = (

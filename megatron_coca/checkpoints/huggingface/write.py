@@ -50,8 +50,8 @@ from megatron_coca.checkpoints.huggingface.tokenizer_files import (
 )
 from megatron_coca.checkpoints.huggingface.transformers_check import Written, check_transformers
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
-from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
+from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL

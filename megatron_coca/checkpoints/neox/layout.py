@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.native.state import TensorShard, layer_shards
+from megatron_coca.checkpoints.neox.names import EXTENDING
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_saved_config
 from megatron_coca.config.base import shown
 from megatron_coca.config.model import GATED_ACTIVATIONS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
 from megatron_coca.config.source import OVERRIDES, Overrides, dump, merge, read_file
-from megatron_coca.neox_plugin.keys import EXTENDING
 
 logger = logging.getLogger(__name__)
 

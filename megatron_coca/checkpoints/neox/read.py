@@ -26,11 +26,11 @@ from megatron_coca.checkpoints.neox.layout import (
     read_config,
     table,
 )
+from megatron_coca.checkpoints.neox.names import plain_name
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
-from megatron_coca.neox_plugin.checkpoints import plain_name
 from megatron_coca.support.regular_files import open_regular
 
 DOCUMENT_END = "<|endoftext|>"

@@ -27,14 +27,13 @@ from megatron_coca.checkpoints.neox.layout import (
     model_yaml,
     table,
 )
+from megatron_coca.checkpoints.neox.names import EXTENDING, RECORD, record_of, saved_name
 from megatron_coca.checkpoints.neox.read import open_step
 from megatron_coca.checkpoints.opened import OpenedCheckpoint, check_fit
-from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
+from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
-from megatron_coca.neox_plugin.checkpoints import RECORD, record_of, saved_name
-from megatron_coca.neox_plugin.keys import EXTENDING
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
 
 

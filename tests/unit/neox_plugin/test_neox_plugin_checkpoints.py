@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_coca.checkpoints.neox.names import RECORD
 from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin import activate
-from megatron_coca.neox_plugin.checkpoints import RECORD
 from tests.neox.stubbed import Upstream, stub
 
 __all__ = ["stub"]

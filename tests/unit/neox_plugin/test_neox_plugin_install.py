@@ -173,6 +173,13 @@ def test_every_module_is_in_the_grammar_and_the_library_of_python_3_10() -> None
     assert not any(found.values()), {name: newer for name, newer in found.items() if newer}
 
 
+def test_it_imports_the_names_of_the_checkpoint_format_only() -> None:
+    """Readers and writers of checkpoints need packages that GPT-NeoX does not install."""
+    package = f"{PACKAGE}.checkpoints"
+    imported = {name for name in loaded() if f"{name}.".startswith(f"{package}.")}
+    assert imported == {package, f"{package}.neox", f"{package}.neox.names"}
+
+
 def test_every_name_of_torch_is_in_torch_2_3() -> None:
     found = set().union(*(names(tree, ("torch",)) for _, tree in parsed()))
     leaves = {name.removeprefix("torch.") for name in found if not any(other.startswith(f"{name}.") for other in found)}
