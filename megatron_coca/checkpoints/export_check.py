@@ -39,7 +39,7 @@ TOLERANCE = 1e-3
 """Largest difference of logits, as a share of the largest logit. Both sides compute in float32, in another order; they
 differ by less than 1e-5 in small models. A wrong key changes them by more than 1e-2.
 """
-OURS = "this project's import"
+IMPORT = "this project's import"
 VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight")
 """Our weights with a row for each token."""
 
@@ -151,7 +151,7 @@ def check_folder(
         back = read(folder)
         found = back.weights()
     except CheckpointError as error:
-        raise fault(f"{OURS} cannot read it: {error}") from error
+        raise fault(f"{IMPORT} cannot read it: {error}") from error
     if differing := list(_differing(comparable(config), comparable(back.trained))):
         raise fault(f"its configuration is read as another model: {'; '.join(differing)}")
     if names := sorted(found.entries.keys() ^ weights.entries.keys()):
@@ -216,4 +216,4 @@ def check_import(back: OpenedCheckpoint, part: Excerpt) -> None:
     """Compare the logits that the import computes from an export with those of the source. Raises CheckpointError."""
     layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
     found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
-    report(part, check_logits(part.logits(), found, OURS), OURS)
+    report(part, check_logits(part.logits(), found, IMPORT), IMPORT)

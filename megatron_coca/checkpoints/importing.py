@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.read import CONFIG, is_huggingface_folder
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.checkpoints.opened import Overrides, check_fit
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS

@@ -25,7 +25,7 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, export_check, load_checkpoint, weights
 from megatron_coca.checkpoints.compare import comparable
 from megatron_coca.checkpoints.exporting import export
-from megatron_coca.checkpoints.huggingface.read import parse_config
+from megatron_coca.checkpoints.huggingface.config_json import parse_config
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config

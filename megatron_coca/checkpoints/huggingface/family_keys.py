@@ -36,33 +36,76 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Which layers of an architecture have a sliding window.
+
+    Attributes:
+        read: config.json, number of layers -> True for each layer that has the window.
+        listed: config.json lists the type of each layer in `layer_types`.
+        switched: config.json turns the window on with `use_sliding_window`.
+    """
+
+    read: Callable[[Json, int], list[bool]]
+    listed: bool = True
+    switched: bool = False
+
+    def written(self, slides: list[bool], width: int | None, length: int) -> dict[str, Any]:
+        """Return the keys of config.json for these layers; `width` is None if no layer has a window."""
+        # A class with a list but without a switch builds a mask of the window even if no layer has one.
+        unused = length if self.listed and not self.switched else None
+        settings: dict[str, Any] = {"sliding_window": unused if width is None else width}
+        if self.listed:
+            settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
+        if self.switched:
+            settings["use_sliding_window"] = width is not None
+        return settings
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """Which layers of an architecture rotate queries and keys.
+
+    Attributes:
+        read: config.json, True for each layer with a window -> True for each layer that rotates.
+        written: the key of config.json that lists them as 0 or 1; None if the windows decide it.
+    """
+
+    read: Callable[[Json, list[bool]], list[bool]]
+    written: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture of transformers.
 
     Attributes:
-        architecture: its class.
-        rows: the names of the weights, from our keys.
-        fixed: our keys that all its models share.
-        keys: theirs -> ours, and the default of its class.
-        only: keys that it has with this value only.
-        names: keys that most architectures share -> its own names of them, None where it has none.
-        activation: the key of the activation and its default; without a name, that of all its models.
+        architecture: name of its class.
+        rows: the table of its weights, from our keys.
+        fixed: our keys that all its models share. Activation "gated": an MLP with a gate, in the activation of the key.
+        keys: its key -> our key, and the default of its class.
+        only: keys that are supported with this value only.
+        names: common key -> its own name of it, or None if it has no such key.
+        first: key -> the common key that it replaces if both are present, as its class does.
+        activation: the key of the activation, and its default. Without a key, all its models have the default.
         tied: default of tie_word_embeddings.
         length: default of the training length.
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
-        rope: the rotary base without one in config.json; None for architectures without rotation.
-        layers: reads which layers have a window: config.json, layers -> for each a boolean; None without windows.
+        rope: default of the rotary base; None if the architecture does not rotate.
+        share: default of partial_rotary_factor; None if its class rotates all features.
+        rope_types: its names of extensions that we have under another name.
+        windows: which layers have a sliding window; None if no layer can have one.
         window: default of sliding_window.
-        rope_layers: the same for rotation; None if all layers rotate.
-        by_type: rope_parameters has a section for each type of layers; the base of those with a window: its key at the
-            top level, or None, and its default.
-        partial: some features of a head need not be rotated.
+        rotating: which layers rotate; None if all do.
+        by_type: for an architecture with a section of rope_parameters for each type of layer, the rotary base of layers
+            with a window: its key at the top level, or None, and its default.
         temperature: rope_parameters has TEMPERATURE.
-        original: default of ORIGINAL at the top level, which goes before that in rope_parameters.
-        older: rope_scaling in the form that its class in transformers 4 asks for, which has `type` in place of
-            `rope_type`; what that cannot express is unchanged, and an error there. None for any form.
-        read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
-        harmless: keys of published folders that change nothing in its class.
+        original: default of ORIGINAL at the top level, which precedes the one in rope_parameters.
+        older: rope_scaling -> the form that its class in transformers 4 reads. That class stops with an error on an
+            extension that it cannot represent. None if it reads every form.
+        attention: the attention implementation of transformers that computes the model correctly.
+        read: config.json, our keys so far -> further keys of ours.
+        write: our configuration -> further keys of config.json.
+        harmless: keys of published folders that its class ignores.
     """
 
     architecture: str
@@ -71,29 +114,28 @@ class Family:
     keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str | None] = field(default_factory=dict)
+    first: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str | None, str] = ("hidden_act", "silu")
     tied: bool = False
     length: int | None = None
     head_dim: int | None = None
     rope: float | None = 10000.0
-    layers: Callable[[Json, int], list[bool]] | None = None
+    share: float | None = None
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    windows: Windows | None = None
     window: int | None = None
-    rope_layers: Callable[[Json, list[bool]], list[bool]] | None = None
+    rotating: Rotating | None = None
     by_type: tuple[str | None, float] | None = None
-    partial: bool = False
     temperature: bool = False
     original: int | None = None
     older: Callable[[Json], Json] | None = None
+    attention: str = "eager"
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
 
 
 # Which layers have a window -------------------------------------------------------------------------------------------
-
-
-def all_layers(config: Json, count: int) -> list[bool]:
-    return [True] * count
 
 
 def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
@@ -106,40 +148,54 @@ def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
     return [kind == SLIDING for kind in types]
 
 
-def every(period: int, name: str | None = None) -> Callable[[Json, int], list[bool]]:
-    """Every `period`-th layer is without a window, or as the key `name` says, unless config.json lists the types."""
+def every(period: int, name: str | None = None) -> Windows:
+    """Return a pattern in which every `period`-th layer has no window; the key `name` replaces the period."""
 
     def layers(config: Json, count: int) -> list[bool]:
         given = config.get(name, period) if name is not None else period
         return _listed(config, (bool((i + 1) % given) for i in range(count)))
 
-    return layers
+    return Windows(layers)
 
 
-def from_layer(config: Json, count: int) -> list[bool]:
-    """Qwen's: from layer `max_window_layers` on, if `use_sliding_window`."""
+def _from_layer(config: Json, count: int) -> list[bool]:
     first, used = config.get("max_window_layers", 28), config.get("use_sliding_window", False)
     listed = _listed(config, (i >= first for i in range(count)))
     return listed if used else [False] * count
 
 
-def smollm3_layers(config: Json, count: int) -> list[bool]:
-    """A list of types goes before `use_sliding_window`: its class makes the mask from the list alone."""
+def _without_rotation(config: Json, count: int) -> list[bool]:
     used = config.get("use_sliding_window", False)
-    return _listed(config, (used and not rotates for rotates in smollm3_rope(config, [False] * count)))
+    # Its class makes the mask from the list only, so a list precedes `use_sliding_window`.
+    return _listed(config, (used and not rotates for rotates in _rope_interval(config, [False] * count)))
 
 
-def smollm3_rope(config: Json, sliding: list[bool]) -> list[bool]:
+def _rope_interval(config: Json, sliding: list[bool]) -> list[bool]:
     interval, listed = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
     return [bool(flag) for flag in listed] if listed else [bool((i + 1) % interval) for i in range(len(sliding))]
 
 
+ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
+"""All layers have the window, as in Mistral."""
+FROM_LAYER = Windows(_from_layer, switched=True)
+"""Layers from number `max_window_layers` on have it, as in Qwen."""
+WITHOUT_ROTATION = Windows(_without_rotation, switched=True)
+"""Layers without rotation have it, as in SmolLM 3."""
+ROPE_INTERVAL = Rotating(_rope_interval, "no_rope_layers")
+"""All layers but every `no_rope_layer_interval`-th rotate, as in SmolLM 3."""
+WITH_WINDOW = Rotating(lambda config, sliding: sliding)
+"""Layers with a window rotate, as in Cohere 2."""
+
+
+# Position keys --------------------------------------------------------------------------------------------------------
+
+
 def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
     """Our position keys of all layers. Layers of one kind have the model's own keys."""
-    window = config.get("sliding_window", family.window) if family.layers is not None else None
-    sliding = family.layers(config, count) if family.layers is not None else [False] * count
+    window = config.get("sliding_window", family.window) if family.windows is not None else None
+    sliding = family.windows.read(config, count) if family.windows is not None else [False] * count
     sliding = sliding if window is not None else [False] * count
-    rotating = [True] * count if family.rope_layers is None else family.rope_layers(config, sliding)
+    rotating = [True] * count if family.rotating is None else family.rotating.read(config, sliding)
     if len(sliding) != count or len(rotating) != count:
         raise CheckpointError(f"{source}: layer_types or no_rope_layers is not of {count} layers")
     changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
@@ -167,7 +223,7 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
     """Our keys of rotation by type of layers."""
-    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", 1.0)
+    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", family.share or 1.0)
     if family.by_type is None:
         check_spellings(config, source, base, share)
         return {FULL: _rope(family, config, rope_section(config), source)}
@@ -205,13 +261,13 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
     if strength and period is None:
         raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
     scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
-    share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if share != 1 and not family.partial:
+    share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or family.share or 1.0
+    if share != 1 and family.share is None:
         raise CheckpointError(
             f"{source}: partial_rotary_factor {share} is not supported: all features are rotated there"
         )
-    if family.architecture == "Phi3ForCausalLM" and (section.get("rope_type") or section.get("type")) in ("su", "yarn"):
-        section |= {"rope_type": "longrope"}  # names that its class takes for it
+    if (named := section.get("rope_type") or section.get("type")) in family.rope_types:
+        section |= {"rope_type": family.rope_types[named]}
     values = {"rope_theta": family.rope, **config, "rope_parameters": section, "rope_scaling": None}
     if family.original is not None:
         values.setdefault(ORIGINAL, family.original)
@@ -283,7 +339,7 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     windows = [kind for kind in kinds.values() if kind.sliding_window_width is not None]
     sections[SLIDING] = rope_parameters(windows[0] if windows else full, length)
     settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
-    if full.rotary_pct != 1 and not family.by_type:
+    if full.rotary_pct != (family.share or 1.0) and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
         settings["partial_rotary_factor"] = full.rotary_pct  # of transformers 4
     if not family.temperature:  # transformers 4 does not have these classes
@@ -293,18 +349,12 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
         options = chosen.settings(length) if isinstance(chosen, Selected) and chosen.type == "temperature" else {}
         own = {TEMPERATURE: options.get("strength", 0.0), ORIGINAL: options.get("period", length)}
         settings["rope_parameters"] = own | settings["rope_parameters"]
-    if family.layers is not None:
-        # Classes with a list of types make a mask of the window even where no layer has one.
-        unused = None if family.layers in (all_layers, from_layer, smollm3_layers) else length
+    if family.windows is not None:
         width = windows[0].sliding_window_width if windows else None
-        settings["sliding_window"] = unused if width is None else width + 1
-    if family.layers not in (None, all_layers):
         slides = [kinds[name].sliding_window_width is not None for name in names]
-        settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
-    if family.layers in (from_layer, smollm3_layers):
-        settings["use_sliding_window"] = bool(windows)
-    if family.rope_layers is smollm3_rope:
-        settings["no_rope_layers"] = [int(kinds[name].embedding.rotary) for name in names]
+        settings |= family.windows.written(slides, None if width is None else width + 1, length)
+    if family.rotating is not None and family.rotating.written is not None:
+        settings[family.rotating.written] = [int(kinds[name].embedding.rotary) for name in names]
     return settings
 
 

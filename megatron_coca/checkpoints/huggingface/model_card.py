@@ -12,9 +12,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatron_coca.checkpoints.huggingface.config_json import OURS
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.family_keys import readable_by_older
-from megatron_coca.checkpoints.huggingface.read import REMOTE_TYPES
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
@@ -56,7 +56,7 @@ def model_card(
     """
     kind = str(settings["model_type"])
     position, length, family = config.position, config.model.seq_length, FAMILIES.get(kind)
-    remote, coca = kind in REMOTE_TYPES, position.pos_emb.startswith("coca")
+    remote, coca = kind == OURS, position.pos_emb.startswith("coca")
     facts = _facts(opened, config, kind, weights)
     scaling, distance_map = facts["extension"], facts["relative positions"]
     tags = [kind, position.pos_emb.replace("_", "-"), *["custom_code"] * remote, *["coca"] * coca]
@@ -96,8 +96,8 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     model, position, trained = config.model, config.position, opened.trained
     residual = "a parallel" if model.gpt_j_residual else "a sequential"
     architecture = f"with {model.norm}, {model.activation} and {residual} residual"
-    if kind != "coca_dense":
-        architecture = f"of {SHAPES.get(REMOTE_TYPES.get(kind, kind), kind)} shape"
+    if kind != OURS:
+        architecture = f"of {SHAPES.get(kind, kind)} shape"
     grouped = f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""
     facts = {
         "architecture": f"a causal language model {architecture}",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
-from megatron_coca.checkpoints.huggingface.read import CONFIG, GENERATION
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.read import GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.export_check import (
-    OURS,
+    IMPORT,
     VOCABULARY,
     Excerpt,
     check_logits,
@@ -24,7 +24,8 @@ from megatron_coca.checkpoints.export_check import (
     report,
 )
 from megatron_coca.checkpoints.files import read_json, write_json
-from megatron_coca.checkpoints.huggingface.read import CONFIG, open_folder
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.read import open_folder
 from megatron_coca.checkpoints.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, W
         write_json(folder / CONFIG, _first_settings(settings, written.keys, part))
         found, by = _their_logits(written, folder, part.ids)
         if found is None:
-            reason, by = by, OURS
+            reason, by = by, IMPORT
             logger.warning("the export is compared with its source by %s only: %s", by, reason)
             back = open_folder(folder)
             found = own_logits(reduced(back.trained, layers, len(expected[0])), back.weights(), part.ids)

@@ -311,18 +311,16 @@ def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
     return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
-def learned_positions(kind: str) -> tuple[Row, ...]:
-    """Learned parameters of position methods, in folders with our modelling file; `kind` is the stock architecture."""
-    base, attention = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}[kind]
-    by_layer = f"{base}.layers.{{i}}.{attention}.position_bias"
-    return (
-        Row("embedding.position_embeddings.weight", (f"{base}.position_embeddings.weight",)),
-        Row("positions.bias.weight", (f"{base}.position_bias.weight",)),
-        Row("positions.clex.up", (f"{base}.clex.up",)),
-        Row("positions.clex.down", (f"{base}.clex.down",)),
-        Row("blocks.{i}.attention.position_bias.bias_p", (f"{by_layer}.bias_p",)),
-        Row("blocks.{i}.attention.position_bias.bias_a", (f"{by_layer}.bias_a",)),
-    )
+_POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
+LEARNED_POSITIONS = (
+    Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),
+    Row("positions.bias.weight", ("model.position_bias.weight",)),
+    Row("positions.clex.up", ("model.clex.up",)),
+    Row("positions.clex.down", ("model.clex.down",)),
+    Row("blocks.{i}.attention.position_bias.bias_p", (f"{_POSITION_BIAS}.bias_p",)),
+    Row("blocks.{i}.attention.position_bias.bias_a", (f"{_POSITION_BIAS}.bias_a",)),
+)
+"""Learned parameters of position methods, in folders with our modelling file."""
 
 
 def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:

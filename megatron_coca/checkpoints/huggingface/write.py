@@ -17,27 +17,24 @@ from megatron_coca.checkpoints.compare import comparable
 from megatron_coca.checkpoints.export_check import LONG, check_folder, excerpt
 from megatron_coca.checkpoints.files import CheckpointError, read_json, write_json
 from megatron_coca.checkpoints.huggingface import weight_map
-from megatron_coca.checkpoints.huggingface.families import FAMILIES
-from megatron_coca.checkpoints.huggingface.family_keys import write_keys
-from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
-from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
-from megatron_coca.checkpoints.huggingface.read import (
-    ADDED_KEYS,
+from megatron_coca.checkpoints.huggingface.config_json import (
     CONFIG,
-    GENERATION,
     LAYERS,
     LEARNED_ROWS,
     LIMITS,
     NETWORK,
     NETWORK_KEYS,
+    OURS,
     POSITION,
     POSITION_KEYS,
-    SINGLE,
     dense_rows,
-    is_huggingface_folder,
-    open_folder,
     parse_config,
 )
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
+from megatron_coca.checkpoints.huggingface.family_keys import write_keys
+from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
+from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
+from megatron_coca.checkpoints.huggingface.read import GENERATION, SINGLE, is_huggingface_folder, open_folder
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
 from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     TokenIds,
@@ -66,8 +63,6 @@ MODELLING_FILE = TEMPLATE.name
 
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Ours to theirs; only those that are read back as well."""
-OURS = "coca_dense"
-"""`model_type` of what the modelling file computes."""
 Json = dict[str, Any]
 
 
@@ -110,7 +105,7 @@ def _our_keys(config: Config, shared: Json) -> Json:
     }
     return without | {
         "rope_parameters": plain,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
 
@@ -143,10 +138,6 @@ EXPORTERS: dict[str, Exporter] = {
 """By `model_type`; the first that expresses a model is used, the last for all that no other does."""
 
 
-ATTENTION = {"falcon": "sdpa"}
-"""The attention implementation that is compared with ours: eager, but Falcon's adds ALiBi to the scores twice."""
-
-
 def _fits(kind: str, config: Config) -> bool:
     """Return whether what is written of a model for an architecture is read as the same model."""
     written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
@@ -156,7 +147,7 @@ def _fits(kind: str, config: Config) -> bool:
         return False
 
 
-WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *ADDED_KEYS, *LIMITS, "kv_channels", "layer_types"}
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
 """Keys that the last of them writes."""
 
 
@@ -380,7 +371,7 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
         open_safetensors_file(folder / SINGLE, folder),
         {row.ours: row.theirs for row in weight_map.expand(exporter.rows(config), config.model.num_layers)},
         (layers, rows),
-        ATTENTION.get(kind, "eager"),
+        family.attention if family is not None else "eager",
     )
     # Classes without rotation have tables of their training length.
     rotates = family is None or family.rope is not None

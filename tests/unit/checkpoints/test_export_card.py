@@ -9,7 +9,7 @@ import yaml
 
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exporting import export
-from megatron_coca.checkpoints.huggingface.read import position_keys
+from megatron_coca.checkpoints.huggingface.config_json import position_keys
 from megatron_coca.checkpoints.huggingface.write import describe_position
 from megatron_coca.config import load_config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
@@ -157,4 +157,4 @@ def test_positions_there_and_back(keys: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_folder_without_positions() -> None:
     with pytest.raises(KeyError, match="position"):
-        position_keys({"model_type": "coca_llama", "position": 3})
+        position_keys({"model_type": "coca_dense", "position": 3})

@@ -135,7 +135,7 @@ OLD = {"_use_new_zipfile_serialization": False}
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (
         config(model_type="mamba"),
-        "config.json: model_type 'mamba' is not supported; known: bloom, coca_dense, coca_gpt_neox, coca_llama,",
+        "config.json: model_type 'mamba' is not supported; known: bloom, coca_dense, cohere2, falcon,",
     ),
     "mixture of experts": (
         config(model_type="gpt_oss"),
@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "rope without its factor": (rope(rope_type="linear"), "rope_type 'linear' has no factor"),
     "rope by layer": (rope(full_attention={"rope_type": "linear"}), "'default' with full_attention is not supported"),
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported for LLaMA"),
-    "position of its own, untold": (config(model_type="coca_llama"), "config.json: has no 'position'"),
+    "network of its own, untold": (config(model_type="coca_dense"), "config.json: has no 'network'"),
     "missing weight": (weights(lambda held: held.pop(UP)), f"has no weight {UP}$"),
     "bias that is said to be there": (
         config(attention_bias=True),
