@@ -120,7 +120,8 @@ class Exporter(NamedTuple):
     keys: Callable[[Config, Json], Json]
 
 
-def _family(kind: str) -> Exporter:
+def family_exporter(kind: str) -> Exporter:
+    """Return the exporter of a row of `FAMILIES`."""
     family = FAMILIES[kind]
     return Exporter(
         family.architecture,
@@ -132,7 +133,7 @@ def _family(kind: str) -> Exporter:
 EXPORTERS: dict[str, Exporter] = {
     "gpt_neox": Exporter("GPTNeoXForCausalLM", lambda config: weight_map.GPT_NEOX, _neox_keys),
     "llama": Exporter("LlamaForCausalLM", lambda config: weight_map.llama("k_proj"), _llama_keys),
-    **{kind: _family(kind) for kind in FAMILIES},
+    **{kind: family_exporter(kind) for kind in FAMILIES},
     OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
 """By `model_type`; the first that expresses a model is used, the last for all that no other does."""
