@@ -32,39 +32,39 @@ from megatron_coca.model import empty_model
 logger = logging.getLogger(__name__)
 
 MEMORY, ROWS = 1 << 29, 4096
-"""Bytes of the compared layers in float32, and rows of the vocabulary."""
+"""Largest size of the compared layers in float32, in bytes, and number of compared rows of the vocabulary."""
 SHORT, LONG = 64, 1024
-"""Tokens of the text, and at most where a limit is crossed."""
+"""Tokens of the text, and the most tokens to cross a limit."""
 TOLERANCE = 1e-3
-"""Largest difference of logits, as a share of the largest logit. Both sides compute in float32, in another order; they
-differ by less than 1e-5 in small models. A wrong key changes them by more than 1e-2.
+"""Largest allowed difference of logits, as a share of the largest logit. Both sides compute in float32 but in different
+orders, so they differ by up to 1e-5 in small models. A wrong key changes the logits by more than 1e-2.
 """
 IMPORT = "this project's import"
 VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight")
-"""Our weights with a row for each token."""
+"""Our weights that have a row for each token."""
 
 
 class Excerpt(NamedTuple):
-    """The part of a model whose logits are compared: its first layers and rows of the vocabulary, and the text."""
+    """The compared part of a model: its first layers, the first rows of the vocabulary, and the text."""
 
     config: Config
     weights: Weights
     ids: Tensor  # int64 [1, length]
 
     def logits(self) -> Tensor:
-        """Return ours, float32 [length, rows]."""
+        """Return the logits of our model, float32 [length, rows]."""
         return own_logits(self.config, self.weights, self.ids)
 
 
 def excerpt(config: Config, weights: Weights, longest: int = LONG) -> Excerpt:
-    """Return the part of a model that is compared; `weights` have our names, the text at most `longest` tokens."""
+    """Return the part of a model to compare. `weights` have our names; the text has at most `longest` tokens."""
     rows, layers = min(config.model.padded_vocab_size, ROWS), _layers(config, weights)
     text = torch.randint(rows, (1, min(_length(config), longest)), generator=torch.Generator().manual_seed(0))
     return Excerpt(reduced(config, layers, rows), first(weights, layers, rows), text)
 
 
 def first(weights: Weights, layers: int, rows: int) -> Weights:
-    """Return the weights of the first layers, and the first rows of the vocabulary."""
+    """Return the weights of the first layers and of the first rows of the vocabulary."""
     kept = (name for name in weights.entries if (number := _layer(name)) is None or number < layers)
     entries = {name: _cut(name, weights.entries[name], rows) for name in kept}
     return Weights(
@@ -80,13 +80,13 @@ def _cut(name: str, entry: WeightEntry, rows: int) -> WeightEntry:
 
 
 def _layer(name: str) -> int | None:
-    """The block of a weight of ours."""
+    """Return the number of the block of a weight, or None."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blocks" else None
 
 
 def _layers(config: Config, weights: Weights) -> int:
-    """The number of layers to compare: those in MEMORY, at least one of every type."""
+    """Return the number of layers to compare: as many as fit into MEMORY, with at least one of every type."""
     sizes = [0] * config.model.num_layers
     for name, entry in weights.entries.items():
         if (number := _layer(name)) is not None:
@@ -111,14 +111,14 @@ def _length(config: Config) -> int:
 
 
 def reduced(config: Config, layers: int, rows: int) -> Config:
-    """The configuration of the first layers of a model, without anything of its run."""
+    """Return the configuration of the first layers of a model, without keys of its run."""
     flat, names = config.flat(), config.model.layer_names[:layers]
     keys = {
         key: flat[key]
         for key, place in KEYS.items()
         if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
     }
-    keys.pop("imports", None)  # what they declare is known already
+    keys.pop("imports", None)  # the methods are registered already
     keys |= {"num_layers": layers, "attention_config": [[list(names), 1]]}
     return load_config([], keys | {"vocab_size": rows, "make_vocab_size_divisible_by": 1})
 
@@ -153,9 +153,9 @@ def check_folder(
     except CheckpointError as error:
         raise fault(f"{IMPORT} cannot read it: {error}") from error
     if differing := list(_differing(comparable(config), comparable(back.trained))):
-        raise fault(f"its configuration is read as another model: {'; '.join(differing)}")
+        raise fault(f"its configuration describes another model: {'; '.join(differing)}")
     if names := sorted(found.entries.keys() ^ weights.entries.keys()):
-        raise fault(f"{names[0]} is in the source or in the folder, not in both")
+        raise fault(f"{names[0]} is in the source or in the export, but not in both")
     with weights.shown(f"reading {folder.name.strip('.').removesuffix('.partial')} back") as shown:
         for name, tensor in shown:
             if not _same_bits(tensor, found.read(name)):
@@ -164,7 +164,7 @@ def check_folder(
 
 
 def _differing(wanted: Any, found: Any, place: str = "") -> Iterator[str]:
-    """Yield a line for every value in which two configurations differ, with that of the folder first."""
+    """Yield a line for every value in which two configurations differ."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in wanted.keys() | found.keys():
             yield from _differing(wanted.get(key), found.get(key), f"{place}.{key}" if place else key)
@@ -182,33 +182,36 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def check_logits(expected: Tensor, found: Tensor, by: str) -> float:
-    """Return the largest difference of logits as a share of the largest one. Raises CheckpointError above TOLERANCE."""
+    """Return the largest difference of logits as a share of the largest logit.
+
+    Raises CheckpointError above TOLERANCE.
+    """
     if found.shape != expected.shape:
-        raise fault(f"{by} gives logits {list(found.shape)}, the source {list(expected.shape)}")
+        raise fault(f"{by} gives logits of shape {list(found.shape)}, the source of shape {list(expected.shape)}")
     if not torch.equal(expected.isfinite(), found.isfinite()):
-        raise fault(f"{by} gives infinite logits at other places than the source")
+        raise fault(f"{by} gives infinite logits at different places than the source")
     finite = expected.isfinite()
     largest = float(expected[finite].abs().max()) if finite.any() else 0.0
     apart = float((expected - found)[finite].abs().max()) if finite.any() else 0.0
     if apart > TOLERANCE * max(largest, 1e-3):
         raise fault(
-            f"{by} gives other logits: {apart:.3g} from those of the source, of which the largest is {largest:.3g}"
+            f"{by} gives other logits: they differ by {apart:.3g}, and the largest logit of the source is {largest:.3g}"
         )
     return apart / max(largest, 1e-3)
 
 
 def fault(problem: str) -> CheckpointError:
     return CheckpointError(
-        f"the export does not compute what its source does: {problem}. Nothing is left of it; report this with the "
-        "checkpoint's configuration"
+        f"export: it differs from its source: {problem}; nothing was written, report this with the checkpoint's "
+        "configuration"
     )
 
 
 def report(part: Excerpt, share: float, by: str) -> str:
-    """Log the result of a comparison; returns by what it was made."""
+    """Log the result of a comparison. Return `by`, the program that computed the logits."""
     layers, tokens = part.config.model.num_layers, part.ids.shape[1]
-    what = f"{by}, {layers} layers, {tokens} tokens, within {share:.1e} of the largest logit"
-    logger.info("the export computes what its source does: %s", what)
+    text = f"{by}, {layers} layers, {tokens} tokens, within {share:.1e} of the largest logit"
+    logger.info("the export computes the same logits as its source: %s", text)
     return by
 
 

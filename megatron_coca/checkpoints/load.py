@@ -21,9 +21,9 @@ from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 HUB_COPIES = ["*/*", "consolidated*"]
-"""What is downloaded of a model of the Hugging Face hub, and what is not: the same weights for other programs."""
+"""Files of a model on the Hugging Face hub that are downloaded, and files that are not: copies for other programs."""
 HUB_PICKLES = "pytorch_model*"
-"""What is downloaded besides of a model without safetensors."""
+"""Further files that are downloaded if the model has no safetensors."""
 
 
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
@@ -32,14 +32,14 @@ def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu")
     `overrides` may change the frequency extension, the rotary base or the attention backend, as a mapping or as
     "key=value" strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
 
-    Raises CheckpointError without a usable checkpoint at `path` or for an override that does not fit the weights, and
-    ConfigError for an invalid one.
+    Raises CheckpointError if there is no valid checkpoint at `path` or an override does not fit the weights, and
+    ConfigError if an override is invalid.
     """
     return load_checkpoint(path, overrides, device).model
 
 
 def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> LoadedModel:
-    """As `load_model`, with the configuration, tokenizer and identity."""
+    """As `load_model`, but also return the configuration, tokenizer and identity."""
     return open_checkpoint(path, overrides=overrides).load(overrides, device=device)
 
 
@@ -50,14 +50,14 @@ def open_checkpoint(
     overrides: Overrides = (),
     files: Sequence[str | Path] = (),
 ) -> OpenedCheckpoint:
-    """Open our checkpoint (also by URL, then it is downloaded), a Hugging Face folder or a GPT-NeoX checkpoint.
+    """Open our checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint. Our checkpoint behind a URL is downloaded.
 
     Args:
-        verify: compare our files with their checksums; otherwise their sizes only.
-        step: one of a save folder's steps; by default the newest.
-        overrides, files: of the user; only `imports` is read. A checkpoint's own `imports` are never run.
+        verify: compare files of ours with their checksums, otherwise only their sizes.
+        step: a step of the save folder; by default the latest.
+        overrides, files: the user's. Only their `imports` is read; a checkpoint's own `imports` are never run.
 
-    Raises CheckpointError, or ConfigError if `imports` is needed and not given, or cannot be run.
+    Raises CheckpointError, or ConfigError if `imports` is needed but not given, or cannot be run.
     """
     folder = _local_folder(path, step)
     refuse_adapters(folder)
@@ -70,7 +70,7 @@ def open_checkpoint(
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
-    """The step folder that `open_checkpoint` would open, None if the checkpoint has another layout.
+    """Return the step folder that `open_checkpoint` would open, or None if the checkpoint has another layout.
 
     Raises CheckpointError.
     """
@@ -81,14 +81,14 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
 
 def _local_folder(path: str | Path, step: int | None) -> Path:
-    """The folder of a checkpoint, or of a run; one behind a URL is downloaded."""
+    """Return the folder of a checkpoint or of a run. A checkpoint behind a URL is downloaded."""
     if str(path).startswith(HUB):
         return _from_hub(str(path).removeprefix(HUB))
     if is_url(path):
         return fetch(str(path), step)
     path = local_path(str(path))
     if not path.exists() and (hint := hub_hint(path)):
-        raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
+        raise CheckpointError(f"{path}: there is no such checkpoint folder{hint}")
     if step is None:
         return path
     folder = native.step_folder(path, step)
@@ -96,18 +96,20 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless it is there."""
+    """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless the cache has it."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
+        raise CheckpointError(
+            f"{HUB}{name}: huggingface_hub is not installed; run `pip install huggingface_hub`"
+        ) from error
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES))
         if any(folder.glob("*.safetensors")):
             return folder
         return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, HUB_PICKLES], ignore_patterns=HUB_COPIES))
-    except Exception as error:  # that of its HTTP client is another class in each version
-        raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
+    except Exception as error:  # the HTTP client raises another class in each version
+        raise CheckpointError(f"{HUB}{name}: cannot be downloaded ({error}); check the name and the network") from error
 
 
 def _open_native(path: Path, verify: bool, overrides: Overrides, files: Sequence[str | Path]) -> OpenedCheckpoint:

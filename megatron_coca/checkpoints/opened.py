@@ -1,4 +1,4 @@
-"""An opened checkpoint of any layout: its configuration, weights and tokenizer, and models made of them."""
+"""An opened checkpoint of any layout, and the models that are built from it."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,26 +41,28 @@ class LoadedModel:
 
     @cached_property
     def identity(self) -> str:
-        """A digest of the content: the sha256 of our weights' file; of other layouts that of configuration and weights,
-        of which large ones are sampled (identity.py).
+        """A digest of the content.
+
+        For our checkpoints it is the sha256 of the weights file. For other layouts it is a digest of the configuration
+        and the weights, of which large ones are sampled (identity.py).
         """
         return self.identify()
 
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A valid checkpoint, from which models are made with any config overrides.
+    """A valid checkpoint, from which models with any config overrides are built.
 
     Attributes:
         folder: its location.
         trained: its configuration.
         tokenizer_folder, step, identify, identity: as in `LoadedModel`.
         weights: opens the state dict, in the dtype on disk.
-        also_free: keys that may differ from `trained`, in addition to those of any checkpoint.
-        guessed: warnings by guessed keys of `trained`, each logged once unless overrides set the key.
-        document_end: the token that ended documents in training, if it is known.
-        imported: what is known of the folder that ours was imported from.
-        changed_imports: the user's files of methods with other contents than those that the weights were trained with.
+        also_free: further keys that may differ from `trained`, beside those that may differ for every checkpoint.
+        guessed: keys of `trained` that were guessed -> a warning, which is logged once if no override sets the key.
+        document_end: the token that ended documents in training, or None if it is not known.
+        imported: for an imported checkpoint, facts about its source.
+        changed_imports: the user's files of methods that have changed since training.
     """
 
     folder: Path
@@ -77,13 +79,13 @@ class OpenedCheckpoint:
 
     @cached_property
     def identity(self) -> str:
-        """As that of `LoadedModel`. It is computed when it is first asked for."""
+        """As in `LoadedModel`. It is computed on first use."""
         return self.identify()
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-        """The trained configuration with YAML files, then overrides, applied; what becomes of an extension is logged.
+        """Apply YAML files, then overrides, to the trained configuration. Log if they change an extension.
 
-        Raises CheckpointError if that is another model, ConfigError if it is invalid.
+        Raises CheckpointError if the result is another model, ConfigError if it is invalid.
         """
         config = self.trained.override(overrides, files)
         refuse_other_model(self.folder, self.trained, config, self.also_free)
@@ -99,18 +101,18 @@ class OpenedCheckpoint:
         return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
 
     def known_ids(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> int:
-        """Number of token ids; other rows of the embedding are padding. Raises as `find_tokenizer`."""
+        """Return the number of token ids; further rows of the embedding are padding. Raises as `find_tokenizer`."""
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1 and model.vocab_size is not None:
             return model.vocab_size
-        # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
+        # Other layouts record the rows of the embedding. Only the tokenizer has the number of tokens.
         tokenizer = self.tokenizer(overrides, files).tokenizer
         if tokenizer is None:
             return model.padded_vocab_size
         return min(model.padded_vocab_size, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
-        """The tokenizer, or None with the reason; overrides may name another one. Raises as `find_tokenizer`."""
+        """Return the tokenizer, or None with the reason. Overrides may name another one. Raises as `find_tokenizer`."""
         given = given_values(overrides, files)
         return find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
 
@@ -122,7 +124,10 @@ class OpenedCheckpoint:
         dtype: torch.dtype = torch.float32,
         show: bool = False,
     ) -> LoadedModel:
-        """The model with config overrides and parameters in `dtype`. `show` shows progress. Raises as `load_model`."""
+        """Build the model with config overrides and parameters in `dtype`. With `show` show progress.
+
+        Raises as `load_model`.
+        """
         config = self.configure(overrides, files)
         model = empty_model(config, device, training=False, dtype=dtype)
         with self.weights().shown(f"loading {self.folder}", show) as weights:
@@ -132,15 +137,15 @@ class OpenedCheckpoint:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
-    """Copy `weights` into `model` one at a time; names in `drawn` may be missing and keep the model's values.
+    """Copy `weights` into `model` one at a time. Names in `drawn` may be missing; the model keeps its values for them.
 
-    Raises CheckpointError, naming every key and shape that does not fit, and then changes nothing.
+    Raises CheckpointError, which names every key and shape that does not fit; the model is then unchanged.
     """
     own, given = model.state_dict(), weights.entries
     problems = [f"missing {name}" for name in own if name not in given and name not in drawn]
     problems += [f"unexpected {name}" for name in given if name not in own]
     problems += [
-        f"{weights.origin(name)} is {list(given[name].shape)}, the model wants {list(own[name].shape)}"
+        f"{weights.origin(name)} is {list(given[name].shape)}, the model has {list(own[name].shape)}"
         for name in own
         if name in given and given[name].shape != own[name].shape
     ]
@@ -151,7 +156,7 @@ def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()
 
 
 def check_fit(config: Config, weights: Weights) -> None:
-    """Raise CheckpointError, naming every weight that is missing, unexpected or of another shape in the model."""
+    """Raise CheckpointError, which names every weight that is missing, unexpected or of another shape in the model."""
     plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # nothing is computed
     model = empty_model(plain, "cpu", training=False, memory="meta")
     load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))

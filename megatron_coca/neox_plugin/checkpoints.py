@@ -1,4 +1,4 @@
-"""The position method in GPT-NeoX checkpoints: recorded when saving, compared when loading.
+"""Record the position method in GPT-NeoX checkpoints when saving, and compare it when loading.
 
 `megatron_coca/checkpoints/neox/names.py` has the names in the checkpoint, and explains why they are needed.
 """
@@ -24,7 +24,7 @@ def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
 
 
 def rename_in_checkpoints(layer: Any) -> None:
-    """Save the projection of a plugin layer under PROJECTION; load it under both names."""
+    """Save the projection of a plugin layer as PROJECTION, and load it under both names."""
 
     def on_save(module: Any, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
         _rename_prefix(state, prefix + PLAIN, prefix + PROJECTION)
@@ -37,15 +37,15 @@ def rename_in_checkpoints(layer: Any) -> None:
 
 
 def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
-    """Reject checkpoints of the plugin's attention in a layer with GPT-NeoX's own, except for fine-tuning."""
+    """Raise ConfigError if a layer with GPT-NeoX's attention loads a plugin checkpoint, except to fine-tune."""
 
     def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith(prefix + PROJECTION) for name in state):
             return
         if not _fine_tunes(neox_args):
             raise ConfigError(
-                f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention "
-                "of megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
+                f"pos_emb: {neox_args.pos_emb} does not fit {neox_args.load}, which was trained with the attention of "
+                "megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
             )
         _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
 
@@ -53,12 +53,12 @@ def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
 
 
 def _fine_tunes(neox_args: Any) -> bool:
-    """Return whether the weights are only initial ones; evaluation and generation set no_load_optim."""
+    """Return whether the run starts from the weights only. Evaluation and generation set no_load_optim."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
 
 
 class _RecordingModel:
-    """A model whose checkpoints contain a record of its positions."""
+    """A model that adds a record of its positions to its checkpoints."""
 
     def __init__(self, model: Any, record: Mapping[str, Any]) -> None:
         self._model, self._record = model, record
@@ -86,8 +86,9 @@ def recorded_save(original: Function) -> Function:
 
 
 def checked_args(original: Function) -> Function:
-    """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too. With the plugin's attention,
-    `max_position_embeddings` may differ from the checkpoint's.
+    """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too.
+
+    With the plugin's attention, `max_position_embeddings` may differ from the checkpoint's.
 
     The result raises ConfigError if the weights were trained with other positions, or if the run is longer than the
     checkpoint's and the position method depends on a training length that is not set.
@@ -107,7 +108,7 @@ def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         if uses_plugin(neox_args):
             logger.warning(
-                "%s has no record of its position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb
+                "%s: has no record of its position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb
             )
         return
     if uses_plugin(neox_args):

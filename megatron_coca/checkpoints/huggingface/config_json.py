@@ -27,7 +27,7 @@ Json = Mapping[str, Any]
 
 CONFIG = "config.json"
 POSITION, NETWORK = "position", "network"
-"""Keys of an exported config.json with the position method, and with the block of a `coca_dense` model."""
+"""Keys of an exported config.json that describe the position method and the block of a `coca_dense` model."""
 OURS = "coca_dense"
 """`model_type` of a folder with our modelling file."""
 
@@ -39,9 +39,9 @@ POSITION_KEYS = (
 LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
 """Position keys that are written only if they are set."""
 LAYERS = "layers"
-"""In `position`: the type of every layer, where they differ; `layer_types` has the keys of each but `global`."""
+"""In `position`: the type of every layer, if they differ. `layer_types` has the keys of each type except `global`."""
 LEARNED_ROWS = "max_position_embeddings"
-"""In `position`: rows of the table of learned positions. At the top level it is the training length."""
+"""In `position`: rows of the table of learned positions. At the top level this key is the training length."""
 NETWORK_KEYS = (
     *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
@@ -88,24 +88,23 @@ HARMLESS = frozenset(
         *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     }
 )
-"""Keys of config.json that do not change what a causal language model computes, and those of rotation, of which an
-architecture reads some.
-"""
+"""Keys of config.json that do not change a causal language model, and keys of rotation, which not all classes read."""
 UNSUPPORTED = {
     "quantization_config": "quantized weights are not supported",
     "rope_interleaved": "weights for a rotation of neighbouring features are not supported",
 }
-"""Keys that are harmless only if they are false, null or empty, and why."""
+"""Keys that must be false, null or empty -> the reason."""
 ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
-"""Keys that a class with other names for them takes as well; they go before its own."""
+"""Keys that a class with its own names for them also accepts; they take precedence over its own."""
 
 
 def parse_config(
     values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
 ) -> Config:
-    """Return the configuration of the model that the contents of config.json describe, as `read_config`.
+    """Return the configuration of the model that `values`, the contents of config.json, describe.
 
-    `source` is for messages, `generation` is generation_config.json, and `weights` finds the names of the weights.
+    `source` is for messages, `generation` is generation_config.json, and `weights` returns the names of the weights.
+    Raises CheckpointError if the model is not supported.
     """
     family = families.FAMILIES.get(str(values.get("model_type")))
     first = family.first if family is not None else {}
@@ -125,7 +124,7 @@ def parse_config(
     reader = None if family is not None else find_reader(config, source)
     for name, reason in UNSUPPORTED.items():
         if config.get(name):
-            raise CheckpointError(f"{source}: has {name}, and {reason}")
+            raise CheckpointError(f"{source}: {name}: {reason}; use another version of the model")
     try:
         if family is not None:
             keys = _common_keys(config, generation or {}, family.tied, family.length)
@@ -134,15 +133,15 @@ def parse_config(
             keys = _common_keys(config, generation or {}) | reader.shape(config, source)
             keys |= reader.position(config, source, weights())
     except KeyError as missing:
-        raise CheckpointError(f"{source}: has no {missing}") from missing
+        raise CheckpointError(f"{source}: is missing {missing}; download the folder again") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{source}: has a value that cannot be used: {error}") from error
+        raise CheckpointError(f"{source}: has an invalid value ({error}); download the folder again") from error
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
         raise CheckpointError(
-            f"{source}: {', '.join(unread)}: not understood here, and it may change the model; remove it from {CONFIG}"
-            " if it does not"
+            f"{source}: {', '.join(unread)}: is not supported and may change the model; remove it from {CONFIG} if it "
+            "does not"
         )
     try:
         return load_config([], keys)
@@ -158,8 +157,10 @@ def parse_config(
 
 
 class _Read(dict[str, Any]):
-    """config.json, with the names that were asked for in `read`. `names` are those of an architecture for the names
-    that most have.
+    """config.json, read by common names of keys. `names` maps them to the names of an architecture.
+
+    Attributes:
+        read: the keys of config.json that were read.
     """
 
     def __init__(self, values: Json, names: Mapping[str, str | None]) -> None:
@@ -184,7 +185,7 @@ class _Read(dict[str, Any]):
 
 def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
     rows, trained, maximum = config["vocab_size"], config.get(TRAINING_LENGTH), config.get(MAXIMUM)
-    # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
+    # Padding of the vocabulary: the rows at its end that generation suppresses, as our export writes it.
     listed = generation.get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
     first = min(suppressed, default=rows)
@@ -209,10 +210,10 @@ class Reader(NamedTuple):
     """How one architecture is read.
 
     Attributes:
-        shape: our keys of the network's shape, from config.json and its path.
-        position: our keys of the position method, from config.json, its path and the names of the weights.
-        rows: the names of the weights, from config.json and the names that are present.
-        unneeded: masks and frequencies that older versions of transformers saved; they follow from config.json.
+        shape: config.json, its path -> our keys of the network's shape.
+        position: config.json, its path, the names of the weights -> our keys of the position method.
+        rows: config.json, the names of the weights -> the table of weights.
+        unneeded: names of masks and frequencies that older versions of transformers saved, and that nothing reads.
     """
 
     shape: Callable[[Json, Path], dict[str, Any]]
@@ -230,13 +231,15 @@ ACTIVATIONS = {
 }
 LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
 NEOX_POSITIONS = ("rotary", "coca")
-"""Values of `pos_emb` in the config.json of a stock GPT-NeoX folder; our exports write `rotary`, others nothing."""
+"""Values of `pos_emb` in the config.json of a stock GPT-NeoX folder. Only our exports have the key."""
 
 
 def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
     name = config.get("hidden_act", "gelu")
     if name not in ACTIVATIONS:
-        raise CheckpointError(f"{source}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(
+            f"{source}: hidden_act: {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        )
     return {
         "activation": ACTIVATIONS[name],
         "bias_gelu_fusion": name in TANH_GELU,
@@ -256,17 +259,19 @@ def _neox_rotary_pct(config: Json) -> float:
 def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
     method = config.get("pos_emb", "rotary")
     if method not in NEOX_POSITIONS:
-        raise CheckpointError(f"{source}: pos_emb {method!r} is not one of {', '.join(NEOX_POSITIONS)}")
+        raise CheckpointError(
+            f"{source}: pos_emb: {method!r} is not supported; supported are {', '.join(NEOX_POSITIONS)}"
+        )
     keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
     check_spellings(config, source, ("rotary_emb_base", 10000.0), ("rotary_pct", 0.25))
     return keys | rope_keys(config, source, "rotary_emb_base")
 
 
 def may_be_coca(config: Json) -> bool:
-    """Return whether a folder read as RoPE could be a CoCA model of its authors.
+    """Return whether a folder that is read as RoPE could be a CoCA model of CoCA's authors.
 
-    Their config.json and weights have the names of plain GPT-NeoX, and their code computes CoCA only with all features
-    rotated, which Pythia's and GPT-NeoX-20B's folders do not have.
+    Their config.json and weights have the names of plain GPT-NeoX. Their code rotates all features, unlike Pythia and
+    GPT-NeoX-20B.
     """
     return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
 
@@ -279,7 +284,7 @@ def _head_dim(config: Json) -> dict[str, Any]:
 def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
     if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
         raise CheckpointError(
-            f"{source}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: "
+            f"{source}: hidden_act: {config['hidden_act']!r} is not supported for LLaMA; supported are "
             f"{', '.join(LLAMA_ACTIVATIONS)}"
         )
     return _head_dim(config) | {
@@ -294,7 +299,7 @@ def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def _has_t_projection(names: Iterable[str]) -> bool:
-    """Return whether the weights are of the CoCA authors' LLaMA models, which name the key projection so."""
+    """Return whether the weights are a LLaMA model of CoCA's authors, who call the key projection `t_proj`."""
     return any(name.endswith("self_attn.t_proj.weight") for name in names)
 
 
@@ -303,13 +308,13 @@ def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[
     share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise CheckpointError(
-            f"{source}: partial_rotary_factor {share} is not supported for LLaMA, which rotates all features"
+            f"{source}: partial_rotary_factor: {share} is not supported, LLaMA rotates all features; remove it"
         )
     return {"pos_emb": "coca" if _has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
 
 
 def _section(config: Json, name: str) -> Json:
-    """Return a mapping of config.json; raises KeyError where there is none."""
+    """Return a mapping of config.json. Raises KeyError if there is none."""
     if not isinstance(config[name], Mapping):
         raise KeyError(name)
     return config[name]
@@ -332,8 +337,10 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     network = {name: section[name] for name in NETWORK_KEYS}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
-            raise CheckpointError(f"{source}: network.{name} {network[name]!r} is not one of {', '.join(known)}")
-    for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's own, which `network` replaces
+            raise CheckpointError(
+                f"{source}: network.{name}: {network[name]!r} is not supported; supported are {', '.join(known)}"
+            )
+    for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's values; `network` has the model's
         config.get(name)
     return (
         network
@@ -389,8 +396,8 @@ READERS: dict[str, Reader] = {
 """Every architecture that is read, by `model_type`."""
 
 
-_EXPERTS = "its layers are mixtures of experts, and this package has dense MLPs only"
-_IMAGES = "it reads images too; save its language model as a folder of its own, by the lines in docs/models.md"
+_EXPERTS = "it has mixtures of experts, and only dense MLPs are supported"
+_IMAGES = "it reads images too; save its language model as a separate folder, as docs/models.md shows"
 UNSUPPORTED_TYPES = dict.fromkeys(
     ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
 ) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
@@ -398,10 +405,10 @@ UNSUPPORTED_TYPES = dict.fromkeys(
 
 
 def find_reader(config: Json, source: Path) -> Reader:
-    """Return the architecture that config.json names. Raises CheckpointError where it is not supported."""
+    """Return the reader of the architecture in config.json. Raises CheckpointError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
         known = ", ".join(sorted(READERS.keys() | families.FAMILIES.keys()))
-        reason = UNSUPPORTED_TYPES.get(str(kind), f"known: {known}")
-        raise CheckpointError(f"{source}: model_type {kind!r} is not supported; {reason}")
+        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported are {known}")
+        raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
     return READERS[kind]

@@ -1,4 +1,4 @@
-"""Architectures of transformers beside GPT-NeoX and LLaMA, each a row of FAMILIES (see `family_keys.Family`)."""
+"""Architectures of transformers other than GPT-NeoX and LLaMA: each is a row of FAMILIES (see `family_keys.Family`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,13 +53,13 @@ CAPPING = RMS | BIASES
 
 def _phi3(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("embd_pdrop", 0.0) != config.get("resid_pdrop", 0.0):
-        raise ValueError("embd_pdrop and resid_pdrop differ, and here one key has both")
+        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout is one key for both")
     return {}
 
 
 def _gpt2(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("embd_pdrop", 0.1) != config.get("resid_pdrop", 0.1):
-        raise ValueError("embd_pdrop and resid_pdrop differ, and here one key has both")
+        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout is one key for both")
     return {
         "max_position_embeddings": config[MAXIMUM],
         "attention_dropout": float(config.get("attention_dropout", 0.1)),
@@ -71,19 +71,19 @@ def _both_dropouts(config: Config) -> dict[str, Any]:
 
 
 def _to_phi3(config: Config) -> dict[str, Any]:
-    # Its class reads L here alone, with a default of its own.
+    # Its class reads L only at the top level, and has its own default.
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
 def _two_keys(scaling: Json) -> Json:
-    """OLMo's class in transformers 4 takes these two only, and refuses another extension."""
+    """Return the two keys that OLMo's class in transformers 4 accepts. It stops with an error on other extensions."""
     if scaling["rope_type"] not in ("linear", "dynamic"):
         return scaling
     return {"type": scaling["rope_type"], "factor": scaling["factor"]}
 
 
 def _three_keys(scaling: Json) -> Json:
-    """Phi 3's takes these three only; the factor follows from the lengths."""
+    """Return the three keys that Phi 3's class in transformers 4 accepts. The factor follows from the lengths."""
     if scaling["rope_type"] != "longrope" or "attention_factor" in scaling:
         return scaling
     return {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
@@ -106,7 +106,7 @@ def _falcon(config: Json, keys: Json) -> dict[str, Any]:
     heads, newer = config["num_attention_heads"], bool(config.get("new_decoder_architecture"))
     norms, parallel = config.get("num_ln_in_parallel_attn") or 1 + newer, config.get("parallel_attn", True)
     if (norms == 2 and not newer) or (newer and not parallel):
-        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false exclude what new_decoder_architecture says")
+        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false contradict new_decoder_architecture")
     one_key = config.get("multi_query", True) and not newer
     given = config.get("num_key_value_heads") or heads if newer else heads
     found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}
@@ -249,7 +249,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset(
             {
                 *("cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"),
-                "attn_logit_softcapping",  # the class holds it, and its attention takes no cap
+                "attn_logit_softcapping",  # its class has the key but does not use it
             }
         ),
     ),

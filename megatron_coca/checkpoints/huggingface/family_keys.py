@@ -1,8 +1,7 @@
-"""The keys of config.json as ours and back, by what a row of `families.FAMILIES` says of an architecture.
+"""Convert the keys of config.json to ours and back, by a row of `families.FAMILIES` for each architecture.
 
-A key with one meaning for all models of a family is in `fixed` (ours) or `only` (theirs); a key of config.json that
-neither these nor the functions here read is refused by the caller. What an export writes is read again and compared, so
-that a family is used for a model only if it expresses all of it.
+A key of config.json that neither the row nor this module reads is an error in the caller. An export reads the written
+config.json again and compares it with the model, so a family is used for a model only if it can represent all of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +28,9 @@ Json = Mapping[str, Any]
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
 PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
-"""Their activations and ours; of several names of a function the family's own is written, or the first."""
+"""Their activations -> ours. If a function has several names, the family's own is written, else the first."""
 TEMPERATURE = "llama_4_scaling_beta"
-"""An option of rope_parameters: the strength of our logit scaling `temperature`, which has the extension's length."""
+"""An option of rope_parameters: the strength of our logit scaling `temperature`, with the extension's length."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -191,18 +190,20 @@ WITH_WINDOW = Rotating(lambda config, sliding: sliding)
 
 
 def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
-    """Our position keys of all layers. Layers of one kind have the model's own keys."""
+    """Return our position keys of all layers. If all layers are equal, they are the model's own keys."""
     window = config.get("sliding_window", family.window) if family.windows is not None else None
     sliding = family.windows.read(config, count) if family.windows is not None else [False] * count
     sliding = sliding if window is not None else [False] * count
     rotating = [True] * count if family.rotating is None else family.rotating.read(config, sliding)
     if len(sliding) != count or len(rotating) != count:
-        raise CheckpointError(f"{source}: layer_types or no_rope_layers is not of {count} layers")
+        raise CheckpointError(
+            f"{source}: layer_types or no_rope_layers does not have {count} entries, one for each layer; correct it"
+        )
     changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
     ropes = _ropes(family, config, source)
     if window is not None:
         other = ropes.get(SLIDING)
-        # Where types have sections, an override that extends the model does not reach the layers with a window.
+        # If types have sections, an override that extends the model does not apply to the layers with a window.
         own = {} if other is None else {"rope_scaling": None} | other
         changes["sliding"] = {"sliding_window_width": window - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
@@ -222,7 +223,7 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
-    """Our keys of rotation by type of layers."""
+    """Return our keys of rotation for each type of layer."""
     base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", family.share or 1.0)
     if family.by_type is None:
         check_spellings(config, source, base, share)
@@ -230,10 +231,10 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
         raise CheckpointError(
-            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, and its class reads these "
-            "two sections alone: move it into them"
+            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, but its class reads only "
+            "these two sections; move it into them"
         )
-    # As transformers 4 wrote it, the extension and the base are those of layers without a window.
+    # In config.json of transformers 4, the extension and the base are those of layers without a window.
     name, default = family.by_type
     check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
     if name is not None:
@@ -243,28 +244,32 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
     if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:
         raise CheckpointError(
-            f"{source}: truncate false in rope_parameters.{ignored[0]}: its class truncates all the same"
+            f"{source}: rope_parameters.{ignored[0]}.truncate: its class ignores the value false; remove it"
         )
-    config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
+    config = {name: value for name, value in config.items() if name != ORIGINAL}  # the parts have it
     return {kind: _rope(family, config, part, source) for kind, part in parts.items()}
 
 
 def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
     section = {name: value for name, value in section.items() if name != MAXIMUM}
     if family.temperature and not section:
-        raise CheckpointError(f"{source}: no rope_parameters; its class would take an extension and {TEMPERATURE} 0.1")
+        raise CheckpointError(
+            f"{source}: rope_parameters: is missing, and its class would use an extension and {TEMPERATURE} 0.1; add it"
+        )
     strength = section.pop(TEMPERATURE, None) or 0.0
     if strength and not family.temperature:
-        raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
+        raise CheckpointError(f"{source}: {TEMPERATURE}: {family.architecture} does not read it; remove it")
     extended = (section.get("rope_type") or section.get("type")) in ("llama3", "longrope", "yarn")
-    period = (config.get(ORIGINAL) if extended else None) or section.get(ORIGINAL)  # the top level goes first for these
+    period = (config.get(ORIGINAL) if extended else None) or section.get(
+        ORIGINAL
+    )  # for these the top level takes precedence
     if strength and period is None:
-        raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
+        raise CheckpointError(f"{source}: {TEMPERATURE}: needs {ORIGINAL}; add it")
     scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
     share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or family.share or 1.0
     if share != 1 and family.share is None:
         raise CheckpointError(
-            f"{source}: partial_rotary_factor {share} is not supported: all features are rotated there"
+            f"{source}: partial_rotary_factor: {share} is not supported, its class rotates all features; remove it"
         )
     if (named := section.get("rope_type") or section.get("type")) in family.rope_types:
         section |= {"rope_type": family.rope_types[named]}
@@ -280,13 +285,12 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
 def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
     """Return our keys of the network and its positions, without those that all architectures share.
 
-    `config` has the names that most architectures share. Raises CheckpointError where it differs from what the family
-    can be.
+    `config` is read by the common names of keys. Raises CheckpointError if the family does not support a value.
     """
     for name, value in family.only.items():
         found = config.get(name)
         if found is not None and found != value:
-            raise CheckpointError(f"{source}: {name} {found!r} is not supported, only {value!r}")
+            raise CheckpointError(f"{source}: {name}: {found!r} is not supported, only {value!r}; use another model")
     keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
     keys |= _mlp_keys(family, config, source)
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -304,7 +308,7 @@ def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
     gated = family.fixed.get("activation") == "gated"
     known = GATED if gated else PLAIN
     if named not in known:
-        raise CheckpointError(f"{source}: {name} {named!r} is not supported; known: {', '.join(known)}")
+        raise CheckpointError(f"{source}: {name}: {named!r} is not supported; supported are {', '.join(known)}")
     inner = config.get("intermediate_size") or 4 * config["hidden_size"]
     return {
         "activation": known[named],
@@ -314,7 +318,7 @@ def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
 
 
 def write_keys(family: Family, config: Config, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json: `shared` has what most architectures share, by the names of most. Inverse of `read_keys`."""
+    """Return config.json; the inverse of `read_keys`. `shared` has keys of all architectures by their common names."""
     flat, model = config.flat(), config.model
     settings = dict(shared) | {theirs: flat[ours] for theirs, (ours, _) in family.keys.items()} | dict(family.only)
     activation, (name, default) = model.activation, family.activation
@@ -342,7 +346,7 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     if full.rotary_pct != (family.share or 1.0) and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
         settings["partial_rotary_factor"] = full.rotary_pct  # of transformers 4
-    if not family.temperature:  # transformers 4 does not have these classes
+    if not family.temperature:  # transformers 4 has no class with it
         settings |= _older_keys(family, sections)
     if family.temperature:  # its class needs both
         chosen = full.logit_scaling
@@ -359,9 +363,10 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
 
 
 def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
-    """The keys of transformers 4, whose layers with a window have a base of their own at most.
+    """Return the keys of transformers 4, in which layers with a window can differ by their rotary base only.
 
-    What it cannot express gets no base: its class then ends with an error, where it would compute another model.
+    A model that it cannot represent gets no base, so that its class stops with an error and does not compute another
+    model.
     """
     full, sliding = sections[FULL], sections[SLIDING]
     keys = older_keys(full)
@@ -376,7 +381,7 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def readable_by_older(family: Family, settings: Json) -> bool:
-    """Return whether transformers 4 computes the model of a written config.json; otherwise it ends with an error."""
+    """Return whether transformers 4 computes the model of a written config.json. Otherwise it stops with an error."""
     if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
         return False
     return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})

@@ -1,7 +1,7 @@
-"""Write the README.md of an exported folder: what the model is, how it is loaded, and how it is used on longer texts.
+"""Write the README.md of an exported folder: the facts of the model, how to load it, and how to use it on longer texts.
 
-It says what the configuration and the checkpoint contain, and no path of the machine that trained the model. The text
-is in model_card.md.j2.
+The facts come from the configuration and the checkpoint. The card has no path of the training machine. The text is in
+model_card.md.j2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 
 @dataclass(frozen=True)
 class CardNotes:
-    """What a card says that no checkpoint knows.
+    """Facts in a card that a checkpoint does not have.
 
     Attributes:
-        licence: by its name on the hub.
+        licence: its name on the hub.
         base_model: the model on the hub that this one was trained from.
         results: Markdown.
     """
@@ -51,8 +51,8 @@ def model_card(
 ) -> str:
     """Return the card of an export of `opened` into the folder `name`.
 
-    `config` has the overrides of the export, `settings` are those of config.json, `weights` those that are written, and
-    `ends` the ids that end a text.
+    `config` has the overrides of the export, `settings` is config.json, `weights` are the written weights, and `ends`
+    are the ids that end a text.
     """
     kind = str(settings["model_type"])
     position, length, family = config.position, config.model.seq_length, FAMILIES.get(kind)

@@ -1,4 +1,4 @@
-"""Open Hugging Face folders: the configuration, by config_json.py, and the weights."""
+"""Open Hugging Face folders. `config_json.py` reads the configuration."""
 
 import os
 import re
@@ -25,15 +25,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 def is_huggingface_folder(path: Path) -> bool:
     """Return whether `path` holds a config.json."""
-    return os.path.isfile(path / CONFIG)  # unlike Path.is_file, False where the file system refuses to say
+    return os.path.isfile(path / CONFIG)  # unlike Path.is_file, False if the file system reports an error
 
 
 def read_config(folder: Path) -> Config:
     """Read the configuration of the model in `folder`.
 
-    CoCA is recognised in LLaMA folders by their T projection, and in exported folders by config.json. The authors'
-    GPT-NeoX folders look like plain ones: override with pos_emb=coca. Raises CheckpointError if config.json or the
-    weights' files are invalid, or describe an unsupported model.
+    CoCA is recognized in LLaMA folders by their T projection, and in exported folders by config.json. GPT-NeoX
+    folders of CoCA's authors look like plain ones and need the override pos_emb=coca. Raises CheckpointError if
+    config.json or the files of weights are invalid, or describe an unsupported model.
     """
     source = folder / CONFIG
     generation = read_json_if_present(folder / GENERATION)
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> Config:
 
 
 class WeightFormat(NamedTuple):
-    """A file format of weights: the name of a single file, that of the index of several, and how both are read."""
+    """A file format of weights: names of the single file and of the index of several files, and functions that read."""
 
     single_file: str
     index_file: str
@@ -56,18 +56,18 @@ FORMATS = (
     WeightFormat(SINGLE, INDEX, names_in, open_safetensors),
     WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", names_in_pickle, open_pickles),
 )
-"""In the order of preference of transformers; a single file goes before several."""
+"""In the order of preference of transformers. A single file takes precedence over several."""
 
 HEAD, EMBEDDING = "final_linear.weight", "embedding.word_embeddings.weight"
-"""Our weights that have a row for each token; a tied head is the embedding."""
+"""Our weights that have a row for each token. A tied head is the embedding."""
 OPTIONAL = re.compile(r".*\.bias|.*position.*")
 """Our weights that only some models of an architecture have."""
 NAMED = 5
-"""Weights listed in a message at most."""
+"""Largest number of weights in a message."""
 
 
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
-    """Find the weights: their format, and the file of each by name, also of those that an index does not list.
+    """Return the format of the weights, and the file of each weight, including weights that an index does not list.
 
     Raises CheckpointError if there are none, or a file is missing, damaged or holds more than tensors.
     """
@@ -77,21 +77,21 @@ def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
         if (folder / kind.index_file).is_file():
             return kind, _indexed(folder, kind)
     known = " or ".join(f"{kind.single_file} or {kind.index_file}" for kind in FORMATS)
-    raise CheckpointError(f"{folder}: has no weights: no {known}")
+    raise CheckpointError(f"{folder}: has no weights (no {known}); download the folder again")
 
 
 def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
     index = folder / kind.index_file
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
+        raise CheckpointError(f"{index}: has no weight_map; download the folder again")
     outside = [file for file in listed.values() if not isinstance(file, str) or Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{index}: {outside[0]!r} is not a file name in the folder")
+        raise CheckpointError(f"{index}: {outside[0]!r} is not a file name in the folder; download the folder again")
     missing = Counter(file for file in listed.values() if not (folder / file).is_file())
     if missing:
         files = ", ".join(f"{file} ({count} weights)" for file, count in sorted(missing.items()))
-        raise CheckpointError(f"{index}: names files that are missing: {files}; fetch the folder again")
+        raise CheckpointError(f"{index}: lists files that are missing ({files}); download the folder again")
     present = {name: folder / file for file in sorted(set(listed.values())) for name in kind.names(folder / file)}
     return present | {name: folder / file for name, file in listed.items()}
 
@@ -99,7 +99,7 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
 def open_weights(folder: Path, model: ModelConfig) -> Weights:
     """Open the weights of `model` by our names, in the dtype on disk and in the order of the files.
 
-    Raises CheckpointError if a weight is missing, or one would be ignored, which would change the model.
+    Raises CheckpointError if a weight is missing, or if the model does not use a weight of the folder.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
     kind_of_model = str(config["model_type"])
@@ -117,17 +117,17 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
         return kind.open({name: path for name, path in files.items() if name in chosen}, folder)
 
     rows = weight_map.expand(table, model.num_layers)
-    if not any(name in files for row in rows for name in row.theirs):  # saved by the class without the output head
+    if not any(name in files for row in rows for name in row.theirs):  # saved by a class without an output head
         rows = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
     wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]
     if tied:
         wanted = [row for row in wanted if row.ours != HEAD]
         names = {row.ours: row.theirs[0] for row in rows if row.ours in (HEAD, EMBEDDING)}
-        if files.keys() >= set(names.values()):  # a tied head may be saved as well, but only as the embedding's copy
+        if files.keys() >= set(names.values()):  # the folder may have a tied head too, if it equals the embedding
             both = open_files(names.values())
             if not torch.equal(both.read(names[HEAD]), both.read(names[EMBEDDING])):
                 raise CheckpointError(
-                    f"{folder}: {names[HEAD]} differs from {names[EMBEDDING]}, though {CONFIG} ties them; set "
+                    f"{folder}: {names[HEAD]} differs from {names[EMBEDDING]}, but {CONFIG} ties them; set "
                     "tie_word_embeddings to false there"
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
@@ -138,9 +138,8 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
-            f"{folder}: has weights that the configured model does not have: {', '.join(unread[:NAMED])}{more}. "
-            "Ignoring "
-            "them would change the model, so the folder is refused"
+            f"{folder}: has weights that the model of {CONFIG} does not have ({', '.join(unread[:NAMED])}{more}); "
+            f"correct {CONFIG}, because a model without them is another one"
         )
     return weights
 
@@ -151,8 +150,8 @@ def open_folder(folder: Path) -> OpenedCheckpoint:
     guessed = {}
     if may_be_coca(read_json(folder / CONFIG)):
         guessed["pos_emb"] = (
-            f"{folder}: read as pos_emb=rotary, but config.json (gpt_neox, rotary_pct 1) would be the same for CoCA "
-            "weights of CoCA's authors; override with pos_emb=coca if they are that, or with pos_emb=rotary if not"
+            f"{folder}: is read as pos_emb=rotary, but a GPT-NeoX model of CoCA's authors has the same config.json; "
+            "override with pos_emb=coca if it is one, or with pos_emb=rotary if not"
         )
     return OpenedCheckpoint(
         folder=folder,

@@ -40,11 +40,11 @@ class Written(NamedTuple):
     Attributes:
         folder: its location.
         architecture: the class.
-        modelling_file: the file that has the class, or None for one of transformers.
+        modelling_file: the file with the class, or None if transformers has the class.
         tensors: its weights by their names.
-        names: their names of each of our weights.
+        names: our name of each weight -> their names.
         keys: their names of num_hidden_layers and vocab_size.
-        attention: the attention implementation that computes what the architecture is.
+        attention: the attention implementation that computes the model correctly.
     """
 
     folder: Path
@@ -57,9 +57,9 @@ class Written(NamedTuple):
 
 
 def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, Weights], None]) -> str:
-    """Compare logits of a written folder, as transformers computes them, with those of the source.
+    """Compare the logits that transformers computes from a written folder with those of the source.
 
-    `write` writes a file of weights. Returns by what they were compared. Raises CheckpointError.
+    `write` writes a file of weights. Return the program that computed the logits. Raises CheckpointError.
     """
     expected, layers = part.logits(), part.config.model.num_layers
     with TemporaryDirectory(dir=written.folder, prefix=".excerpt") as name:
@@ -70,14 +70,14 @@ def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, W
         found, by = _their_logits(written, folder, part.ids)
         if found is None:
             reason, by = by, IMPORT
-            logger.warning("the export is compared with its source by %s only: %s", by, reason)
+            logger.warning("export: only %s compares it with its source: %s", by, reason)
             back = open_folder(folder)
             found = own_logits(reduced(back.trained, layers, len(expected[0])), back.weights(), part.ids)
     return report(part, check_logits(expected, found, by), by)
 
 
 def _first_written(written: Written, part: Excerpt) -> Weights:
-    """Their tensors of the first layers, as they are in the file."""
+    """Return their tensors of the first layers, as they are in the file."""
     rows = part.config.model.padded_vocab_size
     cut = {name for ours in VOCABULARY for name in written.names.get(ours, ())}
     kept = [name for ours in part.weights.entries for name in written.names[ours]]
@@ -89,7 +89,7 @@ def _first_written(written: Written, part: Excerpt) -> Weights:
 
 
 def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Excerpt) -> dict[str, Any]:
-    """The config.json of the first layers."""
+    """Return the config.json of the first layers."""
     count, layers = settings[keys[0]], part.config.model.num_layers
     kept = {
         name: value[:layers] if isinstance(value, list) and len(value) == count and "layer" in name else value
@@ -104,7 +104,7 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
 
 @torch.no_grad()
 def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor | None, str]:
-    """Return float32 logits [length, rows] and by what they were computed, or None and why not."""
+    """Return float32 logits [length, rows] and the program that computed them, or None and the reason."""
     try:
         import transformers
     except ImportError as error:
@@ -117,7 +117,7 @@ def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor |
             with _no_progress(transformers):
                 model = found.from_pretrained(folder, local_files_only=True, attn_implementation=written.attention)
             return model.eval()(input_ids=ids, use_cache=False).logits[0].float(), by
-        except Exception as error:  # whatever the class raises for a configuration that it cannot use
+        except Exception as error:  # classes raise many types of errors for a configuration that they cannot use
             if int(transformers.__version__.partition(".")[0]) < OLDEST:
                 return None, f"{by} cannot load it ({type(error).__name__}: {error})"
             raise fault(f"{by} cannot load it ({type(error).__name__}: {error})") from error
@@ -125,7 +125,7 @@ def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor |
 
 @contextmanager
 def _no_progress(transformers: Any) -> Iterator[None]:
-    """Show no bar of the library's for a few weights."""
+    """Hide the progress bar of the library while it loads a few weights."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -136,7 +136,7 @@ def _no_progress(transformers: Any) -> Iterator[None]:
 
 
 class _Uncached(SourceFileLoader):
-    """Leaves no compiled copy in the folder, which is an export."""
+    """Writes no compiled copy into the exported folder."""
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         pass
@@ -144,7 +144,7 @@ class _Uncached(SourceFileLoader):
 
 @contextmanager
 def _class_of(written: Written, transformers: Any) -> Iterator[Any]:
-    """The class of a folder, or why there is none. A modelling file is not copied to transformers' cache."""
+    """Yield the class of a folder, or the reason if there is none. The file is not copied to transformers' cache."""
     if written.modelling_file is None:
         yield getattr(transformers, written.architecture, f"has no {written.architecture}")
         return
@@ -156,7 +156,7 @@ def _class_of(written: Written, transformers: Any) -> Iterator[Any]:
         try:
             spec.loader.exec_module(module)
         except ImportError as error:
-            yield f"is not one that its modelling file needs ({error})"
+            yield f"is not a version that its modelling file supports ({error})"
         else:
             yield getattr(module, written.architecture)
     finally:

@@ -1,7 +1,7 @@
-"""The folder layout of our checkpoints; writing, finding and verifying them.
+"""The folder layout of our checkpoints; find and verify them.
 
     <save>/.lock                        held by the run that trains into the folder
-    <save>/latest                       name of the newest step's folder
+    <save>/latest                       name of the latest step's folder
     <save>/quarantine/                  checkpoints that were damaged, of an abandoned branch, or replaced
     <save>/global_step100/manifest.json size and sha256 of every file below, written last
                           meta.json     step, code and library versions, parallel layout
@@ -11,8 +11,8 @@
                           state/        float32 weights and optimizer states, a file per rank (state.py)
                           rng/          one random state per rank
 
-An imported checkpoint holds weights only (no state/, no rng/), as its manifest says. A checkpoint is written under a
-hidden name, hashed, flushed to disk and only then renamed; `latest` changes last.
+An imported checkpoint has weights only, without state/ and rng/; its manifest records this. A checkpoint is written
+under a hidden name, hashed, flushed to disk and then renamed. `latest` changes last.
 """
 
 import os
@@ -33,35 +33,35 @@ CONFIG, MANIFEST, WEIGHTS = "config.yml", "manifest.json", "model.safetensors"
 TOKENIZER, STATE, RNG = "tokenizer", "state", "rng"
 LATEST, LOCK, QUARANTINE = "latest", ".lock", "quarantine"
 FORMAT = 2
-EVERYTHING, WEIGHTS_ONLY = "run", "weights"  # all that resuming needs, or a model alone
+EVERYTHING, WEIGHTS_ONLY = "run", "weights"  # everything that resuming needs, or weights only
 REQUIRED = {
     EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
     WEIGHTS_ONLY: (CONFIG, META, WEIGHTS),
 }
-"""Files that a manifest must list, by content; for a folder, at least one file in it."""
+"""Files that a manifest must list, by content of the checkpoint. A folder stands for at least one file in it."""
 _STEP = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
 _LONGEST_NAME = 255  # limit of file systems, in bytes
 QUICK_SECONDS = 1.0  # of a verification that shows no progress
 
 
 def step_folder(save: Path, step: int) -> Path:
-    """The checkpoint folder of `step` (completed optimizer steps) below `save`."""
+    """Return the folder of the checkpoint after `step` optimizer steps, in `save`."""
     return save / f"global_step{step}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step in a folder name; None for other names, also those with leading zeros, which a run never writes."""
+    """Return the step in a folder name; None for other names. A run writes no leading zeros."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint folder."""
+    """Return the step of a checkpoint folder."""
     return int(folder.name.removeprefix("global_step"))
 
 
 def steps(save: Path) -> list[int]:
-    """Ascending steps of all complete checkpoints in `save`; those whose manifest is inaccessible are left out."""
+    """Return the ascending steps of all complete checkpoints in `save`, without those with an inaccessible manifest."""
     complete = []
     for step in begun_steps(save):
         with suppress(UnreadableError):
@@ -70,7 +70,7 @@ def steps(save: Path) -> list[int]:
 
 
 def begun_steps(save: Path) -> list[int]:
-    """Ascending steps of all checkpoint folders in `save`, also without a manifest. Raises UnreadableError."""
+    """Return the ascending steps of all checkpoint folders in `save`, complete or not. Raises UnreadableError."""
     try:
         with os.scandir(save) as entries:
             named = [(parse_step(entry.name), entry) for entry in entries]
@@ -84,7 +84,7 @@ def begun_steps(save: Path) -> list[int]:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # reading it will report the reason
+    except OSError:  # reading the checkpoint reports the reason
         return True
 
 
@@ -98,12 +98,12 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def is_step_folder(folder: Path) -> bool:
-    """Return whether a folder is named like a checkpoint or has a manifest."""
+    """Return whether a folder has the name or the manifest of a checkpoint."""
     return folder.is_dir() and (parse_step(folder.resolve().name) is not None or _has_manifest(folder))
 
 
 def read_latest(save: Path) -> str | None:
-    """The folder name in `latest`, None if the file is missing or holds no plain name."""
+    """Return the folder name in `latest`; None if the file is missing or has no plain name."""
     try:
         text = read_regular(save / LATEST, limit=2 * _LONGEST_NAME).decode(errors="replace").strip()
     except OSError:
@@ -113,7 +113,7 @@ def read_latest(save: Path) -> str | None:
 
 
 def locate(path: str | Path, step: int | None = None) -> Path:
-    """The checkpoint folder for `path`: a step's folder, or a save folder (its latest checkpoint or that of `step`).
+    """Return the checkpoint folder for `path`: a step's folder, or in a save folder the latest one or that of `step`.
 
     Raises CheckpointError if there is none.
     """
@@ -121,15 +121,18 @@ def locate(path: str | Path, step: int | None = None) -> Path:
     if _has_manifest(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint folder")
+        raise CheckpointError(f"{path}: there is no such checkpoint folder; correct the path")
     available = steps(path)
     if step is not None:
         if step not in available and not _has_manifest(step_folder(path, step)):
-            raise CheckpointError(f"{path}: no checkpoint of step {step}; there are {available or 'none'}")
+            raise CheckpointError(
+                f"{path}: has no checkpoint of step {step}; choose another one (there are {available or 'none'})"
+            )
         return step_folder(path, step)
     if not available:
         raise CheckpointError(
-            f"{path}: holds no complete checkpoint: no global_step<N>/{MANIFEST}, and no config.json of Hugging Face"
+            f"{path}: has no complete checkpoint (no global_step<N>/{MANIFEST} and no config.json of Hugging Face); "
+            "correct the path"
         )
     latest = read_latest(path)
     if latest is not None and parse_step(latest) is not None and _has_manifest(path / latest):
@@ -140,11 +143,11 @@ def locate(path: str | Path, step: int | None = None) -> Path:
 def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:
     """Compare every file of a checkpoint with its manifest and return the manifest.
 
-    Without `contents` only existence and sizes are compared. `links` allows symbolic links, which download caches have.
+    Without `contents` only names and sizes are compared. `links` allows symbolic links, which download caches use.
 
     Raises:
-        UnreadableError: the file system cannot read a file; the checkpoint may be valid.
-        CheckpointError: a file is missing, truncated, altered or a symbolic link, the folder is named after another
+        UnreadableError: a file cannot be read; the checkpoint may be valid.
+        CheckpointError: a file is missing, truncated, changed or a symbolic link, the folder has the name of another
             step, or the manifest is damaged or of an unknown format.
     """
     manifest = _read_manifest(folder)
@@ -166,13 +169,13 @@ def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str
     step, named = meta["step"], parse_step(folder.absolute().name)
     if named not in (None, step):
         raise CheckpointError(
-            f"{folder}: is named after another step ({META} says {step}); rename it to {step_folder(Path(), step)}"
+            f"{folder}: has the name of another step ({META} has {step}); rename it to {step_folder(Path(), step)}"
         )
     return manifest
 
 
 def expected_digests(folder: Path, manifest: Mapping[str, Any]) -> dict[Path, str]:
-    """The sha256 of each file in a checkpoint's manifest, the largest file first."""
+    """Return the sha256 of each file in a checkpoint's manifest, the largest file first."""
     by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["size"], item[0]))
     return {folder / name: str(entry.get("sha256")) for name, entry in by_size}
 
@@ -188,15 +191,17 @@ def _check_file(folder: Path, name: str, size: Any, links: bool) -> None:
             )
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: is missing from the checkpoint") from None
+        raise CheckpointError(f"{path}: is missing from the checkpoint; copy it again, or use another step") from None
     except OSError as error:
         raise UnreadableError.of(path, error) from error
     if not stat.S_ISREG(status.st_mode):
-        raise UnreadableError(f"{path}: cannot be read, it is not a regular file; it is left unchanged")
+        raise UnreadableError(
+            f"{path}: is not a regular file; replace it with a copy of the original (nothing was changed)"
+        )
     if status.st_size != size:
         raise CheckpointError(
-            f"{path}: has {status.st_size} bytes, the checkpoint was written with {size};"
-            " take another step of the run (`megatron-coca inspect checkpoint` verifies all), or copy the file again"
+            f"{path}: has {status.st_size} bytes, but was written with {size}; copy the file again, or use another "
+            "step of the run (`megatron-coca inspect checkpoint` verifies all)"
         )
 
 
@@ -207,7 +212,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, Any]:
     """Return `manifest` after checking its format and file list.
 
-    Raises CheckpointError, naming `source`, for an unknown format, missing entries, or names outside the checkpoint.
+    Raises CheckpointError, which names `source`, for an unknown format, missing entries, or names outside the folder.
     """
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
@@ -216,15 +221,16 @@ def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, 
         )
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
-        raise CheckpointError(f"{source}: lists no files; it is damaged")
+        raise CheckpointError(f"{source}: is damaged (it lists no files); copy it again, or use another step")
     outside = [name for name in listed if not _is_inside(name)]
     if outside:
         raise CheckpointError(
-            f"{source}: lists {outside[0][:_LONGEST_NAME]!r}, which is not a file inside the checkpoint; it is damaged"
+            f"{source}: is damaged ({outside[0][:_LONGEST_NAME]!r} is not a file inside the checkpoint); copy it "
+            "again, or use another step"
         )
     holds = manifest.get("holds")
     if holds not in tuple(REQUIRED):
-        raise CheckpointError(f"{source}: holds {holds!r} is not known; known: {', '.join(REQUIRED)}")
+        raise CheckpointError(f"{source}: holds: {holds!r} is not supported; it must be one of {', '.join(REQUIRED)}")
     _require(REQUIRED[holds], listed, source)
     return manifest
 
@@ -240,27 +246,27 @@ def _is_inside(name: str) -> bool:
 
 
 def _require(names: Iterable[str], listed: Collection[str], source: str | Path) -> None:
-    """Raise CheckpointError if one of `names` is not in `listed`; a name with a final slash needs any file in it."""
+    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash needs any file in it."""
     for name in names:
         if name not in listed and not (name.endswith("/") and any(file.startswith(name) for file in listed)):
-            raise CheckpointError(f"{source}: does not list {name}; the checkpoint is damaged")
+            raise CheckpointError(f"{source}: is damaged (it does not list {name}); copy it again, or use another step")
 
 
 def refuse_weights_only(folder: Path) -> None:
-    """Raise CheckpointError if a run cannot resume from a checkpoint, by its manifest."""
+    """Raise CheckpointError if the manifest of a checkpoint says that it has weights only."""
     if read_json(folder / MANIFEST).get("holds") == WEIGHTS_ONLY:
         raise CheckpointError(
-            f"{folder}: holds weights only, no optimizer state; set finetune=true to start a run from them"
+            f"{folder}: has weights only and no optimizer state; set finetune=true to start a run from them"
         )
 
 
 def state_files(folder: Path) -> list[str]:
-    """Names, relative to `state/`, of the files of optimizer state in the manifest."""
+    """Return the names of the files of optimizer state in the manifest, relative to `state/`."""
     prefix = f"{STATE}/"
     return [name.removeprefix(prefix) for name in _read_manifest(folder)["files"] if name.startswith(prefix)]
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Files in a checkpoint's folder that its manifest does not list; nothing reads them."""
+    """Return the files in a checkpoint's folder that its manifest does not list. Nothing reads them."""
     listed = read_json(folder / MANIFEST).get("files") or {}
     return [name for name in files(folder) if name != MANIFEST and name not in listed]

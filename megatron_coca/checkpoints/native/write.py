@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def code_versions() -> dict[str, str]:
-    """Versions of the libraries that affect results, and the commit of this code if it is a git checkout."""
+    """Return the versions of libraries that affect results, and the commit of this code if it is a git checkout."""
     versions = {name: version(name) for name in ("torch", "deepspeed")}
     source = Path(__file__).resolve().parents[3]
     git = shutil.which("git")
@@ -42,12 +42,12 @@ def code_versions() -> dict[str, str]:
 
 
 def partial_folder(save: Path, step: int) -> Path:
-    """The hidden folder in which the checkpoint of `step` is written."""
+    """Return the hidden folder in which the checkpoint of `step` is written."""
     return atomic_write.partial_folder(step_folder(save, step))
 
 
 def begin(save: Path, step: int) -> Path:
-    """Create the empty hidden folder for a checkpoint and remove what interrupted saves left."""
+    """Create the empty hidden folder for a checkpoint and remove the remains of interrupted saves."""
     sweep(save)
     partial = partial_folder(save, step)
     partial.mkdir(parents=True)
@@ -55,7 +55,7 @@ def begin(save: Path, step: int) -> Path:
 
 
 def sweep(save: Path) -> None:
-    """Remove what interrupted saves and removals left."""
+    """Remove the partial files and folders of interrupted saves and removals."""
     for leftover in (*save.glob(".global_step*.partial"), *save.glob(f".{LATEST}*.partial")):
         remove(leftover)
 
@@ -68,11 +68,11 @@ def commit(
 ) -> Path:
     """Hash, flush and rename the filled folder of `step`, then update `latest`. Returns the final folder.
 
-    An existing folder of this step is moved to `quarantine/`. Failures after the rename are warnings: the checkpoint is
-    complete.
+    An existing folder of this step is moved to `quarantine/`. Failures after the rename are only warnings, because the
+    checkpoint is complete.
 
     Args:
-        described: manifest entries (see `describe`) of files that are already flushed and need not be read again.
+        described: manifest entries (see `describe`) of files that are already flushed; they are not read again.
         holds: a key of `REQUIRED`.
     """
     partial, final = partial_folder(save, step), step_folder(save, step)
@@ -84,23 +84,23 @@ def commit(
     for path in (*(partial / name for name in (*others, MANIFEST)), partial, *folders):
         flush(path)
     if os.path.lexists(final):
-        logger.warning("%s is written again; the existing folder was moved to %s", final, set_aside(final))
+        logger.warning("%s: exists and is written again; the existing folder was moved to %s", final, set_aside(final))
     partial.rename(final)
     flush(save)
     try:
         write_file(save / LATEST, final.name)
     except OSError as error:
-        logger.warning("%s is complete, but %s may not name it: %s", final, LATEST, error)
+        logger.warning("%s: is complete, but %s may not name it: %s", final, LATEST, error)
     return final
 
 
 def abandon(save: Path, step: int) -> None:
-    """Remove the hidden folder of a checkpoint that could not be written."""
+    """Remove the hidden folder of a checkpoint after a failed write."""
     shutil.rmtree(partial_folder(save, step), ignore_errors=True)
 
 
 def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep: Container[int] = ()) -> None:
-    """Remove superseded checkpoints, except those of the steps in `keep` and the one that `latest` names."""
+    """Remove superseded checkpoints, but not those of steps in `keep` and not the one that `latest` names."""
     for step in superseded(steps(save), keep_last, keep_every):
         folder, to_delete = step_folder(save, step), partial_folder(save, step)
         if step not in keep and folder.name != read_latest(save):
@@ -109,18 +109,19 @@ def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """The ones among ascending `steps` that are neither the last `keep_last` nor multiples of `keep_every`; none if
-    `keep_last` is None.
+    """Return those of the ascending `steps` that are neither among the last `keep_last` nor multiples of `keep_every`.
+
+    The result is empty if `keep_last` is None.
     """
     older = steps[:-keep_last] if keep_last else []
     return [step for step in older if not (keep_every and step % keep_every == 0)]
 
 
 def set_aside(folder: Path) -> Path:
-    """Move a checkpoint to `quarantine/` under an unused name, which it returns.
+    """Move a checkpoint to `quarantine/` under an unused name. Return the new path.
 
-    A folder without write permission cannot be moved into another folder; it is renamed where it is, as is every folder
-    if `quarantine` is a link, which may lead out of `save`.
+    The folder is renamed in place if it has no write permission, because it cannot be moved then, or if `quarantine` is
+    a link, because that may lead out of `save`.
     """
     quarantine = folder.parent / QUARANTINE
     try:
