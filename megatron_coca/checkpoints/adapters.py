@@ -10,7 +10,7 @@ CONFIG = "adapter_config.json"
 PATTERN = "adapter_model*"
 
 
-def refuse_adapters(folder: Path) -> None:
+def check_no_adapters(folder: Path) -> None:
     """Raise CheckpointError if a folder has adapters; the message has the commands that merge them."""
     described = os.path.isfile(folder / CONFIG)
     found = [CONFIG] * described + sorted(path.name for path in folder.glob(PATTERN) if os.path.isfile(path))
@@ -18,7 +18,7 @@ def refuse_adapters(folder: Path) -> None:
         return
     if not described:
         raise CheckpointError(
-            f"{folder}: has {found[0]} without {CONFIG}, which says how it changes the model; add that file, or move "
+            f"{folder}: has {found[0]} without {CONFIG}, which describes its use; add that file, or move "
             f"{found[0]} elsewhere"
         )
     raise CheckpointError(

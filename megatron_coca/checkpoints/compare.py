@@ -71,7 +71,7 @@ def _with_length(config: Config) -> str:
     return f"{extension.name} (from a length of {length:,})" if extension.measures_length else extension.name
 
 
-def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
+def check_same_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
     """Raise CheckpointError, which names all keys, if weights trained as `saved` cannot be evaluated as `wanted`."""
     differing = differing_keys(saved, wanted, EVALUATION_KEYS | also_free, EVALUATION_GROUPS)
     for name, before in saved.layer_types.items():
@@ -92,7 +92,7 @@ def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: f
         )
 
 
-def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> None:
+def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None:
     """Raise CheckpointError, which names all keys, if a run of `wanted` cannot start from weights trained as `saved`.
 
     Only keys that change the function of the weights are compared. Loading the weights finds differences of shape.

@@ -160,6 +160,6 @@ class Comparison:
             raise UnreadableError.of(path, error) from error
         if digest.hexdigest() != expected:
             raise CheckpointError(
-                f"{path}: has changed since the checkpoint was written (sha256 differs); copy it again, or use another "
-                "step"
+                f"{path}: its content has changed since the checkpoint was written (sha256 differs); copy it "
+                "again, or use another step"
             )

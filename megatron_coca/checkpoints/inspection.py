@@ -123,7 +123,7 @@ def describe_text(found: Description) -> str:
     if found.parameters is not None:
         lines.append(f"  parameters: {found.parameters:,}")
     if found.holds == native.WEIGHTS_ONLY:
-        lines.append("  holds weights only: a run starts from them with finetune=true")
+        lines.append("  weights only: finetune=true starts a run from them")
     shown = ("dtype", "batch", "topology", "zero_stage", "versions")
     lines += [f"  {name}: {meta[name]}" for name in shown if name in meta]
     lines += [f"  {name}: {value}" for name, value in (meta.get("progress") or {}).items() if name != "guard" and value]

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.adapters import refuse_adapters
+from megatron_coca.checkpoints.adapters import check_no_adapters
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import read as huggingface
 from megatron_coca.checkpoints.native.object_store import fetch
@@ -60,7 +60,7 @@ def open_checkpoint(
     Raises CheckpointError, or ConfigError if `imports` is needed but not given, or cannot be run.
     """
     folder = _local_folder(path, step)
-    refuse_adapters(folder)
+    check_no_adapters(folder)
     if huggingface.is_huggingface_folder(folder):
         return huggingface.open_folder(folder)
     neox_folder = neox.find_step(folder)
@@ -75,7 +75,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
     Raises CheckpointError.
     """
     folder = _local_folder(path, step)
-    refuse_adapters(folder)
+    check_no_adapters(folder)
     theirs = huggingface.is_huggingface_folder(folder) or neox.find_step(folder) is not None
     return None if theirs else native.locate(folder)
 
@@ -88,7 +88,7 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
         return fetch(str(path), step)
     path = local_path(str(path))
     if not path.exists() and (hint := hub_hint(path)):
-        raise CheckpointError(f"{path}: there is no such checkpoint folder{hint}")
+        raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
     if step is None:
         return path
     folder = native.step_folder(path, step)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from megatron_coca.checkpoints.compare import extension_note, refuse_other_model
+from megatron_coca.checkpoints.compare import check_same_model, extension_note
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights
@@ -88,7 +88,7 @@ class OpenedCheckpoint:
         Raises CheckpointError if the result is another model, ConfigError if it is invalid.
         """
         config = self.trained.override(overrides, files)
-        refuse_other_model(self.folder, self.trained, config, self.also_free)
+        check_same_model(self.folder, self.trained, config, self.also_free)
         given = given_values(overrides, files).keys()
         for key in self.guessed.keys() - given:
             logger.warning(self.guessed.pop(key))

@@ -91,7 +91,7 @@ class Weights:
         def read(name: str) -> Tensor:
             exact = self.read(name)
             rounded = exact.to(dtype)
-            _refuse_overflow(exact, rounded, f"{self.source}: {self.origin(name)}")
+            _check_overflow(exact, rounded, f"{self.source}: {self.origin(name)}")
             return rounded
 
         return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
@@ -101,7 +101,7 @@ class Weights:
         return replace(self, entries={name: self.entries[name] for name in names})
 
 
-def _refuse_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
+def _check_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     end = torch.finfo(rounded.dtype).max
     if end >= torch.finfo(exact.dtype).max or not exact.numel():
         return
@@ -274,7 +274,7 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
         raise CheckpointError(f"{path}: {reason}; {_ONLY_TENSORS}") from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path}: has a {type(content).__name__} in place of a mapping of names to tensors; save a state dict"
+            f"{path}: has a {type(content).__name__}, not a mapping of names to tensors; copy the file again"
         )
     return content
 

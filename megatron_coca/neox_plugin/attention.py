@@ -16,7 +16,7 @@ from megatron_coca.attention.build import build_method, select_backend
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.method import PositionEncoding, check_kernel
 from megatron_coca.config import Config, load_config
-from megatron_coca.neox_plugin.checkpoints import refuse_in_checkpoints, rename_in_checkpoints
+from megatron_coca.neox_plugin.checkpoints import check_in_checkpoints, rename_in_checkpoints
 from megatron_coca.neox_plugin.keys import resolve, uses_plugin
 from megatron_coca.neox_plugin.upstream import incompatible
 
@@ -100,7 +100,7 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
         if uses_plugin(neox_args):
             return PluginSelfAttention(neox_args, *args, **kwargs)
         layer = upstream(neox_args, *args, **kwargs)
-        refuse_in_checkpoints(layer, neox_args)
+        check_in_checkpoints(layer, neox_args)
         return layer
 
     return make

@@ -36,7 +36,7 @@ def rename_in_checkpoints(layer: Any) -> None:
     layer._register_load_state_dict_pre_hook(on_load)
 
 
-def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
+def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
     """Raise ConfigError if a layer with GPT-NeoX's attention loads a plugin checkpoint, except to fine-tune."""
 
     def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:

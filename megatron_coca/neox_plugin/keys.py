@@ -172,7 +172,7 @@ def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str
     if embedding is not None and embedding.neox not in ("upstream", "plugin"):
         return [f"pos_emb: {embedding.name}: {embedding.neox}"]
     problems = [
-        f"{name}: is not a key of GPT-NeoX or the plugin{nearest(name, known)}; correct it or leave it out"
+        f"{name}: not a key of GPT-NeoX or the plugin{nearest(name, known)}"
         for name in values
         if name not in known and name not in KEYS
     ]

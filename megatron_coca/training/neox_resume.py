@@ -11,7 +11,7 @@ from uuid import uuid4
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
-from megatron_coca.checkpoints.compare import differing_keys, refuse_other_architecture
+from megatron_coca.checkpoints.compare import check_same_architecture, differing_keys
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step
@@ -54,7 +54,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     step = source.step or 0
     opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
     corpus, config = opened.corpus, opened.corpus.config
-    refuse_other_architecture(source.folder, source.trained, config)
+    check_same_architecture(source.folder, source.trained, config)
     refuse_other_tokenizer(source, config, corpus.tokenizer)
     check_fit(config, source.weights())
     differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)

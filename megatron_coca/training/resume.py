@@ -158,7 +158,7 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
         try:
             manifest = native.verify(folder, contents=False, links=not resumable)
             if resumable:
-                native.refuse_weights_only(folder)
+                native.require_run_state(folder)
             for name in native.unlisted(folder):
                 logger.warning("%s: is not listed in %s and is ignored", folder / name, native.MANIFEST)
             digests = native.expected_digests(folder, manifest)

@@ -133,7 +133,7 @@ def parse_config(
             keys = _common_keys(config, generation or {}) | reader.shape(config, source)
             keys |= reader.position(config, source, weights())
     except KeyError as missing:
-        raise CheckpointError(f"{source}: is missing {missing}; download the folder again") from missing
+        raise CheckpointError(f"{source}: is missing {missing}; add it, or download the folder again") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{source}: has an invalid value ({error}); download the folder again") from error
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())

@@ -12,9 +12,9 @@ from typing import Any
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
+    check_consistent,
     check_spellings,
     older_keys,
-    refuse_contradiction,
     rope_keys,
     rope_parameters,
     rope_section,
@@ -239,7 +239,7 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
     if name is not None:
         inner = (section.get(SLIDING) or {}).get("rope_theta")
-        refuse_contradiction(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})
+        check_consistent(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})
     local = {"rope_theta": (config.get(name) if name is not None else None) or default}
     parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
     if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:

@@ -21,7 +21,7 @@ from megatron_coca.config import Config
 
 CARD = "README.md"
 TRIED = ("5.23.0", "4.57.6")
-"""Versions of transformers that exports were tried with, of 5 and of 4; docs/checkpoints.md says how."""
+"""Versions 5 and 4 of transformers that exports were tested with; docs/checkpoints.md describes the test."""
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 
 

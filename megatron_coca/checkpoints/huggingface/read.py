@@ -24,7 +24,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Return whether `path` holds a config.json."""
+    """Return whether `path` has a config.json."""
     return os.path.isfile(path / CONFIG)  # unlike Path.is_file, False if the file system reports an error
 
 

@@ -30,7 +30,7 @@ def rope_section(config: Json) -> Json:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
-def refuse_contradiction(source: Path, given: Mapping[str, Any]) -> None:
+def check_consistent(source: Path, given: Mapping[str, Any]) -> None:
     """Raise CheckpointError if two places of config.json have different values. None counts as no value."""
     said = {place: value for place, value in given.items() if value is not None}
     place, value = next(iter(said.items()), ("", None))
@@ -53,11 +53,9 @@ def check_spellings(config: Json, source: Path, base: tuple[str, float], share: 
         given = {top: config.get(top), f"rope_scaling.{name}": older.get(name)}
         if older and newer and list(given.values()) == [None, None]:
             given = {f"{top} (by default)": default}
-        refuse_contradiction(source, given | {f"rope_parameters.{name}": newer.get(name)})
+        check_consistent(source, given | {f"rope_parameters.{name}": newer.get(name)})
     if older and newer:
-        refuse_contradiction(
-            source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)}
-        )
+        check_consistent(source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)})
 
 
 def _meaning(section: Json, config: Json) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatron_coca.checkpoints.native.read import (
     locate,
     parse_step,
     read_latest,
-    refuse_weights_only,
+    require_run_state,
     state_files,
     step_folder,
     step_of,

@@ -121,7 +121,7 @@ def locate(path: str | Path, step: int | None = None) -> Path:
     if _has_manifest(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such checkpoint folder; correct the path")
+        raise CheckpointError(f"{path}: no such checkpoint folder; correct the path")
     available = steps(path)
     if step is not None:
         if step not in available and not _has_manifest(step_folder(path, step)):
@@ -131,7 +131,7 @@ def locate(path: str | Path, step: int | None = None) -> Path:
         return step_folder(path, step)
     if not available:
         raise CheckpointError(
-            f"{path}: has no complete checkpoint (no global_step<N>/{MANIFEST} and no config.json of Hugging Face); "
+            f"{path}: holds no complete checkpoint (no global_step<N>/{MANIFEST} and no config.json of Hugging Face); "
             "correct the path"
         )
     latest = read_latest(path)
@@ -200,8 +200,8 @@ def _check_file(folder: Path, name: str, size: Any, links: bool) -> None:
         )
     if status.st_size != size:
         raise CheckpointError(
-            f"{path}: has {status.st_size} bytes, but was written with {size}; copy the file again, or use another "
-            "step of the run (`megatron-coca inspect checkpoint` verifies all)"
+            f"{path}: has {status.st_size} bytes, the checkpoint was written with {size}; copy the file again, or use "
+            "another step of the run (`megatron-coca inspect checkpoint` verifies all)"
         )
 
 
@@ -252,7 +252,7 @@ def _require(names: Iterable[str], listed: Collection[str], source: str | Path) 
             raise CheckpointError(f"{source}: is damaged (it does not list {name}); copy it again, or use another step")
 
 
-def refuse_weights_only(folder: Path) -> None:
+def require_run_state(folder: Path) -> None:
     """Raise CheckpointError if the manifest of a checkpoint says that it has weights only."""
     if read_json(folder / MANIFEST).get("holds") == WEIGHTS_ONLY:
         raise CheckpointError(

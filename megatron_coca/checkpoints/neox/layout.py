@@ -257,7 +257,7 @@ class NeoxSharding:
         return stacked.mean(0).to(parts[0].dtype)
 
     def split(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """Return the parts of `ranks` ranks, as views where possible."""
+        """Return the parts of `ranks` ranks, as views if possible."""
         if self.kind == "copy":
             return [whole] * ranks
         if self.kind == "sum":

@@ -150,7 +150,7 @@ class NeoxFiles:
         path = self._present(EMBEDDING, rank)
         module = load_pickle(path, RANDOM_STATE).get("module")
         if not isinstance(module, dict):
-            raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files in its folder")
+            raise CheckpointError(f"{path}: has no weights, and there are no layer_<N> files; copy all files again")
         states: dict[int, dict[str, Tensor]] = {}
         for name, tensor in _tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)

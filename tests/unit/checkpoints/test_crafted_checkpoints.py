@@ -157,7 +157,7 @@ def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> N
         (("topology",), {"data": 2**20}, "does not list rng/rank_1.pt"),
         (("counters",), {}, None),
         (("counters", "step"), 1e300, r"counters.step: expected less than or equal to 10+, got 1e\+300"),
-        (("counters", "step"), 2.5, "counters: step is no whole number"),
+        (("counters", "step"), 2.5, "counters: step is not a whole number"),
         (("progress",), [], "progress: expected a valid dictionary or .*, got \\[\\]"),
         (("progress", "guard", "losses"), [0.0], r"progress.guard.losses.0: expected greater than 0, got 0.0"),
         (("progress", "skips"), [[1]], r"progress.skips.0: List should have at least 2 items"),
@@ -167,7 +167,7 @@ def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> N
 def test_messages(path: tuple[str, ...], value: Any, message: str | None, folder: Path) -> None:
     craft(folder, native.META, json.dumps(changed(WHOLE, path, value)).encode())
     if message is None:
-        with pytest.raises(CheckpointError, match="counters: has no step"):
+        with pytest.raises(CheckpointError, match="counters: step is missing"):
             native.read_meta(folder, resumable=True)
     else:
         with pytest.raises(CheckpointError, match=message):
@@ -176,7 +176,7 @@ def test_messages(path: tuple[str, ...], value: Any, message: str | None, folder
 
 def test_a_key_given_twice_is_refused(folder: Path) -> None:
     craft(folder, native.META, b'{"step": 7, "progress": {"skipped": 0, "skipped": 1}}')
-    with pytest.raises(CheckpointError, match="meta.json: cannot be read as JSON: the key 'skipped' is given twice"):
+    with pytest.raises(CheckpointError, match="meta.json: cannot be read as JSON .the key 'skipped' is given twice"):
         native.verify(folder)
 
 
@@ -211,7 +211,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match=r"rank_0.pt: (is damaged|is a pickle|holds)"):
             load_rng_states(path)
     torch.save([1], path)
-    with pytest.raises(CheckpointError, match="rank_0.pt: holds a list, not a mapping"):
+    with pytest.raises(CheckpointError, match="rank_0.pt: has a list, not a mapping"):
         load_rng_states(path)
 
 
@@ -235,7 +235,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
 )
 def test_state_of_no_parameter(key: str, place: Any, tmp_path: Path) -> None:
     save_file({key: torch.ones(4)}, tmp_path / "rank_00000.safetensors", {"places": json.dumps({"a": place})})
-    with pytest.raises(CheckpointError, match="rank_00000.safetensors: cannot be read as a rank's state"):
+    with pytest.raises(CheckpointError, match="rank_00000.safetensors: is not a rank's state"):
         StateReader(tmp_path, ["rank_00000.safetensors"])
 
 
@@ -244,7 +244,7 @@ def test_a_parameter_of_another_shape_is_not_filled(tmp_path: Path) -> None:
     save_file({"weight:a:0": torch.ones(4)}, tmp_path / Path(NEEDED[0]).name, {"places": json.dumps(places)})
     piece = StatePiece("a", WEIGHT, 0, torch.zeros(4))
     with StateReader(tmp_path, [Path(NEEDED[0]).name]) as reader:
-        with pytest.raises(CheckpointError, match=r"a is \[1073741824, 512\], the model wants \[4\]"):
+        with pytest.raises(CheckpointError, match=r"a is \[1073741824, 512\], the model has \[4\]"):
             reader.fill(piece, ParameterSlice((4,)))
         with pytest.raises(CheckpointError, match="holds no parameter b"):
             reader.fill(piece._replace(name="b"), ParameterSlice((4,)))

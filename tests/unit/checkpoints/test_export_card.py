@@ -37,7 +37,7 @@ def test_what_the_card_says(tmp_path: Path) -> None:
         "| optimizer | Adam, peak learning rate 0.0003 |",
         'AutoModelForCausalLM.from_pretrained("my-model", trust_remote_code=True)',
         'AutoTokenizer.from_pretrained("my-model", trust_remote_code=True)',
-        "Texts of several lengths are padded on the left",
+        "pads on the left with the token that ends texts",
         'config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}',
         "arXiv:2309.08646",
         "author = {Zhu, Shiyi",
@@ -84,8 +84,8 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "
 def test_what_a_text_gets_in_a_batch(scaling: Any, method: str, alone: bool, tmp_path: Path) -> None:
     """Stock transformers extends a batch by its longest text; the modelling file extends each by its own length."""
     _, text = card(tmp_path, **LLAMA, pos_emb=method, rope_scaling=scaling)
-    assert ("Each text gets the numbers that it gets alone" in text) == alone
-    assert ("Give it one text at a time" in text) == (not alone) and "{" not in text.split("```")[2]
+    assert ("do not depend on the other texts of a batch" in text) == alone
+    assert ("Use one text at a time" in text) == (not alone) and "{" not in text.split("```")[2]
     assert alone or (f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text)
 
 
@@ -99,10 +99,10 @@ def test_from_where_an_extension_is_measured(kind: str, told: bool, tmp_path: Pa
 
 
 ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "nothing set": ({}, "Beyond it, set how positions are extended", True),
+    "nothing set": ({}, "For longer texts, set an extension", True),
     "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "extends positions by `yarn`", True),
     "clex": ({"rope_scaling": {"rope_type": "clex", "max_factor": 4}}, "for up to\n4 times that length", False),
-    "a map": ({"relative_positions": {"type": "rerope"}}, "distances are mapped by `rerope`", False),
+    "a map": ({"relative_positions": {"type": "rerope"}}, "Beyond it, `rerope`", False),
     "a map that trains": (
         {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 64}},
         "with the map `inv_leaky_rerope`",
@@ -110,7 +110,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
     "both": (
         {"relative_positions": {"type": "rerope"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "distances are mapped by `rerope`",
+        "Beyond it, `rerope`",
         False,
     ),
 }

@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Describe], Describe], str]] = {
         "window_width is 6",
     ),
     "tied weights": (LLAMA | TIED, with_keys(tie_word_embeddings=False), "cannot read it.*lm_head|no_weight_tying is"),
-    "untied weights": (LLAMA, with_keys(tie_word_embeddings=True), "cannot read it.*though config.json ties them"),
+    "untied weights": (LLAMA, with_keys(tie_word_embeddings=True), "cannot read it.*but config.json ties them"),
     "a factor": (
         LLAMA | YARN,
         with_keys(rope_parameters__factor=8.0, rope_scaling__factor=8.0),
@@ -109,7 +109,7 @@ def test_another_configuration_is_no_export(case: str, tmp_path: Path, monkeypat
     keys, change, problem = WRONG[case]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setattr(huggingface_export, "describe", change(huggingface_export.describe))
-    with pytest.raises(CheckpointError, match=f"(?s)does not compute what its source does: .*{problem}"):
+    with pytest.raises(CheckpointError, match=f"(?s)export: it differs from its source: .*{problem}"):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -126,7 +126,7 @@ def test_logits_alone_find_it_too(case: str, tmp_path: Path, monkeypatch: pytest
     if case == "tied weights":  # transformers draws a head
         monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *given, **named: tensor.fill_(0.01))
     with pytest.raises(
-        CheckpointError, match="does not compute what its source does: transformers .* (other logits|load)"
+        CheckpointError, match="export: it differs from its source: transformers .* (other logits|load)"
     ):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -202,7 +202,7 @@ def test_without_transformers_our_import_compares(
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert export(checkpoint, tmp_path / "exported").compared == export_check.IMPORT
-    assert "compared with its source by this project's import only: transformers is not installed" in caplog.text
+    assert "only this project's import compares it with its source: transformers is not installed" in caplog.text
 
 
 def test_a_class_that_the_installed_version_lacks(

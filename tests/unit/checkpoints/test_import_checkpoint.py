@@ -117,8 +117,8 @@ def test_contents_are_compared_unless_asked_not_to(imported: Path, tmp_path: Pat
 
 def test_no_run_goes_on_from_it(imported: Path, tmp_path: Path) -> None:
     step = imported / "global_step0"
-    with pytest.raises(CheckpointError, match="global_step0: holds weights only, .* set finetune=true"):
-        native.refuse_weights_only(step)
+    with pytest.raises(CheckpointError, match="global_step0: has weights only .* set finetune=true"):
+        native.require_run_state(step)
     assert native.verify(step)["holds"] == "weights"
 
 
@@ -127,13 +127,13 @@ def test_a_run_may_go_on_from_others(tmp_path: Path) -> None:
         {"vocab_size": 64}
     )
     save = write_checkpoint(tmp_path / "run", config, tokenizer=None)
-    native.refuse_weights_only(native.locate(save))
+    native.require_run_state(native.locate(save))
     assert native.read_json(native.locate(save) / native.MANIFEST)["holds"] == "run"
 
 
 @pytest.mark.parametrize(
     ("holds", "message"),
-    [("run", "does not list state/"), ("everything", "holds 'everything' is not known; known: run, weights")],
+    [("run", "does not list state/"), ("everything", "holds: 'everything' is not supported")],
 )
 def test_a_manifest_that_says_something_else(holds: str, message: str, imported: Path, tmp_path: Path) -> None:
     step = shutil.copytree(imported / "global_step0", tmp_path / "global_step0")
@@ -148,7 +148,7 @@ def test_inspected(imported: Path) -> None:
     found = describe(step)
     assert found.damage is None and found.holds == "weights" and found.parameters == 82368
     text = describe_text(found)
-    assert "holds weights only: a run starts from them with finetune=true" in text
+    assert "weights only: finetune=true starts a run from them" in text
     assert "imported, source: coca_llama" in text and "no state" not in text
     json.dumps(found.facts())
 

@@ -184,7 +184,7 @@ def test_damage_is_found(tmp_path: Path, name: str, damage: Callable[[Path], Non
 def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     manifest = native.read_json(folder / native.MANIFEST)
-    cases = (({"format": 1}, "format 1 is not"), ({"format": 3}, "format 3 is not"), ({"holds": 0}, "holds 0"))
+    cases = (({"format": 1}, "format 1 is not"), ({"format": 3}, "format 3 is not"), ({"holds": 0}, "holds: 0"))
     for changes, problem in cases:
         native.write_json(folder / native.MANIFEST, manifest | changes)
         with pytest.raises(CheckpointError, match=f"manifest.json: .*{problem}"):
@@ -207,7 +207,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
 def test_a_manifest_that_lists_too_little_is_damaged(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
     rewrite_manifest(folder, lambda manifest: manifest["files"].pop(name))
-    with pytest.raises(CheckpointError, match="manifest.json: does not list .*damaged"):
+    with pytest.raises(CheckpointError, match="manifest.json: is damaged .it does not list"):
         native.verify(folder)
     rewrite_manifest(folder, lambda manifest: manifest["files"].clear())
     with pytest.raises(CheckpointError, match="does not list config.yml"):
@@ -252,7 +252,7 @@ def test_a_checkpoint_is_complete_whatever_becomes_of_latest(tmp_path: Path, cap
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
         assert found(save(tmp_path, 3).parent) == (3, "weights")
-    assert "global_step3 is complete, but latest may not name it" in caplog.text
+    assert "global_step3: is complete, but latest may not name it" in caplog.text
     assert not list(tmp_path.glob(".*"))
 
 
@@ -266,7 +266,7 @@ def test_locate(tmp_path: Path) -> None:
     assert native.locate(tmp_path) == tmp_path / "global_step10", "without `latest` the highest step"
     (tmp_path / native.LATEST).write_text("global_step77")
     assert native.locate(str(tmp_path)) == tmp_path / "global_step10"
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; there are \[2, 9, 10\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; choose another one .there are \[2, 9, 10\]"):
         native.locate(tmp_path, 3)
     (tmp_path / "global_step10" / native.MANIFEST).unlink()
     assert native.locate(tmp_path) == tmp_path / "global_step9", "a folder without a manifest is no checkpoint"
@@ -332,7 +332,7 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
 def test_a_manifest_names_nothing_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
     rewrite_manifest(folder, lambda manifest: manifest["files"].update({name: {"size": 0, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="manifest.json: lists .*which is not a file inside the checkpoint"):
+    with pytest.raises(CheckpointError, match="manifest.json: is damaged .*is not a file inside the checkpoint"):
         native.verify(folder)
 
 
@@ -395,7 +395,7 @@ def test_a_folder_named_after_another_step_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     other = folder.rename(tmp_path / "global_step8")
     with pytest.raises(
-        CheckpointError, match=r"global_step8: is named after another step .*meta.json says 3\); rename"
+        CheckpointError, match=r"global_step8: has the name of another step .*meta.json has 3\); rename"
     ):
         native.verify(other)
     native.verify(other.rename(tmp_path / "best"))

@@ -71,7 +71,7 @@ def test_code_in_a_pickle_is_named_and_not_run(keys: dict[str, Any], archive: bo
     folder, mark = written(tmp_path / "run", keys), tmp_path / "mark"
     path = layer(folder, 3) if keys is KEYS else folder / "mp_rank_00_model_states.pt"
     torch.save({"module": Evil(mark)}, path, _use_new_zipfile_serialization=archive)
-    refused(folder, f"{path.name}: holds more than tensors .posix.mkdir.. .*nothing in it was run")
+    refused(folder, f"{path.name}: holds more than tensors .posix.mkdir.; no code in it was run")
     path.write_bytes(pickle.dumps({"module": Evil(mark)}, protocol=2))
     refused(folder, f"{path.name}: ")
     assert not mark.exists()
@@ -91,13 +91,15 @@ def test_missing_files(run: Path) -> None:
     layer(run, 3, 1).unlink()
     refused(run, r"layer_03-model_01-model_states.pt: is missing")
     layer(run, 3, 0).unlink()
-    refused(run, r"layer 03 \(layer_03-model_00-model_states.pt\) is in its files or .*; that says 2 blocks")
+    refused(
+        run, r"layer 03 \(layer_03-model_00-model_states.pt\) is in its files or .*; the configuration has 2 blocks"
+    )
 
 
 def test_files_of_one_rank_alone(run: Path) -> None:
     for path in run.glob("*_01*"):
         path.unlink()
-    refused(run, "has files of 1 tensor ranks, its configuration says model_parallel_size: 2")
+    refused(run, "has files of 1 tensor ranks, but its configuration has model_parallel_size: 2")
 
 
 def test_missing_files_of_a_rank(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_missing_files_of_a_rank(tmp_path: Path) -> None:
 def test_layers_that_the_configuration_does_not_know(run: Path) -> None:
     for rank in range(2):
         shutil.copy(layer(run, 3, rank), layer(run, 7, rank))
-    refused(run, "layer 07 .* not in both; that says 2 blocks")
+    refused(run, "layer 07 .* not in both; the configuration has 2 blocks")
 
 
 def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_weights_of_another_model(run: Path, changes: dict[str, Any], message: s
 def test_whole_weights_are_compared_with_the_model(run: Path) -> None:
     for rank in range(2):
         change(layer(run, 3, rank), input_layernorm__weight=torch.zeros(8), mlp__linear2__bias=None)
-    with pytest.raises(CheckpointError, match=r"missing blocks.1.mlp.linear2.bias; .*is \[8\], the model wants \[16\]"):
+    with pytest.raises(CheckpointError, match=r"missing blocks.1.mlp.linear2.bias; .*is \[8\], the model has \[16\]"):
         load_model(run)
 
 
@@ -171,7 +173,7 @@ def test_copies_that_differ_are_averaged_with_a_warning(run: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         weight = open_checkpoint(run).weights().read("blocks.0.input_layernorm.weight")
     assert torch.equal(weight, torch.full((16,), 0.75))
-    assert "input_layernorm.weight of layer 02: the copies of its 2 tensor ranks differ" in caplog.text
+    assert "input_layernorm.weight of layer 02: the copies on its 2 tensor ranks differ" in caplog.text
 
 
 def test_a_table_that_is_not_one(tmp_path: Path) -> None:
@@ -216,12 +218,12 @@ def test_weights_of_the_plugin_under_a_plain_configuration(keys: dict[str, Any],
     assert "blocks.1.attention.query_key_value.weight" in dict(open_checkpoint(folder).weights())
     for path in (folder / "configs").iterdir():
         path.write_text(path.read_text().replace("coca", "rotary"))
-    refused(folder, "trained with the attention of the GPT-NeoX plugin, but its configs say pos_emb: rotary")
+    refused(folder, "trained with the attention of the GPT-NeoX plugin, but its configs have pos_emb: rotary")
 
 
 def test_without_a_configuration(run: Path) -> None:
     shutil.rmtree(run / "configs")
-    refused(run, "has no configs/.*put the YAML files that the model was trained with there")
+    refused(run, "has no configs/.*copy the YAML files of the training run there")
 
 
 def test_layers_are_opened_one_after_the_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_zero_3(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", SEQUENTIAL)
     rank = folder / "mp_rank_00_model_states.pt"
     rank.rename(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    refused(folder, "saved under ZeRO 3")
+    refused(folder, "saved with ZeRO 3")
 
 
 def test_which_step_is_meant(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_row_of_the_guide_is_all_that_a_family_needs(
 ) -> None:
     name, family = row_of_the_guide()
     assert name not in families.FAMILIES, "the guide needs another family as its example"
-    with pytest.raises(CheckpointError, match="model_type 'stablelm' is not supported"):
+    with pytest.raises(CheckpointError, match="model_type: 'stablelm' is not supported"):
         load_model(source)
     monkeypatch.setitem(families.FAMILIES, name, family)
     monkeypatch.setitem(EXPORTERS, name, family_exporter(name))

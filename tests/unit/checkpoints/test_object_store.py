@@ -104,7 +104,7 @@ def test_an_upload_replaces_all_of_an_earlier_checkpoint_of_its_step(tmp_path: P
         (lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b"{"), "cannot be read as JSON"),
         (
             lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b'{"format": 2, "files": {"../../x": {}}}'),
-            "lists .../../x., which is not a file inside",
+            "is damaged ..../../x. is not a file inside",
         ),
     ],
 )

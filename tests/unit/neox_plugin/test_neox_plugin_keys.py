@@ -57,12 +57,12 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
             {"pos_emb": "coca", "sliding_window_width": 8, "relative_positions": {"type": "rerope"}},
             "sliding_window_width: contradicts relative_positions",
         ),
-        ({"pos_emb": "coca", "use_mup": True}, "use_mup: not supported with"),
+        ({"pos_emb": "coca", "use_mup": True}, "use_mup: the plugin's attention"),
         ({"pos_emb": "coca", "te_mha": True}, "te_mha: Transformer Engine"),
         ({"pos_emb": "coca", "attention_config": ["global", "gmlp"]}, "attention_config: gmlp is not supported"),
         ({"pos_emb": "coca", "rope_scaling": {"type": "clex"}}, "rope_scaling: clex: it learns frequencies"),
-        ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is a bias of GPT-NeoX's own"),
-        ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is a bias of GPT-NeoX's own"),
+        ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is computed by GPT-NeoX's own"),
+        ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is computed by GPT-NeoX's own"),
         ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: it has weights that GPT-NeoX's model does not have"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_type": "linear"}}, "^rope_scaling: rope_type linear needs factor"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
@@ -139,7 +139,7 @@ def test_rows_of_the_embedding(vocabulary: int | None, ranks: int, rows: int, st
 
 def test_a_vocabulary_that_is_too_small_is_refused(stub: Upstream) -> None:
     activate()
-    with pytest.raises(ValueError, match="vocab_size: 99, but the tokenizer has 100 tokens"):
+    with pytest.raises(ValueError, match="vocab_size: 99 is too small, the tokenizer has 100 tokens"):
         stub.arguments(vocab_size=99).build_tokenizer()
 
 
