@@ -113,9 +113,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "state" / file_name(0)).unlink()
     write(tmp_path / "other", 1, 1)
     with open_state(tmp_path / "other") as reader:
-        with pytest.raises(CheckpointError, match="holds no parameter d"):
+        with pytest.raises(CheckpointError, match="has no parameter d"):
             reader.whole("d")
-        with pytest.raises(CheckpointError, match="holds no parameter d"):
+        with pytest.raises(CheckpointError, match="has no parameter d"):
             reader.fill(StatePiece("d", WEIGHT, 0, torch.zeros(2)), ParameterSlice((2,)))
 
 

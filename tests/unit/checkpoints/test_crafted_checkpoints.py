@@ -246,5 +246,5 @@ def test_a_parameter_of_another_shape_is_not_filled(tmp_path: Path) -> None:
     with StateReader(tmp_path, [Path(NEEDED[0]).name]) as reader:
         with pytest.raises(CheckpointError, match=r"a is \[1073741824, 512\], the model has \[4\]"):
             reader.fill(piece, ParameterSlice((4,)))
-        with pytest.raises(CheckpointError, match="holds no parameter b"):
+        with pytest.raises(CheckpointError, match="has no parameter b"):
             reader.fill(piece._replace(name="b"), ParameterSlice((4,)))

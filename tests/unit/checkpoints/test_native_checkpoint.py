@@ -193,7 +193,7 @@ def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="manifest.json: cannot be read as JSON"):
         native.verify(folder)
     (folder / native.MANIFEST).write_text("[]")
-    with pytest.raises(CheckpointError, match="manifest.json: is not a mapping"):
+    with pytest.raises(CheckpointError, match="manifest.json: is not a JSON mapping"):
         native.verify(folder)
 
 
@@ -277,7 +277,7 @@ def test_locate_says_what_is_missing(tmp_path: Path) -> None:
         native.locate(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         native.locate(tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 1; there are none"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 1; choose another one .there are none"):
         native.locate(tmp_path, 1)
 
 

@@ -283,7 +283,7 @@ def test_strange_values_of_a_configuration(key: str, value: str, run: Path) -> N
     if key in ("vocab_size", "make_vocab_size_divisible_by"):  # the embedding's rows count
         open_checkpoint(run)
     else:
-        refused(run, rf"(configs: {key}: expected|its configuration says {key}: {value})")
+        refused(run, rf"(configs: {key}: expected|its configuration has {key}: {value})")
 
 
 TRAINED_ON = {"train_data_paths": ["d"], "valid-data-paths": ["e"]}
