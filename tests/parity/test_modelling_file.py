@@ -273,7 +273,7 @@ def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
             EXTENSION.replace("geometric(", "frequencies.geometric(").replace(
                 "HALF =", "from megatron_coca.attention.positions import frequencies\nHALF ="
             ),
-            "imports frequencies, which is no function of megatron_coca, torch or Python",
+            "imports frequencies, which is not part of megatron_coca, torch or Python",
         ),
     ],
     ids=["reason", "stock", "lambda", "undefined", "clash", "library", "module"],

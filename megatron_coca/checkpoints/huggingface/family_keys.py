@@ -271,7 +271,8 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
         raise CheckpointError(
             f"{source}: partial_rotary_factor: {share} is not supported, its class rotates all features; remove it"
         )
-    if (named := section.get("rope_type") or section.get("type")) in family.rope_types:
+    named = str(section.get("rope_type") or section.get("type"))
+    if named in family.rope_types:
         section |= {"rope_type": family.rope_types[named]}
     values = {"rope_theta": family.rope, **config, "rope_parameters": section, "rope_scaling": None}
     if family.original is not None:

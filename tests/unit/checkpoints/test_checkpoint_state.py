@@ -1,4 +1,4 @@
-"""The state of a run on disk: any division among ranks reads what any other wrote."""
+"""The state of a run on disk: every parallel layout reads the files of every other one."""
 
 from collections.abc import Iterator
 from itertools import pairwise

@@ -38,7 +38,7 @@ def test_evaluation_may_extend(wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("trained", [CLEX, INV_LEAKY, LOG_N, SSMAX, FOX, CABLE])
-def test_what_was_learned_stays(trained: dict[str, Any]) -> None:
+def test_learned_choices_stay(trained: dict[str, Any]) -> None:
     (key,) = trained
     check_same_model(Path("run"), make(**trained), make(**trained))
     with pytest.raises(CheckpointError, match=f"run: .*{key} .trained with .*belongs to the weights"):
@@ -68,6 +68,6 @@ def test_the_choices_of_training_are_these() -> None:
         (CLEX, {"rotary_emb_base": 500.0}),
     ],
 )
-def test_what_was_learned_stays_with_its_options(trained: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_learned_choices_stay_with_their_options(trained: dict[str, Any], wanted: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="trained with other options, base or training length"):
         check_same_model(Path("run"), make(**trained), make(**trained | wanted))

@@ -1,4 +1,4 @@
-"""Checkpoints whose manifest fits, but whose content no run wrote: refused by the name of the entry."""
+"""Checkpoints with a valid manifest and crafted content: an error names the entry."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def use(meta: Mapping[str, Any]) -> None:
     differing_stages(meta.get("stages") or [], WHOLE["stages"])
 
 
-def refusal(action: Callable[[], object]) -> str:
+def error_of(action: Callable[[], object]) -> str:
     """The message of a CheckpointError, empty without one."""
     try:
         action()
@@ -126,25 +126,25 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_a_run_writes_is_valid(folder: Path) -> None:
+def test_files_of_a_run_are_valid(folder: Path) -> None:
     native.verify(folder)
     assert native.read_meta(folder, resumable=True) == WHOLE
     use(WHOLE)
 
 
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
-def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> None:
+def test_every_entry_is_used_or_an_error_by_name(strange: Any, folder: Path) -> None:
     paths = list(entries(Meta))
     assert ("progress", "guard", "losses") in paths and ("counters",) in paths
     for path in paths:
         meta = changed(WHOLE, path, strange)
         name = ".".join(map(str, path))
-        error = refusal(lambda meta=meta: use(checked_meta(meta, "meta.json", resumable=True)))
+        error = error_of(lambda meta=meta: use(checked_meta(meta, "meta.json", resumable=True)))
         assert not error or str(path[0]) in error or (path[-1] == "guard" and "loss guard's state" in error), name
         assert len(error) < 500
         if len(path) == 1:
             craft(folder, native.META, json.dumps(meta).encode())
-            error = refusal(lambda: native.verify(folder))
+            error = error_of(lambda: native.verify(folder))
             assert not error or name in error or "rng/rank_" in error, f"{name}: {error}"
             assert describe_text(describe(folder))
 
@@ -174,7 +174,7 @@ def test_messages(path: tuple[str, ...], value: Any, message: str | None, folder
             native.verify(folder)
 
 
-def test_a_key_given_twice_is_refused(folder: Path) -> None:
+def test_a_key_given_twice_is_an_error(folder: Path) -> None:
     craft(folder, native.META, b'{"step": 7, "progress": {"skipped": 0, "skipped": 1}}')
     with pytest.raises(CheckpointError, match="meta.json: cannot be read as JSON .the key 'skipped' is given twice"):
         native.verify(folder)

@@ -117,7 +117,7 @@ def test_another_configuration_is_no_export(case: str, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "case", [case for case in WRONG if case != "untied weights"]
 )  # transformers 5 takes the head that is there
-def test_logits_alone_find_it_too(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_find_it_too(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What our import would read as it was written, transformers computes."""
     keys, change, _ = WRONG[case]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
@@ -268,6 +268,6 @@ def test_a_large_model_is_compared_in_part(
     ],
     ids=str,
 )
-def test_the_text_crosses_what_is_near(keys: dict[str, Any], length: int, tmp_path: Path) -> None:
+def test_the_text_crosses_near_limits(keys: dict[str, Any], length: int, tmp_path: Path) -> None:
     opened = open_checkpoint(random_checkpoint(tmp_path / "run", **LLAMA | keys))
     assert export_check.excerpt(opened.trained, opened.weights()).ids.shape == (1, length)

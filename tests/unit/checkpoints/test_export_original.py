@@ -1,4 +1,4 @@
-"""Tokenizer and generation files of the model's original beside an export, and what an import says is not kept."""
+"""Tokenizer and generation files of the original model in an export, and notes of an import about lost text."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_an_export_of_the_folder_itself_keeps_everything(source: Path, tmp_path:
         assert same_files(source, folder) and ids(folder) == IDS
 
 
-def test_padding_stays_out_of_what_is_generated(source: Path, tmp_path: Path) -> None:
+def test_padding_is_never_generated(source: Path, tmp_path: Path) -> None:
     """The original knows nothing of rows that padding added; its other settings stay."""
     ours = load_tokenizer("HFTokenizer", source, eod="</s>")
     run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_tokenizer_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_an_error(name: str, source: Path, tmp_path: Path) -> None:
     change, message = REFUSED[name]
     ours = load_tokenizer("HFTokenizer", source, eod="</s>")
     run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
@@ -173,4 +173,4 @@ def test_a_stock_model_keeps_the_length_that_it_reaches(kind: str, source: Path,
     for place in (folder, again):
         options = SubjectOptions(str(place), (Variant("as trained"),), "cpu", "float32", None, False)
         (subject,) = Evaluation(options, "perplexity").subjects()
-        assert subject.header.checkpoint.seq_length == 128, "what evaluation reports, truncates at and splits by"
+        assert subject.header.checkpoint.seq_length == 128, "the length at which evaluation truncates"

@@ -1,4 +1,4 @@
-"""Import: what is written, what it is good for, and how files are read."""
+"""Import: the written checkpoint, its use, and how files are read."""
 
 import json
 import shutil
@@ -222,7 +222,7 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_older_versions_of_transformers_saved_besides(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_buffers_that_older_versions_of_transformers_saved(dtype: torch.dtype, tmp_path: Path) -> None:
     """Masks and frequencies, which follow from config.json."""
     extra = {
         LLAMA: {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=dtype)},
@@ -259,7 +259,7 @@ def test_of_old_pickles_one_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: 
     load = torch.load
 
     def watched(*given: Any, **options: Any) -> Any:
-        assert not any(tensor() is not None for tensor in held), "what was read before is gone"
+        assert not any(tensor() is not None for tensor in held), "the weights that were read before are gone"
         content = load(*given, **options)
         held.extend(weakref.ref(tensor) for tensor in content.values())
         return content

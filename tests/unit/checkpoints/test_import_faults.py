@@ -1,4 +1,4 @@
-"""Folders that cannot be imported: the error names what is wrong, nothing is written, nothing in a pickle is run."""
+"""Folders that cannot be imported: the error names the fault, nothing is written, no code in a pickle runs."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def cut(name: str) -> Callable[[Path], None]:
 
 
 def shards(change: Callable[[Path, dict[str, str]], Any]) -> Callable[[Path], None]:
-    """Divide the weights among two files, change these or what the index says."""
+    """Divide the weights among two files, and change these or the index."""
 
     def divide(folder: Path) -> None:
         held = load_file(folder / SINGLE)
@@ -208,15 +208,15 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         weights(lambda held: held.update({UP: torch.zeros(96, 63)})),
         rf"the shapes of {UP} \[96, 63\], .* do not match",
     ),
-    "gated halves whose sum is right": (
+    "gated halves with the right sum": (
         parts({UP: 95, GATE: 97}),
         rf"the shapes of {UP} \[95, 64\], {GATE} \[97, 64\] do not match; {GATE} must be \[95, 64\]",
     ),
-    "projections whose sum is right": (
+    "projections with the right sum": (
         parts({Q: 48, K: 80}),
         rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*; {Q} must be \[64, 64\]",
     ),
-    "grouped projections whose sum is right": (
+    "grouped projections with the right sum": (
         lambda f: (config(num_key_value_heads=2)(f), parts({Q: 64, K: 16, V: 48})(f)),
         rf"{K} \[16, 64\], {V} \[48, 64\] do not match; {K} must be \[32, 64\]",
     ),
@@ -311,7 +311,7 @@ def test_faults_are_named_and_nothing_is_written(name: str, folder: Path) -> Non
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_key_that_may_change_the_model_is_refused_by_name(folder: Path) -> None:
+def test_a_key_that_may_change_the_model_is_an_error_by_name(folder: Path) -> None:
     for change in ({"sliding_window": 512}, {"attn_logit_softcapping": 50.0}, {"no_rope_layers": [0, 1]}):
         config(**change)(folder)
         with pytest.raises(
@@ -359,7 +359,7 @@ def test_a_value_that_float16_cannot_hold_is_named(large: float, folder: Path) -
     import_checkpoint(folder, folder.parent / "imported", dtype="bfloat16")
 
 
-def test_what_float16_holds_and_what_was_infinite_pass(folder: Path) -> None:
+def test_values_within_float16_and_infinities_pass(folder: Path) -> None:
     weights(lambda held: held[UP][0, :2].copy_(torch.tensor([65519.0, math.inf])))(folder)
     done = import_checkpoint(folder, folder.parent / "imported", dtype="float16")
     written = load_file(done.folder / "global_step0" / SINGLE)["blocks.1.mlp.linear1.weight"]
@@ -375,7 +375,7 @@ def test_a_neox_weight_of_another_shape_has_its_own_name(folder: Path) -> None:
         import_checkpoint(source, folder.parent / "imported")
 
 
-def test_what_is_there_is_not_touched(folder: Path) -> None:
+def test_an_existing_folder_is_not_touched(folder: Path) -> None:
     (folder.parent / "imported").mkdir()
     with pytest.raises(CheckpointError, match="imported: exists already"):
         import_checkpoint(folder, folder.parent / "imported")

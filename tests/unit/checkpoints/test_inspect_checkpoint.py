@@ -1,4 +1,4 @@
-"""`megatron-coca inspect checkpoint`: what a checkpoint is said to be, and whether damage is found."""
+"""`megatron-coca inspect checkpoint`: the description of a checkpoint, and whether it finds damage."""
 
 import json
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def test_damage_is_found(inspect: Any, run: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "global_step4: step 4, valid" in text
     assert "rank_00001.safetensors: its content has changed" in text
-    assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum alone"
+    assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum only"
     text = capsys.readouterr().out
     assert text.count("not verified: only names and sizes of files were compared") == 2 and ", valid" not in text
     flip_size = run / "global_step4" / native.RNG / "rank_0.pt"

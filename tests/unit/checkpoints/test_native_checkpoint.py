@@ -38,7 +38,7 @@ def save(root: Path, step: int, content: str = "weights") -> Path:
 
 
 def found(root: Path) -> tuple[int, str]:
-    """Step and content of what `locate` returns, every file of which must be whole."""
+    """Return the step and the content of the checkpoint that `locate` finds; all its files must be whole."""
     folder = native.locate(root)
     manifest = native.verify(folder)
     assert set(manifest["files"]) == {*WRITTEN, native.META}
@@ -129,7 +129,7 @@ def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
         assert outcome in allowed, f"interrupted at change {limit}"
         outcomes.add(outcome)
         save(root, 9, "later")
-        assert found(root) == (9, "later") and not list(root.glob(".*")), "the next save clears what was left"
+        assert found(root) == (9, "later") and not list(root.glob(".*")), "the next save removes the partial files"
         if not interrupted:
             break
     assert limit > 15 and outcome[1] == "new" and outcomes >= {(1, "old"), outcome}
@@ -224,7 +224,7 @@ def test_every_rank_of_the_division_has_random_states(tmp_path: Path) -> None:
         native.verify(folder)
 
 
-def test_names_and_sizes_alone(tmp_path: Path) -> None:
+def test_names_and_sizes_only(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     rewrite(folder / native.WEIGHTS, lambda content: content[:-1] + b"#")
     native.verify(folder, contents=False)
@@ -247,7 +247,7 @@ def test_names_that_no_run_writes_are_left_alone(tmp_path: Path) -> None:
     assert native.begun_steps(tmp_path) == native.steps(tmp_path) == [3]
 
 
-def test_a_checkpoint_is_complete_whatever_becomes_of_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_is_complete_without_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / native.LATEST).mkdir()
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
@@ -272,7 +272,7 @@ def test_locate(tmp_path: Path) -> None:
     assert native.locate(tmp_path) == tmp_path / "global_step9", "a folder without a manifest is no checkpoint"
 
 
-def test_locate_says_what_is_missing(tmp_path: Path) -> None:
+def test_locate_names_the_missing_part(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint folder"):
         native.locate(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
@@ -338,7 +338,7 @@ def test_a_manifest_names_nothing_outside_the_checkpoint(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("linked", [STATE_FILE, native.STATE])
 def test_links_in_the_place_of_files(tmp_path: Path, linked: str) -> None:
-    """A run never writes one, and what it leads to can change; a cache of downloads is nothing else."""
+    """A run never writes a link, because its target can change; a cache of downloads has links only."""
     folder = save(tmp_path, 3)
     (folder / linked).rename(tmp_path / "elsewhere")
     (folder / linked).symlink_to(tmp_path / "elsewhere")
@@ -347,7 +347,7 @@ def test_links_in_the_place_of_files(tmp_path: Path, linked: str) -> None:
     native.verify(folder, links=True)
 
 
-def test_what_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
+def test_files_that_the_manifest_does_not_list_are_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     (folder / "state/rank_0000.safetensors").write_text("of another run")
     (folder / "tokenizer").symlink_to(tmp_path)
@@ -363,9 +363,9 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("what", UNREADABLE)
-def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, method, number, reason = UNREADABLE[what]
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_unreadable_file_is_not_called_damaged(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, method, number, reason = UNREADABLE[case]
     folder = save(tmp_path, 3)
     refuse(monkeypatch, folder / name, method, number)
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \({reason}\)"):
@@ -391,7 +391,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
         native.locate(tmp_path)
 
 
-def test_a_folder_named_after_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_folder_named_after_another_step_is_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     other = folder.rename(tmp_path / "global_step8")
     with pytest.raises(

@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_layout_cannot_hold(name: str, tmp_path: Path) -> None:
+def test_models_that_the_layout_cannot_represent(name: str, tmp_path: Path) -> None:
     keys, ranks, message = REFUSED[name]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     with pytest.raises(CheckpointError, match=message):
@@ -103,8 +103,8 @@ def test_the_configuration_comes_back(keys: dict[str, Any], ranks: int, tmp_path
     assert before.position == after.position
 
 
-def test_what_stock_gpt_neox_reads(tmp_path: Path) -> None:
-    """Its types are exact, a key stands once, and its padding comes to our rows whatever the tokenizer counts."""
+def test_entries_that_stock_gpt_neox_reads(tmp_path: Path) -> None:
+    """Its types are exact, no key is repeated, and its padding gives our number of rows for any tokenizer."""
     checkpoint = random_checkpoint(tmp_path / "run", **LLAMA)
     done = export_neox(checkpoint, tmp_path / "neox", model_parallel_size=2)
     keys = yaml.safe_load((done.step / "configs" / "model.yml").read_text())

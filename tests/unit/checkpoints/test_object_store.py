@@ -1,4 +1,4 @@
-"""Checkpoints on an object store: what is complete, what a failed transfer leaves, and what a run does with them."""
+"""Checkpoints on an object store: complete ones, failed transfers, and their use in a run."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
 
 
 def checkpoint(save: Path, step: int, text: str = "weights") -> Path:
-    """A complete local checkpoint whose files are not real ones."""
+    """A complete local checkpoint with placeholder files."""
     partial = native.begin(save, step)
     for folder in (native.STATE, native.RNG):
         (partial / folder).mkdir()
@@ -135,10 +135,10 @@ def test_failed_transfers_are_repeated(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_transfer_that_keeps_failing_names_url_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+    def fail(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
     remote = RemoteFolder(URL, timeout=0.1)
     with pytest.raises(ServiceError, match=f"{URL}: .* cannot be uploaded for .* s .TimeoutError: no answer"):
         remote.upload(checkpoint(tmp_path, 3))
@@ -149,13 +149,13 @@ def test_a_transfer_in_a_hurry_is_not_repeated(tmp_path: Path, monkeypatch: pyte
     """A run that was preempted during an outage must exit before the grace period is over."""
     remote, calls = RemoteFolder(URL, timeout=1e6), []
 
-    def refuse(self: MemoryFileSystem, path: str, value: bytes, **more: object) -> None:
+    def fail(self: MemoryFileSystem, path: str, value: bytes, **more: object) -> None:
         calls.append(path)
         if len(calls) == 2:
             remote.hurry.set()
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
     with pytest.raises(ServiceError):
         remote.require_writable()
     assert len(calls) == 2
@@ -167,10 +167,10 @@ def test_a_store_that_does_not_answer_is_not_a_damaged_checkpoint(
     remote = RemoteFolder(URL, timeout=0.0)
     remote.upload(checkpoint(tmp_path / "a", 10))
 
-    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+    def fail(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(MemoryFileSystem, "get_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", fail)
     with pytest.raises(ServiceError, match="global_step10/.* cannot be downloaded now"):
         remote.download(10, tmp_path / "b")
 
@@ -207,7 +207,7 @@ def test_the_local_folder_of_a_url_is_below_the_cache() -> None:
             local_folder(url, "cache", CheckpointError)
 
 
-def test_an_unknown_scheme_says_what_to_install() -> None:
+def test_an_unknown_scheme_names_the_package_to_install() -> None:
     with pytest.raises(CheckpointError, match="s3:// needs the package s3fs"):
         RemoteFolder("nowhere://bucket/run")
 
@@ -322,13 +322,13 @@ def test_checkpoints_stay_on_the_disk_and_in_order_while_the_store_is_away(
     put, away = MemoryFileSystem.put_file, threading.Event()
     order: list[str] = []
 
-    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+    def fail(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
         if not away.is_set():
             raise TimeoutError("no answer")
         order.append(target)
         put(self, source, target, **more)
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
     for step in (2, 4, 6, 8):
         checkpoint(save, step)
         remotes.deliver(step)
@@ -341,7 +341,7 @@ def test_checkpoints_stay_on_the_disk_and_in_order_while_the_store_is_away(
     assert manifests == [2, 4, 6, 8]
 
 
-def test_a_start_uploads_and_prunes_what_the_last_launch_left_behind(tmp_path: Path) -> None:
+def test_a_start_uploads_and_prunes_checkpoints_of_the_last_launch(tmp_path: Path) -> None:
     save, remotes = remotes_of(tmp_path, keep_last_n_checkpoints=2)
     for step in (2, 4, 6, 8):
         RemoteFolder(URL).upload(checkpoint(save, step)) if step < 6 else checkpoint(save, step)
@@ -380,7 +380,7 @@ def test_a_step_that_is_named_is_downloaded(tmp_path: Path) -> None:
     assert native.steps(save) == [4]
 
 
-def test_the_store_loses_what_a_rollback_leaves(tmp_path: Path) -> None:
+def test_the_store_loses_checkpoints_of_an_abandoned_branch(tmp_path: Path) -> None:
     save, remotes = remotes_of(tmp_path / "cache")
     for step in (4, 8, 12):
         RemoteFolder(URL).upload(checkpoint(save, step))

@@ -232,7 +232,7 @@ RUNNING: dict[str, tuple[str, ...]] = {
     "exec_module": (
         "methods/user_methods.py",
         "checkpoints/huggingface/transformers_check.py",
-    ),  # the latter what it has just written
+    ),  # the latter for the file that it has just written
     "spec_from_file_location": ("methods/user_methods.py", "checkpoints/huggingface/transformers_check.py"),
     "from_pretrained": ("checkpoints/huggingface/transformers_check.py",),
     "run_path": ("neox_plugin/__main__.py",),
@@ -252,7 +252,7 @@ RUNNING: dict[str, tuple[str, ...]] = {
     "full_load": (),
     "load_checkpoint": ("checkpoints/load.py",),
 }
-"""Functions that can run what a file says, and the only files of the package that may call them."""
+"""Functions that can run code of a file, and the only files of the package that may call them."""
 
 
 def test_no_other_way_from_a_file_to_code() -> None:

@@ -109,7 +109,7 @@ PLACES = {
 def test_a_file_of_a_checkpoint_or_of_data_as_configuration(
     place: str, beside: str, by: str, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such files come with what they describe; the same key in one's own file, or as an override, is run."""
+    """Such files come with a checkpoint or data. The same key in the user's own file or override is run."""
     file = tmp_path / place
     file.parent.mkdir(parents=True)
     if beside:

@@ -1,4 +1,4 @@
-"""What the GPT-NeoX plugin needs: Python 3.10, PyTorch 2.3, PyYAML and pydantic, which GPT-NeoX's environment has.
+"""Requirements of the GPT-NeoX plugin: Python 3.10, PyTorch 2.3, PyYAML and pydantic, which GPT-NeoX installs too.
 
 `NEOX_PLUGIN_OLDEST_PYTHON` names an interpreter of such an environment; without it, imports and names are looked at.
 """
@@ -27,7 +27,7 @@ from tests.neox.stubbed import STUB, Upstream, stub
 __all__ = ["stub"]
 
 OLDEST = "NEOX_PLUGIN_OLDEST_PYTHON"
-"""An environment variable of this test alone."""
+"""An environment variable that only this test reads."""
 
 CASES: dict[str, dict[str, Any]] = {
     "coca": {"pos_emb": "coca"},
@@ -110,7 +110,7 @@ def run(python: str, cases: dict[str, Any], folder: Path, *denied: str) -> dict[
 
 
 @pytest.mark.slow
-def test_it_runs_with_only_what_gpt_neox_has(stub: Upstream, tmp_path: Path) -> None:
+def test_it_runs_with_only_the_packages_of_gpt_neox(stub: Upstream, tmp_path: Path) -> None:
     activate()
     expected, found = outputs(CASES), run(sys.executable, CASES, tmp_path, *ABSENT)
     for name, values in expected.items():
@@ -194,7 +194,7 @@ def test_modules_import_nothing_else_at_their_top() -> None:
         assert {target.split(".")[0] for target in imported} <= HAS | sys.stdlib_module_names, name
 
 
-def test_a_backend_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{PACKAGE}.attention.backends.reference.find_spec", lambda name: None)
     with pytest.raises(BackendError, match="opt_einsum is not installed"):
         select_backend("reference", Needs("cpu", 8, None, (CAUSAL,), 0.0))

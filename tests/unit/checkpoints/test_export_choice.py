@@ -1,4 +1,4 @@
-"""What an export refuses, with the reason and without a trace on disk; packed weights and their way back."""
+"""The architecture that an export chooses, its errors, which leave nothing on disk, and packed weights."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_it_is_written_as(name: str, tmp_path: Path) -> None:
+def test_the_written_architecture(name: str, tmp_path: Path) -> None:
     keys, kind = WRITTEN[name]
     done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model")
     config = json.loads((done.folder / "config.json").read_text())
@@ -98,7 +98,7 @@ def test_packing_by_head_and_back(heads: weight_map.Heads, trailing: tuple[int, 
         assert torch.equal(packed[6:12], parts[1][:6]), "the first head's key follows its query"
 
 
-def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_told(
+def test_a_tokenizer_that_cannot_be_expressed_is_copied_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = train_sentencepiece(["the sea was calm and a boat lay near"] * 9, 280, tmp_path / "spm")
