@@ -387,7 +387,7 @@ class CocaDenseAttention(LlamaAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As LLaMA's, with the positions that `CocaDenseModel` passes on."""
+        """Compute attention as LLaMA's layer does, with the positions from `CocaDenseModel`."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -461,7 +461,7 @@ class CocaDenseLayer(LlamaDecoderLayer):
             self.post_attention_layernorm = before()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As LLaMA's."""
+        """Run the block as LLaMA's layer does."""
         normed = self.input_layernorm(hidden_states)
         attended = self._drop(self.attention_output_layernorm(self.self_attn(normed, *args, **kwargs)[0]))
         if self.parallel:
@@ -538,7 +538,7 @@ class CocaDenseModel(InitWeights, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the stock model's. Positions come from `position_ids`, else from the mask, else they are 0, 1, ..."""
+        """Run the model as the stock class does. Positions are `position_ids`, else from the mask, else 0, 1, ..."""
         self._check(past_key_values)
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         new, past, total = embeds.shape[1], 0, embeds.shape[1]
@@ -621,9 +621,10 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         inputs_embeds: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the stock model's, but all tokens are computed again if LongRoPE switches to the factors of long texts.
+        """Prepare a step as the stock class does.
 
-        Then the cache is dropped, as in Phi 3's class. This is not possible for a prompt that was given as embeddings.
+        If LongRoPE switches to the factors of long texts, the cache is dropped and all tokens are computed again, as in
+        Phi 3's class. This is not possible for a prompt that was given as embeddings.
         """
         if past_key_values is not None and self._outgrown(past_key_values, input_ids, attention_mask):
             past_key_values = None

@@ -52,7 +52,7 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
             if not available or wanted not in (None, *available):
                 which = "" if wanted is None else f" of step {wanted}"
                 raise CheckpointError(
-                    f"{url}: holds no complete checkpoint{which}; choose another one (there are {available or 'none'})"
+                    f"{url}: holds no complete checkpoint{which}; there are {available or 'none'}, choose another step"
                 )
             folder = native.step_folder(save, available[-1] if wanted is None else wanted)
             return folder if remote.has(folder) else remote.download(native.step_of(folder), save)

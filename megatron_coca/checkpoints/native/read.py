@@ -126,7 +126,7 @@ def locate(path: str | Path, step: int | None = None) -> Path:
     if step is not None:
         if step not in available and not _has_manifest(step_folder(path, step)):
             raise CheckpointError(
-                f"{path}: has no checkpoint of step {step}; choose another one (there are {available or 'none'})"
+                f"{path}: has no checkpoint of step {step}; there are {available or 'none'}, choose another step"
             )
         return step_folder(path, step)
     if not available:

@@ -253,7 +253,7 @@ def test_a_checkpoint_is_downloaded_once_by_step_or_as_the_newest(tmp_path: Path
     object_store.fetch(URL, cache=tmp_path)
     assert weights.stat().st_mtime_ns == before
     for url, step in ((URL, 5), (f"{URL}/global_step5", None)):
-        with pytest.raises(CheckpointError, match=rf"{url}: holds no .* of step 5; .*there are \[9, 10\]"):
+        with pytest.raises(CheckpointError, match=rf"{url}: holds no .* of step 5; there are \[9, 10\]"):
             object_store.fetch(url, step, tmp_path)
 
 
