@@ -58,7 +58,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "garbled manifest": (lambda folder: flip_bit(folder / native.MANIFEST), "global_step6"),
     "manifest without a sense": (
         lambda folder: (folder / native.MANIFEST).write_text('{"format": 2, "files": {"meta.json": 3}}'),
-        "lists no files; it is damaged",
+        "is damaged (it lists no files)",
     ),
     "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: cannot be read"),
     "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: cannot be read"),
