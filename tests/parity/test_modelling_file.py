@@ -20,6 +20,7 @@ from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
 from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
+from tests.conftest import ROOT
 from tests.parity.exported import (
     GROUPED,
     NEOX,
@@ -53,6 +54,14 @@ def test_it_stands_alone(tmp_path: Path) -> None:
     assert others == {"torch", "transformers", "typing_extensions"}
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert len(defined) == len(set(defined))
+
+
+@pytest.mark.slow
+def test_it_needs_no_other_import_before() -> None:
+    """A fresh process that imports only this module."""
+    code = "from megatron_coca.checkpoints.huggingface.model_source import modelling_file; print(modelling_file())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == modelling_file() + "\n"
 
 
 def test_its_formulas_are_the_sources(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import megatron_coca.model  # noqa: F401 - loads the modules of all formulas
 from megatron_coca import methods
 
 TEMPLATE = Path(__file__).with_name("modeling_coca.py")
