@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.native.state import StateReader
 from megatron_coca.config import Config
 from megatron_coca.data import Tokenizer, load_tokenizer

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron_coca.checkpoints.huggingface.write import export
-from megatron_coca.checkpoints.neox.write import export_neox
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.config import load_config
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.data.builtin import prepare_builtin

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_coca.checkpoints.native.folder import code_versions
+from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.evaluation.tasks.speed import quartiles
 
 

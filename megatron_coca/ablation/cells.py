@@ -16,8 +16,7 @@ from typing import Literal
 import zstandard
 
 from megatron_coca.ablation.grid import Cell, DataRecord
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.curves import CURVE, Curve, TrainedStage, metrics, run_curve, trained_stages
 from megatron_coca.evaluation.results import (
     EvaluationError,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, JsonValue, field_validator, model_va
 
 from megatron_coca.ablation.inputs import Inputs
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.checkpoints.compare import check_same_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError
@@ -282,7 +282,7 @@ def configured(base: Config, entry: ModelEntry) -> Config:
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
     for variant, changes in entry.variants.items():
         try:
-            refuse_other_model(Path("the model"), config, _changed(config, changes))
+            check_same_model(Path("the model"), config, _changed(config, changes))
         except ConfigError as error:
             problems += [f"variants.{variant}: {line}" for line in error.problems]
         except CheckpointError as error:

@@ -14,7 +14,7 @@ from typing import NoReturn
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.grid import Cell
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.support import console

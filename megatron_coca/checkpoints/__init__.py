@@ -1,4 +1,24 @@
-"""Checkpoints: our own layout, Hugging Face folders, and loading either for evaluation."""
+"""Checkpoints: our own layout, those of Hugging Face and GPT-NeoX, and loading any of them for evaluation."""
 
-from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.load import LoadedModel, OpenedCheckpoint, load_checkpoint, load_model, open_checkpoint
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_coca.checkpoints.files import CheckpointError
+    from megatron_coca.checkpoints.load import load_checkpoint, load_model, open_checkpoint
+    from megatron_coca.checkpoints.opened import LoadedModel, OpenedCheckpoint
+
+_NAMES = {
+    "files": ("CheckpointError",),
+    "load": ("load_checkpoint", "load_model", "open_checkpoint"),
+    "opened": ("LoadedModel", "OpenedCheckpoint"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: GPT-NeoX's plugin imports names of the format from here, and must not load the readers of all formats.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

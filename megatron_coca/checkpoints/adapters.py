@@ -1,4 +1,4 @@
-"""Adapters of peft in a folder: transformers applies them when it loads the folder, so they are part of its model."""
+"""Adapters of peft in a folder. Transformers applies them when it loads the folder, so they are part of the model."""
 
 import os
 import shlex
@@ -10,15 +10,15 @@ CONFIG = "adapter_config.json"
 PATTERN = "adapter_model*"
 
 
-def refuse_adapters(folder: Path) -> None:
-    """Raise CheckpointError, with the lines that merge them, if a folder has adapters, with or without a model."""
+def check_no_adapters(folder: Path) -> None:
+    """Raise CheckpointError if a folder has adapters; the message has the commands that merge them."""
     described = os.path.isfile(folder / CONFIG)
     found = [CONFIG] * described + sorted(path.name for path in folder.glob(PATTERN) if os.path.isfile(path))
     if not found:
         return
     if not described:
         raise CheckpointError(
-            f"{folder}: has {found[0]} without {CONFIG}, which says how it changes the model; add that file, or move "
+            f"{folder}: has {found[0]} without {CONFIG}, which describes its use; add that file, or move "
             f"{found[0]} elsewhere"
         )
     raise CheckpointError(
@@ -28,12 +28,12 @@ def refuse_adapters(folder: Path) -> None:
 
 
 def merging_lines(folder: Path) -> list[str]:
-    """Return the commands that merge the adapters in a folder into its base model as FOLDER-merged."""
+    """Return the commands that merge the adapters in a folder into the base model, as FOLDER-merged."""
     named = read_json(folder / CONFIG).get("base_model_name_or_path")
     within = not isinstance(named, str) or not named or Path(named).resolve() == folder.resolve()
     base, adapters, merged = (folder if within else named), str(folder), f"{folder}-merged"
     lines = []
-    if within:  # transformers would apply adapters in the base's folder when it loads the base
+    if within:  # transformers would apply adapters in the folder of the base model when it loads that
         adapters = f"{folder}-adapters"
         lines += [
             f"mkdir {shlex.quote(adapters)}",

@@ -1,25 +1,26 @@
-"""Configuration keys that may differ between training and later use of the weights."""
+"""Compare configurations: which keys may differ between training and later use, and whether two models are equal."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config
-from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
-from megatron_coca.config.position import LayerType, PositionConfig
+from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
+from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
 LAYER_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
 ) | {"attention_chunk_size", "attention_backend"}
-"""Position keys that may differ at evaluation, also in one type of layers."""
+"""Position keys that may differ at evaluation, for the whole model or for one type of layer."""
 EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
-"""Keys, and groups of keys, that may differ at evaluation; any other difference makes it another model."""
+"""Keys and groups of keys that may differ at evaluation. A difference in any other key makes it another model."""
 
 TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate")
-"""Keys with choices that are part of the training, as their declarations say: these are used at evaluation if and only
-if they were in training, with the same options and training length.
+"""Keys with choices that are part of the training (`trained` in their declarations). Such a choice is used at
+evaluation if and only if it was used in training, with the same options and training length.
 """
 
 FIXED_BY_WEIGHTS = frozenset(
@@ -29,7 +30,7 @@ FIXED_BY_WEIGHTS = frozenset(
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
 }
-"""Keys that finetuning must share with the run that trained the weights; the position method may differ."""
+"""Keys that must be the same in finetuning as in the run that trained the weights. The position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
@@ -41,7 +42,7 @@ POSITION_WEIGHTS = re.compile(
 def differing_keys(
     saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()
 ) -> list[str]:
-    """A line for every key in which two configurations differ, except free ones."""
+    """Return a line for every key in which two configurations differ, except for free keys and groups."""
     before, after = saved.flat(), wanted.flat()
     return [
         f"{key} (saved {before[key]!r}, now {after[key]!r})"
@@ -51,8 +52,9 @@ def differing_keys(
 
 
 def extension_note(saved: Config, wanted: Config) -> str | None:
-    """Say what becomes of the frequency extension that a model has already, with the lengths that both refer to; None
-    if it has none, or nothing concerns it.
+    """Return a note if overrides replace a model's own frequency extension or are combined with it, else None.
+
+    The note names the length that each extension refers to.
     """
     before, after = saved.position, wanted.position
     keys = [key for key in ("relative_positions", "logit_scaling") if getattr(before, key) != getattr(after, key)]
@@ -69,8 +71,8 @@ def _with_length(config: Config) -> str:
     return f"{extension.name} (from a length of {length:,})" if extension.measures_length else extension.name
 
 
-def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
-    """Raise CheckpointError, naming all keys, if weights trained as `saved` cannot be evaluated as `wanted`."""
+def check_same_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
+    """Raise CheckpointError, which names all keys, if weights trained as `saved` cannot be evaluated as `wanted`."""
     differing = differing_keys(saved, wanted, EVALUATION_KEYS | also_free, EVALUATION_GROUPS)
     for name, before in saved.layer_types.items():
         after, where = wanted.position.of_type(name), "" if name == GLOBAL else f"layer_types.{name}."
@@ -85,13 +87,15 @@ def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: f
         found = (_learned_difference(key, before, after, lengths) for key in TRAINED_CHOICES)
         differing += [f"{where}{problem}" for problem in found if problem]
     if differing:
-        raise CheckpointError(f"{folder}: its weights cannot be evaluated with another {', '.join(differing)}")
+        raise CheckpointError(
+            f"{folder}: its weights cannot be evaluated with another {', '.join(differing)}; set these as saved"
+        )
 
 
-def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> None:
-    """Raise CheckpointError, naming all keys, if a run of `wanted` cannot start from weights trained as `saved`.
+def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None:
+    """Raise CheckpointError, which names all keys, if a run of `wanted` cannot start from weights trained as `saved`.
 
-    Only keys that change what the weights compute; differences of shape are found when they are loaded.
+    Only keys that change the function of the weights are compared. Loading the weights finds differences of shape.
     """
     fixed = set(FIXED_BY_WEIGHTS)
     if saved.model.norm in NORM_EPSILONS:
@@ -110,7 +114,7 @@ def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> No
 
 
 def _learned_difference(key: str, before: PositionConfig, after: PositionConfig, lengths: list[int]) -> str | None:
-    """The difference in a choice that belongs to the training, None if there is none; `lengths` are L of both."""
+    """Return the difference in a choice that belongs to the training, or None; `lengths` has both training lengths."""
     trained, used = (
         next((choice.name for choice, _ in position.choices() if choice.key == key and choice.trained), None)
         for position in (before, after)
@@ -123,3 +127,44 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
     if trained is None or (same and (key != "rope_scaling" or before.rotary_emb_base == after.rotary_emb_base)):
         return None
     return f"{key} (trained with other options, base or training length of {trained})"
+
+
+def comparable(config: Config) -> dict[str, Any]:
+    """Return a description of the function that a model computes. Models with equal descriptions are equal.
+
+    Exports use it to compare a model with the configuration that was written.
+    """
+    flat, model = config.flat(), config.model
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+    lengths = ("seq_length", "padded_vocab_size")
+    kinds = config.layer_types
+    positions = []
+    for name in model.layer_names:
+        kind = kinds[name]
+        own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
+        own["rope_scaling"] = None
+        if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
+            measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
+            own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if (distances := kind.relative_positions) is not None:
+            own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
+        if isinstance(kind.logit_scaling, Selected):
+            own["logit_scaling"] = {"name": kind.logit_scaling.type} | kind.logit_scaling.settings(model.seq_length)
+        if not kind.embedding.rotary:
+            own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
+        positions.append(own)
+    epsilon = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon"}.get(model.norm, "scalenorm_epsilon")
+    keys = (
+        *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
+        *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
+        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
+        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
+    )
+    shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
+    shown["activation"] = "silu" if model.activation == "swish" else model.activation
+    shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
+    shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied
+    shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
+    shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
+    shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
+    return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

@@ -1,7 +1,7 @@
-"""The files of checkpoints: errors about them, JSON, listing, and checksums, which are compared in several threads.
+"""Errors, JSON, file lists and checksums of checkpoint files.
 
-The checksum is sha256 (1.8 GB/s on one core with SHA instructions; hashlib releases the GIL). That of the weights file
-also identifies a checkpoint in evaluation results.
+The checksum is sha256: 1.8 GB/s on one core with SHA instructions. Several threads compute it, because hashlib releases
+the GIL. The checksum of the weights file also identifies a checkpoint in evaluation results.
 """
 
 import hashlib
@@ -22,35 +22,39 @@ BLOCK = 1 << 20
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, damaged, in an unknown format or of another architecture; the message names the file
-    and the remedy.
+    """A checkpoint is missing, damaged, in an unknown format or of another architecture.
+
+    The message names the file and the remedy.
     """
 
 
 class UnreadableError(CheckpointError):
-    """A file cannot be read (I/O error, permission). The checkpoint may be valid; never move or delete it."""
+    """A file cannot be read (I/O error, permission). The checkpoint may be valid: do not move or delete it."""
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> "UnreadableError":
-        """The error for `path`, with the reason that the file system gave."""
+        """Return the error for `path` with the reason that the file system gave."""
         reason = error.strerror or str(error)
-        return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left unchanged")
+        return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions (nothing was changed)")
 
 
 class ServiceError(CheckpointError):
-    """An object store does not answer. Nothing is wrong with the input: the same command works when it is back."""
+    """An object store does not answer. The input is valid: the same command works when the store is back."""
 
     status = UNAVAILABLE
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The manifest's entry of a file: size in bytes and sha256."""
+    """Return the entry of a file in a manifest: size in bytes and sha256."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def files(folder: Path) -> list[str]:
-    """Sorted relative names of all files and symbolic links below a folder. Raises OSError if one cannot be listed."""
+    """Return the sorted relative names of all files and symbolic links below a folder.
+
+    Raises OSError if a folder cannot be listed.
+    """
 
     def fail(error: OSError) -> None:
         raise error
@@ -63,34 +67,34 @@ def files(folder: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON mapping. Raises CheckpointError, or UnreadableError if the file system fails."""
+    """Read a JSON mapping. Raises CheckpointError, or UnreadableError if the file system fails."""
     try:
         content = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); copy the file again") from error
     except OSError as error:
         raise UnreadableError.of(path, error) from error
     return parse_json(content, path)
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """As `read_json`; empty without such a file."""
+    """As `read_json`, but return an empty mapping if there is no such file."""
     return read_json(path) if path.is_file() else {}
 
 
 def parse_json(content: bytes, source: str | Path) -> dict[str, Any]:
-    """The JSON mapping in `content`. Raises CheckpointError, naming `source`."""
+    """Return the JSON mapping in `content`. Raises CheckpointError, which names `source`."""
     try:
         mapping = json.loads(content, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{source}: cannot be read as JSON ({error}); copy the file again") from error
     if not isinstance(mapping, dict):
-        raise CheckpointError(f"{source}: is not a mapping")
+        raise CheckpointError(f"{source}: is not a JSON mapping; copy the file again")
     return mapping
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON mapping, of whose repeated keys json would keep the last."""
+    """Return a JSON mapping. Raises ValueError for a repeated key, of which json would keep the last value."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -104,14 +108,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class Comparison:
-    """Compares files with their sha256 in threads, which stop when this context manager exits.
+    """Compares files with their sha256 in threads. The threads stop when this context manager exits.
 
     Attributes:
-        bytes_read: bytes of all files read until now.
+        bytes_read: bytes read so far.
     """
 
     def __init__(self, expected: Mapping[Path, str], threads: int) -> None:
-        """`expected` maps files, the largest first, to hexadecimal digests."""
+        """`expected` has the hexadecimal digest of each file, the largest file first."""
         self.bytes_read = 0
         self._expected, self._lock, self._stop = dict(expected), threading.Lock(), threading.Event()
         self._pool = ThreadPoolExecutor(max(1, min(threads, len(expected))), "verification")
@@ -126,14 +130,14 @@ class Comparison:
         self._pool.shutdown(cancel_futures=True)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds`; returns whether all files are compared or one has failed."""
+        """Wait at most `seconds`. Return whether all files are compared or one has failed."""
         if not self._futures:
             return True
         return not wait(self._futures, seconds, FIRST_EXCEPTION).not_done or self.failure is not None
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The error of one file: UnreadableError if it cannot be read, CheckpointError if its content differs."""
+        """The first error: UnreadableError if a file cannot be read, CheckpointError if its content differs."""
         for future in self._futures:
             error = future.exception() if future.done() and not future.cancelled() else None
             if isinstance(error, CheckpointError):
@@ -155,4 +159,7 @@ class Comparison:
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         if digest.hexdigest() != expected:
-            raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
+            raise CheckpointError(
+                f"{path}: its content has changed since the checkpoint was written (sha256 differs); copy it "
+                "again, or use another step"
+            )

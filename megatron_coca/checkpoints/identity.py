@@ -1,11 +1,11 @@
 """The identity of a checkpoint: digests of its content, independent of its path.
 
 Hashing 13 GB takes longer than many evaluations, so large tensors are sampled. A tensor of at most 1 MiB is read
-whole. Of a larger one 16 ranges of 64 KiB are read; the first is at its start and the last at its end. That is 1 MiB
-for each tensor, or 0.2 GB for a model of 7 billion parameters, which takes seconds on a local disk. Training, merged
-adapters and rounding change all of a tensor and are always noticed. A change of a few rows of a large tensor is missed
-if it lies between two ranges. Our own checkpoints do not have this limit: their identity is the sha256 of the weights'
-file, as the manifest has it.
+whole. From a larger tensor, 16 ranges of 64 KiB are read; the first begins at its start and the last ends at its end.
+This is 1 MiB for each tensor, or 0.2 GB for a model of 7 billion parameters, which takes seconds on a local disk.
+Training, merged adapters and rounding change all of a tensor, so they always change the identity. A change of a few
+rows of a large tensor is missed if it lies between two ranges. Our own checkpoints do not have this limit: their
+identity is the sha256 of the weights file, which the manifest has.
 """
 
 import hashlib
@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.refusals import WITHOUT_EFFECT
+from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
 from megatron_coca.checkpoints.weights import is_archive, read_layout
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.schema import default_of
 from megatron_coca.support.regular_files import open_regular
 
 RANGE, RANGES = 1 << 16, 16
-"""Bytes of a sampled range, and ranges of a tensor that is larger than all of them."""
+"""Bytes of a sampled range, and number of ranges of a large tensor."""
 WHOLE_FILE, FILE_RANGES = 1 << 26, 256
-"""Bytes of a file of data that is read whole, and ranges of a larger one."""
+"""Largest data file, in bytes, that is read whole, and number of ranges of a larger file."""
 OF_THE_WRITER = ("version", ".data/serialization_id", ".format_version", ".storage_alignment")
-"""Records of PyTorch's archives that say how they were written."""
+"""Records of PyTorch's archives that depend on the writer and not on the tensors."""
 
 
 def network_digest(config: Config) -> str:
-    """Return the sha256 of all keys that decide what given weights compute, without those at their defaults.
+    """Return the sha256 of all keys that change the function of given weights, without keys at their defaults.
 
-    A key that is added later, at its default, does not change it.
+    A key that is added to the schema later does not change the digest while it has its default.
     """
     flat = config.flat()
     keys = {
@@ -45,10 +45,10 @@ def network_digest(config: Config) -> str:
 
 
 def tensors_identity(config: Config, files: Mapping[str, Path]) -> str:
-    """Return the identity of a model in safetensors files, given the file of each weight.
+    """Return the identity of a model in safetensors files; `files` has the file of each weight.
 
-    It covers the configuration, and names, dtypes, shapes and values (sampled) of the weights. The division into files
-    does not matter. Raises UnreadableError.
+    It covers the configuration and the names, dtypes, shapes and sampled values of the weights. It does not depend on
+    how the weights are divided into files. Raises UnreadableError.
     """
     digest = _begun(config)
     places = {path: read_layout(path) for path in dict.fromkeys(files.values())}
@@ -60,8 +60,10 @@ def tensors_identity(config: Config, files: Mapping[str, Path]) -> str:
 
 
 def pickles_identity(config: Config, paths: Iterable[Path]) -> str:
-    """Return the identity of a model in pickled files: the configuration, and for each file its name, the checksums of
-    all tensors, which PyTorch's archives have, and ranges of its bytes. Raises UnreadableError.
+    """Return the identity of a model in pickled files.
+
+    It covers the configuration and, for each file, its name, the checksums of all tensors that PyTorch's archive has,
+    and ranges of its bytes. Raises UnreadableError.
     """
     digest = _begun(config)
     for path in sorted(paths):
@@ -71,14 +73,14 @@ def pickles_identity(config: Config, paths: Iterable[Path]) -> str:
             records = _records(path)
             listed = sorted((record.filename.partition("/")[2], record.file_size, record.CRC) for record in records)
             digest.update(json.dumps([entry for entry in listed if entry[0] not in OF_THE_WRITER]).encode())
-            # They can be left out by the writer.
+            # The writer can leave checksums out; then the bytes are sampled.
             parts = [(record.header_offset, record.file_size) for record in records if not record.CRC]
         _read_into(digest, path, parts)
     return digest.hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Return a sha256 of the size of a file and of its bytes, for one above 64 MiB of 256 ranges of 64 KiB.
+    """Return a sha256 of the size of a file and of its bytes. Above 64 MiB, 256 ranges of 64 KiB are read.
 
     Raises OSError.
     """
@@ -99,11 +101,11 @@ def _records(path: Path) -> list[zipfile.ZipInfo]:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return archive.infolist()
     except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: is damaged or not a weights file ({error}); fetch it again") from error
+        raise CheckpointError(f"{path}: is damaged or not a weights file ({error}); download it again") from error
 
 
 def _read_into(digest: Any, path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Add bytes of a file to a digest: of each part (begin, bytes) all, or ranges of a large one."""
+    """Add the parts (begin, bytes) of a file to a digest; large parts are sampled."""
     try:
         with open_regular(path) as file:
             for begin, size in parts:
@@ -115,7 +117,7 @@ def _read_into(digest: Any, path: Path, parts: Iterable[tuple[int, int]]) -> Non
 def _sample(
     digest: Any, file: BinaryIO, begin: int, size: int, whole: int = RANGE * RANGES, count: int = RANGES
 ) -> None:
-    """Add `size` bytes from `begin` on, of more than `whole` only `count` ranges from the first to the last byte."""
+    """Add `size` bytes from `begin` on. If there are more than `whole`, add `count` ranges that cover both ends."""
     ranges = [(begin + number, RANGE) for number in range(0, size, RANGE)]
     if size > whole:
         ranges = [(begin + (size - RANGE) * number // (count - 1), RANGE) for number in range(count)]

@@ -1,24 +1,25 @@
-"""Importing any readable checkpoint as one of ours that holds weights only.
+"""Import a checkpoint of any layout as one of ours, with weights only.
 
-Weights are copied one at a time, so that memory does not depend on the size of the model.
+Weights are copied one at a time, so the memory does not depend on the size of the model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.read import CONFIG, is_huggingface_folder
-from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
+from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.checkpoints.opened import Overrides, check_fit
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
 from megatron_coca.data.tokenizers.losses import sampled
-from megatron_coca.model import empty_model
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.support.plain_text import masked
 
@@ -31,8 +32,8 @@ class Imported:
         folder: save folder with one checkpoint, of step 0.
         config: of the model.
         parameters: of the model.
-        tokenizer_note: why the tokenizer, or its end of text, could not be used, or what text it loses, or None.
-        huggingface_folder: the source, if it is one.
+        tokenizer_note: why the tokenizer or its end of text could not be used, or which text it loses; or None.
+        huggingface_folder: the source, if it is a Hugging Face folder.
     """
 
     folder: Path
@@ -45,13 +46,13 @@ class Imported:
 def import_checkpoint(
     source: str | Path, folder: str | Path, overrides: Overrides = (), dtype: str | None = None
 ) -> Imported:
-    """Write a checkpoint as a save folder of ours with one step that holds weights only, atomically.
+    """Write a checkpoint atomically as a save folder of ours, with one step that has weights only.
 
     Args:
         source: any checkpoint that `open_checkpoint` reads.
-        folder: must not exist.
+        folder: to write; it must not exist.
         overrides: as for `load_model`; `pos_emb=coca` for GPT-NeoX folders of CoCA's authors.
-        dtype: of the weights; by default that of the source, with equal bits.
+        dtype: of the weights. By default they are copied bit by bit.
 
     Raises:
         CheckpointError: the source is invalid or in an unknown format, its weights do not fit its configuration, or
@@ -62,7 +63,7 @@ def import_checkpoint(
     folder = Path(folder)
     refuse_existing(folder, CheckpointError)
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r} is not known; known: {', '.join(DTYPES)}")
+        raise CheckpointError(f"dtype: {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
     opened = open_checkpoint(source, overrides=overrides)
     config, weights = opened.configure(overrides), opened.weights()
     check_fit(config, weights)
@@ -92,10 +93,10 @@ def import_checkpoint(
 
 
 def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-    """Return the configuration of a run that starts from the weights in `folder`: its network, positions and
-    tokenizer, with `load` and `finetune`.
+    """Return the configuration of a run that starts from the weights in `folder`.
 
-    Args and errors as of `open_checkpoint`.
+    It has the network, positions and tokenizer of the checkpoint, and sets `load` and `finetune`. The arguments and
+    errors are those of `open_checkpoint`.
     """
     opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
@@ -105,7 +106,7 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
         if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
     }
     keys |= {key: flat[key] for key in TOKENIZER_KEYS if flat[key] is not None}
-    # The data say how many ids there are, and the folder how many rows.
+    # The tokenizer has the number of ids, and the embedding the number of rows.
     rows = opened.trained.model.padded_vocab_size
     keys |= {"vocab_size": opened.known_ids(), "make_vocab_size_divisible_by": rows}
     if is_huggingface_folder(opened.folder) and vocabulary.is_file():
@@ -113,16 +114,10 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
     return load_config([], keys | {"load": str(folder), "finetune": True})
 
 
-def check_fit(config: Config, weights: Weights) -> None:
-    """Raise CheckpointError, naming every weight that is missing, unexpected or of another shape in the model."""
-    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # nothing is computed
-    model = empty_model(plain, "cpu", training=False, memory="meta")
-    load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))
-
-
 def _tokenizer_keys(saved: Path, final: Path) -> dict[str, str | None]:
-    """The keys that name a saved tokenizer by its final location, or only its type where another end of text than the
-    default was chosen, which keys cannot say.
+    """Return the keys that name a saved tokenizer by its final location.
+
+    If its end of text is not the default, only the type is named, because keys cannot express that choice.
     """
     description = native.read_json(saved / DESCRIPTION)
     files = {key: description.get(key) for key in ("vocab_file", "merge_file")}

@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.object_store import fetch
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_saved_config, named_imports
@@ -30,15 +30,15 @@ class Description:
 
     Attributes:
         folder: one step's folder.
-        holds: "run" for all that resuming needs, "weights" for a model alone; None without a manifest.
+        holds: "run" for everything that resuming needs, "weights" for weights only; None without a manifest.
         meta: content of meta.json: step, topology, versions, progress, samples read.
         keys: `SHOWN_KEYS` of the configuration.
-        imports: files of methods that the configuration names; they are not run, and its keys not checked.
+        imports: files of methods that the configuration names. They are not run, and then keys are not checked.
         parameters: of the model; None if its weights are missing or unreadable.
         sizes: bytes by top-level entry of the folder.
         unlisted: files in the folder that its manifest does not list.
         verified: whether checksums were compared.
-        damage: what is wrong with it; None if it is valid as far as it was checked.
+        damage: the first error; None if there is none in the parts that were checked.
     """
 
     folder: Path
@@ -58,10 +58,9 @@ class Description:
 
 
 def checkpoints_in(path: str | Path) -> list[Path]:
-    """The step folder `path`, or all in a save folder, also those without a manifest but with a file; a URL is
-    downloaded.
+    """Return the step folder `path`, or all step folders in a save folder that have a file, even without a manifest.
 
-    Raises CheckpointError if there are none.
+    A checkpoint behind a URL is downloaded. Raises CheckpointError if there are none.
     """
     if is_url(path):
         return [fetch(str(path))]
@@ -73,15 +72,15 @@ def checkpoints_in(path: str | Path) -> list[Path]:
 
 
 def _has_files(folder: Path) -> bool:
-    """False for an empty tree of folders, which a store without a way to remove folders leaves of a pruned step."""
+    """Return False for an empty tree of folders, which remains of a pruned step if a store cannot remove folders."""
     try:
         return bool(native.files(folder))
-    except OSError:  # describing it reports the reason
+    except OSError:  # `describe` reports the reason
         return True
 
 
 def describe(folder: Path, verify: bool = True) -> Description:
-    """Describe one step's folder; with `verify` every byte is compared with its checksum, otherwise names and sizes."""
+    """Describe one step's folder. With `verify` all checksums are compared, otherwise names and sizes only."""
     found = Description(folder, verified=verify)
     try:
         native.verify(folder, verify)
@@ -89,7 +88,7 @@ def describe(folder: Path, verify: bool = True) -> Description:
         found.damage = str(error)
     try:
         found.unlisted = native.unlisted(folder)
-        found.holds = native.read_json(folder / native.MANIFEST).get("holds", native.EVERYTHING)
+        found.holds = native.read_json(folder / native.MANIFEST).get("holds")
         found.meta = native.read_meta(folder)
         open_regular(folder / native.CONFIG).close()
         saved = given_values((), [folder / native.CONFIG])
@@ -101,7 +100,7 @@ def describe(folder: Path, verify: bool = True) -> Description:
     except (CheckpointError, ConfigError) as error:
         found.damage = found.damage or str(error)
     except OSError as error:
-        found.damage = found.damage or f"{folder}: cannot be read: {error}"
+        found.damage = found.damage or f"{folder}: cannot be read ({error}); check the disk and the permissions"
     with suppress(OSError):
         sizes: Counter[str] = Counter()
         for name in native.files(folder):
@@ -111,18 +110,20 @@ def describe(folder: Path, verify: bool = True) -> Description:
 
 
 def describe_text(found: Description) -> str:
-    """A description as text."""
+    """Return a description as text."""
     meta = found.meta
-    status = found.damage or ("valid" if found.verified else "not verified: files and sizes are as written")
+    status = found.damage or (
+        "valid" if found.verified else "not verified: only names and sizes of files were compared"
+    )
     lines = [f"{found.folder}: step {meta.get('step', '?')}, {status}"]
     lines += [f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted]
     lines += [f"  {name}: {value}" for name, value in found.keys.items() if value is not None]
-    lines += [f"  imports: {name}: a file of methods (Python), which was not run" for name in found.imports]
+    lines += [f"  imports: {name} (Python, not run)" for name in found.imports]
     lines += [f"  imported, {name}: {value}" for name, value in (meta.get("imported") or {}).items()]
     if found.parameters is not None:
         lines.append(f"  parameters: {found.parameters:,}")
     if found.holds == native.WEIGHTS_ONLY:
-        lines.append("  holds weights only: a run starts from them with finetune=true")
+        lines.append("  weights only: finetune=true starts a run from them")
     shown = ("dtype", "batch", "topology", "zero_stage", "versions")
     lines += [f"  {name}: {meta[name]}" for name in shown if name in meta]
     lines += [f"  {name}: {value}" for name, value in (meta.get("progress") or {}).items() if name != "guard" and value]

@@ -1,15 +1,15 @@
-"""The tokenizer of a checkpoint: one rule for evaluation, import and export, and for every layout.
+"""Find the tokenizer of a checkpoint, by one rule for evaluation, import and export, and for every layout.
 
-The first of these that exists:
+The first of these that exists is used:
 
-1. the one that overrides name: `tokenizer_type`, `vocab_file`, `merge_file`;
-2. the one in the checkpoint's folder: our `tokenizer/`, or files named as in transformers (tokenizer.json;
-   tokenizer.model; vocab.json with merges.txt);
-3. the one that its configuration records: the same keys in config.yml, or in the `configs/*.yml` of GPT-NeoX, which
-   saves no tokenizer; a relative path counts from the working directory, as there.
+1. The tokenizer that overrides name by `tokenizer_type`, `vocab_file` and `merge_file`. It must be readable and fit.
+2. The tokenizer in the checkpoint's folder: our `tokenizer/`, or files with transformers' names (tokenizer.json;
+   tokenizer.model; vocab.json with merges.txt).
+3. The tokenizer that the checkpoint's configuration names by the same keys. It is in config.yml, or in `configs/*.yml`
+   of GPT-NeoX, which saves no tokenizer. A relative path counts from the working directory, as in GPT-NeoX.
 
-The first must be readable and fit; the others are skipped with a note if they are not. The model's own folder names the
-tokens that end its texts, whichever tokenizer is used.
+If 2 or 3 cannot be read or does not fit, it is skipped with a note. The tokens that end a text always come from the
+model's own folder.
 """
 
 import hashlib
@@ -48,18 +48,18 @@ class Found(NamedTuple):
 def find_tokenizer(
     folder: Path, saved: Path | None, trained: Config, end: str | None, given: Mapping[str, Any]
 ) -> Found:
-    """The tokenizer of a checkpoint, or None with the reason, by the rule above.
+    """Return the tokenizer of a checkpoint, or None with the reason, by the rule above.
 
     Args:
         folder: of the checkpoint.
-        saved: the tokenizer saved with the weights by `Tokenizer.save`, or None.
+        saved: folder of the tokenizer that `Tokenizer.save` saved with the weights, or None.
         trained: configuration of the checkpoint.
-        end: the token that ended documents in training if the vocabulary has it; None if it is not known.
+        end: the token that ended documents in training, if the vocabulary has it; None if it is not known.
         given: keys that overrides set.
 
     Raises:
         CheckpointError: the tokenizer that overrides name has more ids than the embedding has rows.
-        DataError: it cannot be opened, or the saved one is damaged.
+        DataError: that tokenizer cannot be opened, or the saved one is damaged.
     """
     rows = trained.model.padded_vocab_size
     recorded = {key: getattr(trained.data, key) for key in KEYS}
@@ -68,8 +68,8 @@ def find_tokenizer(
         tokenizer, note = _load_with_end(**named, end=end)
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
-                f"{named['vocab_file'] or named['tokenizer_type']}: has {tokenizer.vocab_size} ids, the embedding of "
-                f"{folder} has {rows} rows; name the tokenizer that the model was trained with"
+                f"{named['vocab_file'] or named['tokenizer_type']}: has {tokenizer.vocab_size} ids, but the embedding "
+                f"of {folder} has {rows} rows; name the tokenizer that the model was trained with"
             )
         return Found(_with_ends(tokenizer, folder, saved), note)
     if saved is not None:
@@ -96,10 +96,10 @@ def find_tokenizer(
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end texts by a Hugging Face folder, or by the tokenizer saved with a model if it is the same."""
+    """Add the ids that end texts, from a Hugging Face folder or from the saved tokenizer if it is the same one."""
     rules = find_rules(folder)
     if saved is not None:
-        with suppress(DataError):  # a damaged one, which another replaces
+        with suppress(DataError):  # the saved tokenizer is damaged, and another one replaces it
             own = load_saved_tokenizer(saved)
             rules = own.rules if first_difference(own, tokenizer) is None else rules
     tokenizer.rules = replace(tokenizer.rules, ends=tuple(dict.fromkeys([*tokenizer.rules.ends, *rules.ends])))
@@ -111,11 +111,11 @@ def _is_complete(keys: Mapping[str, Any]) -> bool:
 
 
 def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
-    """The tokenizer in a Hugging Face folder with the end of text that the folder names, or None with the reason.
+    """Return the tokenizer in a Hugging Face folder, with the folder's end of text, or None with the reason.
 
     Args:
-        folder: with the tokenizer's files, named as in transformers.
-        rows: of the embedding; a tokenizer with more ids is refused.
+        folder: has the tokenizer's files under transformers' names.
+        rows: rows of the embedding; a tokenizer with more ids is not used.
         end: the end of text if the folder names none and the vocabulary has this token.
     """
     reasons = []
@@ -134,9 +134,9 @@ def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
 
 
 def _load_from_folder(kind: str, folder: Path, end: str | None) -> tuple[Tokenizer, str | None]:
-    """A tokenizer whose end of text is the folder's, else `end`, else its default, and a note."""
+    """Return a tokenizer and a note. Its end of text is that of the folder, else `end`, else its default."""
     default = _try_load(kind, folder, None)
-    refusals = []
+    errors = []
     for symbol in _end_symbols(folder):
         if not isinstance(default, DataError):
             if symbol in (default.eod, default.piece(default.eod)):
@@ -146,15 +146,15 @@ def _load_from_folder(kind: str, folder: Path, end: str | None) -> tuple[Tokeniz
         chosen = _try_load(kind, folder, str(symbol))
         if not isinstance(chosen, DataError):
             return chosen, None
-        refusals.append(chosen)
-    if not refusals and end is not None:
+        errors.append(chosen)
+    if not errors and end is not None:
         return _load_with_end(kind, str(folder), None, end)
     if isinstance(default, DataError):
         raise default
-    if not refusals:
+    if not errors:
         return default, None
     used = repr(default.piece(default.eod))
-    return default, f"{folder}: its end of text cannot be used ({refusals[0]}); {used} ends documents"
+    return default, f"{folder}: its end of text cannot be used ({errors[0]}); {used} ends documents"
 
 
 def _try_load(kind: str, folder: Path, end: str | None) -> Tokenizer | DataError:
@@ -167,7 +167,10 @@ def _try_load(kind: str, folder: Path, end: str | None) -> Tokenizer | DataError
 def _load_with_end(
     tokenizer_type: str, vocab_file: str | None, merge_file: str | None, end: str | None
 ) -> tuple[Tokenizer, str | None]:
-    """A tokenizer by its keys with `end` as the end of text if the vocabulary has it, and a note. Raises DataError."""
+    """Return a tokenizer by its keys, with the end of text `end` if its vocabulary has it, and a note.
+
+    Raises DataError.
+    """
     tokenizer = load_tokenizer(tokenizer_type, vocab_file, merge_file)
     default = tokenizer.piece(tokenizer.eod)
     if end is None or default == end or not needs_files(tokenizer_type):
@@ -179,7 +182,7 @@ def _load_with_end(
 
 
 def _end_symbols(folder: Path) -> Iterator[int | str]:
-    """Ids or tokens that the folder's files name as the end of text; the first of several."""
+    """Yield the ids or tokens that the folder's files name as the end of text; of a list the first."""
     for name in CONFIGS:
         content = read_json_if_present(folder / name)
         for key in ("eos_token_id", "eos_token"):
@@ -193,7 +196,7 @@ def _end_symbols(folder: Path) -> Iterator[int | str]:
 
 
 def largest_named_id(folder: Path) -> int:
-    """Largest token id in the JSON files of a Hugging Face folder other than the vocabulary; -1 if there is none."""
+    """Return the largest token id in the JSON files of a Hugging Face folder, without the vocabulary; -1 if none."""
     ids: list[Any] = list(read_json_if_present(folder / "added_tokens.json").values())
     declared = read_json_if_present(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     ids += [int(number) for number in declared if isinstance(number, str) and re.fullmatch("[0-9]{1,9}", number)]
@@ -206,7 +209,7 @@ def largest_named_id(folder: Path) -> int:
 
 
 def made_of(tokenizer: Tokenizer, folder: Path) -> bool:
-    """True for a tokenizer loaded from files in a folder; libraries may differ a little."""
+    """Return whether a tokenizer was loaded from the files in a folder; versions of libraries may differ."""
     sources = ([folder / name for name in names] for _, names in KINDS)
     contents = (b"".join(path.read_bytes() for path in paths) for paths in sources if all(map(Path.is_file, paths)))
     return any(hashlib.sha256(content).hexdigest() == tokenizer.fingerprint for content in contents)

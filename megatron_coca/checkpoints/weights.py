@@ -1,6 +1,6 @@
-"""Weights by name, read one at a time: the common form of every layout on disk, and its two file formats.
+"""Weights by name, the common form of every layout on disk, and the two file formats: safetensors and pickles.
 
-No more than one weight is in memory: a model of 7 billion parameters takes 13 GB in half precision.
+Only one weight is in memory at a time, because a model of 7 billion parameters takes 13 GB in half precision.
 """
 
 import json
@@ -23,14 +23,14 @@ from megatron_coca.support.console import Progress
 from megatron_coca.support.regular_files import open_regular
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""dtypes for saving and computing."""
+"""Dtypes for saving and computing."""
 
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAMED = {code: dtype for dtype, code in _CODES.items()}
 
 
 class WeightEntry(NamedTuple):
-    """dtype and shape of a weight, known before it is read."""
+    """Dtype and shape of a weight, known before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class WeightEntry(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def stand_in(self) -> Tensor:
-        """A meta tensor of this dtype and shape."""
+        """Return a meta tensor of this dtype and shape."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -51,9 +51,9 @@ class Weights:
 
     Attributes:
         entries: dtype and shape by name, in the best order for reading.
-        read: gives a weight on the CPU, in the dtype and shape of its entry.
+        read: returns a weight on the CPU, in the dtype and shape of its entry.
         source: the file or folder, for messages.
-        origins: names of the weights in `source` where they differ, for messages.
+        origins: our name -> the name in `source` if it differs, for messages.
     """
 
     entries: Mapping[str, WeightEntry]
@@ -62,16 +62,16 @@ class Weights:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """The name of a weight in `source`."""
+        """Return the name of a weight in `source`."""
         return self.origins.get(name, name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and weights, each read when it is reached."""
+        """Yield names and weights; each weight is read when it is reached."""
         return ((name, self.read(name)) for name in self.entries)
 
     @contextmanager
     def shown(self, title: str, show: bool = True) -> Iterator["Weights"]:
-        """The same weights, whose progress is shown as they are read."""
+        """Yield the same weights and show progress while they are read."""
         total = sum(entry.nbytes for entry in self.entries.values())
         with Progress(title, total, "B", show=show) as progress:
 
@@ -83,41 +83,43 @@ class Weights:
             yield replace(self, read=read)
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """The same weights rounded to `dtype`; reading raises CheckpointError if a finite value becomes infinite."""
+        """Return the same weights rounded to `dtype`.
+
+        Reading one raises CheckpointError if a finite value becomes infinite.
+        """
 
         def read(name: str) -> Tensor:
             exact = self.read(name)
             rounded = exact.to(dtype)
-            _refuse_overflow(exact, rounded, f"{self.source}: {self.origin(name)}")
+            _check_overflow(exact, rounded, f"{self.source}: {self.origin(name)}")
             return rounded
 
         return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
 
     def only(self, names: Iterable[str]) -> "Weights":
-        """The named weights, in this order."""
+        """Return the named weights, in this order."""
         return replace(self, entries={name: self.entries[name] for name in names})
 
 
-def _refuse_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
+def _check_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     end = torch.finfo(rounded.dtype).max
     if end >= torch.finfo(exact.dtype).max or not exact.numel():
         return
     low, high = exact.aminmax()
-    if -end <= low and high <= end:  # the usual case, without memory for the comparison below
+    if -end <= low and high <= end:  # the usual case, which needs no memory for the comparison below
         return
     if not bool((rounded.isinf() & exact.isfinite()).any()):
         return
     largest = float(exact[exact.isfinite()].abs().max())
     wider = [name for name, dtype in DTYPES.items() if torch.finfo(dtype).max >= largest]
     raise CheckpointError(
-        f"{name} has values up to {largest:.6g}, above the maximum {end:g} of "
-        f"{str(rounded.dtype).removeprefix('torch.')}; "
-        f"use {' or '.join(wider) or 'smaller values'}"
+        f"{name}: has values up to {largest:.6g}, above the maximum {end:g} of "
+        f"{str(rounded.dtype).removeprefix('torch.')}; use {' or '.join(wider) or 'smaller values'}"
     )
 
 
 def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
-    """The weights in safetensors files, by the file that holds each. Headers are read at once.
+    """Open the weights in safetensors files; `files` has the file of each weight. Headers are read at once.
 
     Raises CheckpointError if a file is missing or damaged, or a weight is not in its file or not floating-point.
     """
@@ -128,12 +130,15 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
             for name in (name for name, other in files.items() if other == path):
                 if name not in present:
                     raise CheckpointError(
-                        f"{path}: has no weight {name}, although the index of {source} lists it there"
+                        f"{path}: has no weight {name}, but the index of {source} lists it; download the folder again"
                     )
                 header = file.get_slice(name)
                 code = header.get_dtype()
                 if code not in _NAMED:
-                    raise CheckpointError(f"{path}: {name} is stored as {code}; known are {', '.join(_NAMED)}")
+                    raise CheckpointError(
+                        f"{path}: {name} has dtype {code}, which is not supported; convert it to one of "
+                        f"{', '.join(_NAMED)}"
+                    )
                 entries[name] = WeightEntry(_NAMED[code], tuple(header.get_shape()))
 
     def read(name: str) -> Tensor:
@@ -144,12 +149,12 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
 
 
 def open_safetensors_file(path: Path, source: Path) -> Weights:
-    """All weights in one safetensors file; `source` is named in messages. Raises CheckpointError."""
+    """Open all weights in one safetensors file; messages name `source`. Raises CheckpointError."""
     return open_safetensors(dict.fromkeys(names_in(path), path), source)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its dtype as the format names it, its shape, and its bytes in the file."""
+    """A tensor in a safetensors file: its dtype in the format's spelling, its shape, and its bytes in the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -158,7 +163,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_layout(path: Path) -> dict[str, StoredTensor]:
-    """Return what the header of a safetensors file says of every tensor. Raises CheckpointError."""
+    """Return the entry of every tensor in the header of a safetensors file. Raises CheckpointError."""
     _opened(path)  # the library checks the header
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -172,7 +177,7 @@ def read_layout(path: Path) -> dict[str, StoredTensor]:
 
 
 def names_in(path: Path) -> list[str]:
-    """Names of the weights in one safetensors file. Raises CheckpointError."""
+    """Return the names of the weights in one safetensors file. Raises CheckpointError."""
     with _opened(path) as file:
         return list(file.keys())
 
@@ -182,13 +187,13 @@ def _opened(path: Path) -> safe_open:
         open_regular(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: is not a readable safetensors file ({error}); fetch it again") from error
+        raise CheckpointError(f"{path}: is not a readable safetensors file ({error}); download it again") from error
 
 
 def write_safetensors(
     path: Path, weights: Weights, metadata: Mapping[str, str] | None = None, digest: Any = None
 ) -> None:
-    """Write weights to one file as they are read (the library's writer needs all of them in memory).
+    """Write weights to one file while they are read. The library's own writer needs all of them in memory.
 
     Args:
         digest: a hashlib object, updated with all bytes written.
@@ -202,7 +207,7 @@ def write_safetensors(
         header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         end += entry.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns values to 8 bytes
+    text += b" " * (-len(text) % 8)  # align values to 8 bytes
     with path.open("wb") as file:
 
         def write(data: Any) -> None:
@@ -219,15 +224,13 @@ def write_safetensors(
 
 # Pickled files --------------------------------------------------------------------------------------------------------
 
-# They are read without running anything in them. A file of PyTorch 1.6 or newer is a zip archive, which is mapped into
-# memory: only what is used is read. Older files have to be read whole.
+# No code in them runs. A file of PyTorch 1.6 or newer is a zip archive, which is mapped into memory, so only the
+# tensors that are used are read. Older files are read whole.
 
 ZIP_MAGIC = b"PK\x03\x04"
 
-_REFUSED = re.compile(r"GLOBAL (\S+)")
-_ONLY_TENSORS = (
-    "Only tensors are read, and nothing in it was run; where you trust its author, have it saved as safetensors"
-)
+_CODE = re.compile(r"GLOBAL (\S+)")
+_ONLY_TENSORS = "no code in it was run; if you trust its author, convert it to safetensors"
 
 _ARRAY, _NUMBER = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
 RANDOM_STATE: tuple[Any, ...] = (
@@ -237,7 +240,7 @@ RANDOM_STATE: tuple[Any, ...] = (
     *(np.ndarray, np.dtype),
     *(type(np.dtype(name)) for name in ("uint32", "int64", "float32", "float64")),
 )
-"""Types in GPT-NeoX's rank files besides tensors and plain containers: NumPy's random state, and scheduler numbers."""
+"""Types in GPT-NeoX's rank files other than tensors and plain containers: NumPy's random state and numbers."""
 
 
 def is_archive(path: Path) -> bool:
@@ -246,14 +249,16 @@ def is_archive(path: Path) -> bool:
         with open_regular(path) as file:
             return file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); check the disk and the permissions"
+        ) from error
 
 
 def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") -> dict[Any, Any]:
     """Load the mapping in a pickled file, with its tensors on `device`.
 
-    Raises CheckpointError if the file is damaged, holds no mapping, or names code other than PyTorch's tensors and what
-    is `allowed`; none of it has run then.
+    Raises CheckpointError if the file is damaged, has no mapping, or names code other than PyTorch's tensors and
+    `allowed`. No code in the file runs.
     """
     mapped = device == "cpu" and is_archive(path)
     try:
@@ -262,13 +267,15 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
     except Exception as error:  # the library raises errors of many types for a damaged file
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"{path}: is damaged or not a weights file ({type(error).__name__} {error}); fetch it again"
+                f"{path}: is damaged or not a weights file ({type(error).__name__} {error}); download it again"
             ) from error
-        refused = _REFUSED.search(str(error))
-        reason = f"holds more than tensors ({refused[1]})" if refused else "is a pickle of something else than weights"
-        raise CheckpointError(f"{path}: {reason}. {_ONLY_TENSORS}") from error
+        code = _CODE.search(str(error))
+        reason = f"holds more than tensors ({code[1]})" if code else "is a pickle of something other than weights"
+        raise CheckpointError(f"{path}: {reason}; {_ONLY_TENSORS}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a mapping of names to tensors")
+        raise CheckpointError(
+            f"{path}: has a {type(content).__name__}, not a mapping of names to tensors; copy the file again"
+        )
     return content
 
 
@@ -278,9 +285,9 @@ def names_in_pickle(path: Path) -> list[str]:
 
 
 def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
-    """Open the weights in `.bin` files, given the file of each; the counterpart of `open_safetensors`.
+    """Open the weights in `.bin` files; the counterpart of `open_safetensors`.
 
-    Raises CheckpointError if a file is damaged or holds more than tensors, or a weight is not in its file or no
+    Raises CheckpointError if a file is damaged or holds more than tensors, or a weight is not in its file or is not a
     floating-point tensor.
     """
     entries: dict[str, WeightEntry] = {}
@@ -288,22 +295,24 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
         header = _header(path)
         for name in (name for name, file in files.items() if file == path):
             if name not in header:
-                raise CheckpointError(f"{path}: has no weight {name}, although the index of {source} lists it there")
+                raise CheckpointError(
+                    f"{path}: has no weight {name}, but the index of {source} lists it; download the folder again"
+                )
             tensor = header[name]
             if tensor.dtype not in _CODES or tensor.layout is not torch.strided:
                 raise CheckpointError(
-                    f"{path}: {name} is stored as {tensor.layout} of {tensor.dtype}; supported are dense tensors of "
-                    f"{', '.join(sorted(map(str, _CODES)))}"
+                    f"{path}: {name} is {tensor.layout} of {tensor.dtype}, which is not supported; convert it to a "
+                    f"dense tensor of {', '.join(sorted(map(str, _CODES)))}"
                 )
             entries[name] = WeightEntry(tensor.dtype, tuple(tensor.shape))
-    whole: dict[Path, dict[str, Tensor]] = {}  # the one old-format file in memory
+    whole: dict[Path, dict[str, Tensor]] = {}  # one file of the older format is kept in memory
 
     def read(name: str) -> Tensor:
         path = files[name]
         if is_archive(path):
             return _load(path)[name].detach()
         if path not in whole:
-            whole.clear()  # before the next file is read, so that no two are in memory
+            whole.clear()  # before the next file is read, so that only one is in memory
             whole[path] = _load(path)
         return whole[path][name].detach()
 
@@ -311,7 +320,7 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
 
 
 def _header(path: Path) -> dict[str, Tensor]:
-    """Load the weights of a file for their dtypes and shapes alone."""
+    """Load the weights of a file for their dtypes and shapes only."""
     return _load(path, "cpu" if is_archive(path) else "meta")
 
 
@@ -319,7 +328,9 @@ def _load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     content = load_pickle(path, device=device)
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}; only tensors by name are supported")
+            raise CheckpointError(
+                f"{path}: {name!r} is a {type(value).__name__}, only named tensors are supported; save a state dict"
+            )
         if value.is_meta and device != "meta":
             raise CheckpointError(
                 f"{path}: {name} has no values: it was saved on the device meta; save the model again"

@@ -65,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_huggingface(args: Namespace) -> list[str]:
     """Write a Hugging Face folder and return notes about it."""
+    from megatron_coca.checkpoints.exporting import export
     from megatron_coca.checkpoints.files import CheckpointError
     from megatron_coca.checkpoints.huggingface.model_card import CardNotes
-    from megatron_coca.checkpoints.huggingface.write import export, push
+    from megatron_coca.checkpoints.huggingface.write import push
 
     try:
         results = args.results.read_text(encoding="utf-8") if args.results is not None else None
@@ -91,7 +92,7 @@ def write_huggingface(args: Namespace) -> list[str]:
 
 def write_neox(args: Namespace) -> list[str]:
     """Write a save folder of GPT-NeoX and return notes about it."""
-    from megatron_coca.checkpoints.neox.write import export_neox
+    from megatron_coca.checkpoints.exporting import export_neox
 
     division = args.model_parallel_size, args.pipe_parallel_size
     done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)

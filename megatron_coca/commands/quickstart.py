@@ -58,7 +58,7 @@ def recall(keys: Sequence[str]) -> list[Path]:
 
     Returns the result files.
     """
-    from megatron_coca.checkpoints.native import folder as native
+    from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 
     file, settings = shipped("recall/model.yml"), [*RECALL_KEYS, *keys]
@@ -79,7 +79,7 @@ def recall(keys: Sequence[str]) -> list[Path]:
 
 def train(name: str, keys: Sequence[str]) -> None:
     """Train on text to the last step. The run is killed midway and resumed from its latest checkpoint."""
-    from megatron_coca.checkpoints.native import folder as native
+    from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 
     file = shipped(f"quickstart/{name}.yml")
@@ -97,7 +97,7 @@ def train(name: str, keys: Sequence[str]) -> None:
 
 def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
     """Start a training run, and send SIGKILL to it when it has reported `step`."""
-    from megatron_coca.checkpoints.native import folder as native
+    from megatron_coca.checkpoints import native
 
     show(command)
     process = subprocess.Popen([*PROGRAM, *command])

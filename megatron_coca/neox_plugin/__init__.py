@@ -1,8 +1,8 @@
 """CoCA and extensions of rotary positions in an unmodified GPT-NeoX checkout; see docs/neox.md.
 
 Activate with `python -m megatron_coca.neox_plugin deepy.py train.py ...`, with
-`import megatron_coca.neox_plugin.active` at the top of a script, or with `activate()`. GPT-NeoX's modules are imported
-only then.
+`import megatron_coca.neox_plugin.active` at the top of a script, or with `activate()`. GPT-NeoX's modules are
+imported at activation.
 """
 
 from megatron_coca.neox_plugin.activation import activate

@@ -18,10 +18,12 @@ USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [ARGUMENTS of the 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the script and return the exit status; 2 with a message and no traceback for errors of the configuration."""
-    options = [argument for argument in arguments[:1] if argument.startswith("--local_rank")]  # DeepSpeed puts it first
+    options = [
+        argument for argument in arguments[:1] if argument.startswith("--local_rank")
+    ]  # DeepSpeed passes it first
     script, *rest = [*arguments[len(options) :], ""]
     if not Path(script).is_file():
-        print(f"{USAGE}\n{script or 'SCRIPT.py'}: no such file", file=sys.stderr)
+        print(f"{USAGE}\n{script or 'SCRIPT.py'}: there is no such file; correct the path", file=sys.stderr)
         return 2
     own = Path(__file__).parent
     others = [path for path in sys.path if Path(path) != own]  # Python adds the folder of a script

@@ -1,4 +1,4 @@
-"""Activation of the plugin: replaces functions of GPT-NeoX's modules."""
+"""Activate the plugin: replace functions of GPT-NeoX's modules."""
 
 import sys
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from megatron_coca.neox_plugin.keys import extend_fields, resolve, translated, u
 from megatron_coca.neox_plugin.upstream import Function, import_upstream, incompatible, wrap
 
 LAUNCHER = str(Path(__file__).with_name("__main__.py"))
-"""A path and not a module, because DeepSpeed's launcher for Slurm can start only scripts."""
+"""A path and not a module, because DeepSpeed's launcher for Slurm can only start scripts."""
 
 ACTIVE = "megatron_coca_neox_plugin"
 """Attribute of GPT-NeoX's NeoXArgs that marks the plugin as active."""
@@ -35,7 +35,7 @@ def activate() -> None:
     try:
         _replace(modules)
     except (AttributeError, LookupError, TypeError) as error:
-        raise incompatible(f"lacks what megatron_coca.neox_plugin relies on ({error})") from error
+        raise incompatible(f"lacks a part that megatron_coca.neox_plugin needs ({error})") from error
 
 
 def _replace(modules: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def _extend_arguments(arguments: Any) -> None:
 
 
 def _with_adamw(original: Function) -> Function:
-    """Accept AdamW, GPT-NeoX's Adam."""
+    """Accept AdamW, which is GPT-NeoX's Adam."""
 
     def calculate_derived(self: Any) -> None:
         if self.optimizer is not None and str(self.optimizer.get("type")).lower() == "adamw":
@@ -83,7 +83,7 @@ def _with_adamw(original: Function) -> Function:
 
 
 def _with_steps_per_print(original: Function) -> Function:
-    """Pass `steps_per_print` to pipelines: upstream leaves its default out, and DeepSpeed's engine divides by None."""
+    """Pass `steps_per_print` to pipelines. GPT-NeoX leaves its default out, and DeepSpeed's engine divides by None."""
 
     def calculate_derived(self: Any) -> None:
         if self.pipe_parallel_size:
@@ -117,8 +117,8 @@ def _with_vocabulary(original: Function) -> Function:
         size = self.tokenizer.vocab_size
         if size > self.vocab_size:
             raise ConfigError(
-                f"vocab_size: {self.vocab_size}, but the tokenizer has {size} tokens; set vocab_size: {size} or"
-                " larger, or leave it out"
+                f"vocab_size: {self.vocab_size} is too small, the tokenizer has {size} tokens; set {size} or more, or "
+                "leave it out"
             )
         multiple = lcm(self.make_vocab_size_divisible_by, self.model_parallel_size)
         self.padded_vocab_size = -(-self.vocab_size // multiple) * multiple
@@ -150,7 +150,7 @@ def _with_own_schedule(original: Function) -> Function:
             style = scheduler.decay_style.lower()
             if style != "linear_to_min_lr" and not start:
                 return original_lr()
-            schedule = ScheduleConfig(  # of the scheduler, since a checkpoint may have changed its values
+            schedule = ScheduleConfig(  # from the scheduler, because a checkpoint may have changed its values
                 lr_decay_style=style,
                 lr_decay_iters=scheduler.end_iter,
                 min_lr=scheduler.min_lr,
@@ -167,8 +167,10 @@ def _with_own_schedule(original: Function) -> Function:
 
 
 def _with_metrics(original: Function) -> Function:
-    """Return a loss with its metrics from a pipeline too: validation reads both, and upstream's pipeline gives the loss
-    alone, which ended every run in a TypeError at its first validation.
+    """Return a loss and its metrics from a pipeline too.
+
+    Validation reads both, but GPT-NeoX's pipeline returns the loss only, so that every run would end with a TypeError
+    at its first validation.
     """
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Activate the plugin on import; a checkout that it does not fit ends the program with status 2 and the reason."""
+"""Activate the plugin on import. If the checkout does not fit, the program ends with status 2 and the reason."""
 
 import sys
 

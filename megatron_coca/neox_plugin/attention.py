@@ -1,7 +1,7 @@
 """GPT-NeoX's self-attention with this package's position methods and backends.
 
-Projections, their weights, tensor parallelism and the key-value cache stay GPT-NeoX's. This code gets the heads of one
-rank before rotation, with the keys and values of cached tokens first.
+GPT-NeoX keeps its projections, their weights, tensor parallelism and the key-value cache. This code gets the heads of
+one rank before rotation; keys and values of cached tokens come first.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megatron_coca.attention.build import build_method, select_backend
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.method import PositionEncoding, check_kernel
 from megatron_coca.config import Config, load_config
-from megatron_coca.neox_plugin.checkpoints import refuse_in_checkpoints, rename_in_checkpoints
+from megatron_coca.neox_plugin.checkpoints import check_in_checkpoints, rename_in_checkpoints
 from megatron_coca.neox_plugin.keys import resolve, uses_plugin
 from megatron_coca.neox_plugin.upstream import incompatible
 
@@ -37,7 +37,8 @@ class PluginAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool) -> Tensor:
         """Return [batch, heads, tokens, head_dim] for q [tokens, batch, heads, head_dim] and k, v
-        [all tokens, batch, key heads, head_dim]; the queries belong to the last tokens. `dropout` is of the weights.
+        [all tokens, batch, key heads, head_dim]; the queries belong to the last tokens. `dropout` is that of the
+        attention weights.
         """
         context = self._context(len(q), len(k), q, training)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -57,15 +58,15 @@ class PluginAttention:
 
 @lru_cache(maxsize=4)
 def plugin_attention(config: str, device_type: str) -> PluginAttention:
-    """Return the attention that all layers of a model share; `config` is its configuration as YAML."""
+    """Return the attention that all layers of a model share. `config` is the configuration as YAML."""
     return PluginAttention(load_config([], yaml.safe_load(config)), device_type)
 
 
 def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a replacement of `upstream` (ParallelSelfAttention) that builds an instance of it, or of a subclass with
-    the plugin's attention if the configuration selects that.
+    """Return a function that replaces the class `upstream` (ParallelSelfAttention).
 
-    `rng_tracker` returns GPT-NeoX's tracker of the random states of tensor-parallel ranks.
+    It builds an instance of a subclass with the plugin's attention if the configuration selects that, else one of
+    `upstream`. `rng_tracker` returns GPT-NeoX's tracker of the random states of tensor-parallel ranks.
     """
 
     class PluginSelfAttention(upstream):
@@ -99,15 +100,16 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
         if uses_plugin(neox_args):
             return PluginSelfAttention(neox_args, *args, **kwargs)
         layer = upstream(neox_args, *args, **kwargs)
-        refuse_in_checkpoints(layer, neox_args)
+        check_in_checkpoints(layer, neox_args)
         return layer
 
     return make
 
 
 def check_first_forward(layer: Any) -> None:
-    """Check in the first forward pass of `layer` that GPT-NeoX called the methods that the plugin replaces, which their
-    names alone do not show: the model would have no positions. If not, the pass raises IncompatibleError.
+    """Check in the first forward pass of `layer` that GPT-NeoX calls the methods that the plugin replaces.
+
+    Otherwise the model would have no positions, and the pass raises IncompatibleError.
     """
 
     def check(module: Any, inputs: Any, output: Any) -> None:

@@ -1,43 +1,21 @@
-"""The position method in GPT-NeoX checkpoints: recorded when saving, compared when loading.
+"""Record the position method in GPT-NeoX checkpoints when saving, and compare it when loading.
 
-GPT-NeoX's weight names do not depend on the position method, and neither its load nor its converter to Hugging Face
-reads `pos_emb`: a CoCA model would silently be read as a rotary one. Therefore the query-key-value projection of the
-plugin's attention has its own name in checkpoints, PROJECTION, on which GPT-NeoX's strict load and its converter fail
-without the plugin.
+`megatron_coca/checkpoints/neox/names.py` has the names in the checkpoint, and explains why they are needed.
 """
 
 import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from megatron_coca.config import Config, ConfigError
-from megatron_coca.neox_plugin.keys import EXTENDING, resolve, uses_plugin
+from megatron_coca.checkpoints.neox.names import FIXED, PLAIN, POSITIONS, PROJECTION, RECORD, record_of
+from megatron_coca.config import ConfigError
+from megatron_coca.neox_plugin.keys import resolve, uses_plugin
 from megatron_coca.neox_plugin.upstream import Function
 
 logger = logging.getLogger(__name__)
 
 SAVED_LENGTH = "max_position_embeddings"
 """GPT-NeoX requires the checkpoint's value, although weights depend on it only with a learned position table."""
-
-PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
-"""Prefix of the projection within attention: GPT-NeoX's, and that of checkpoints of the plugin's attention."""
-
-RECORD = "megatron_coca"
-"""Key in a checkpoint's `args` with the values of POSITIONS."""
-
-FIXED = ("pos_emb", "rotary_pct")
-POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
-"""Recorded keys. Weights depend on those in FIXED; the others may be changed for longer inputs."""
-
-
-def saved_name(name: str) -> str:
-    """Return the name of a weight in checkpoints of the plugin's attention."""
-    return name.replace(f"attention.{PLAIN}", f"attention.{PROJECTION}")
-
-
-def plain_name(name: str) -> str:
-    """Return GPT-NeoX's name of a checkpoint's weight."""
-    return name.replace(f"attention.{PROJECTION}", f"attention.{PLAIN}")
 
 
 def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
@@ -46,7 +24,7 @@ def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
 
 
 def rename_in_checkpoints(layer: Any) -> None:
-    """Save the projection of a plugin layer under PROJECTION; load it under both names."""
+    """Save the projection of a plugin layer as PROJECTION, and load it under both names."""
 
     def on_save(module: Any, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
         _rename_prefix(state, prefix + PLAIN, prefix + PROJECTION)
@@ -58,16 +36,16 @@ def rename_in_checkpoints(layer: Any) -> None:
     layer._register_load_state_dict_pre_hook(on_load)
 
 
-def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
-    """Reject checkpoints of the plugin's attention in a layer with GPT-NeoX's own, except for fine-tuning."""
+def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
+    """Raise ConfigError if a layer with GPT-NeoX's attention loads a plugin checkpoint, except to fine-tune."""
 
     def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith(prefix + PROJECTION) for name in state):
             return
         if not _fine_tunes(neox_args):
             raise ConfigError(
-                f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention "
-                "of megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
+                f"pos_emb: {neox_args.pos_emb} does not fit {neox_args.load}, which was trained with the attention of "
+                "megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
             )
         _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
 
@@ -75,19 +53,12 @@ def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
 
 
 def _fine_tunes(neox_args: Any) -> bool:
-    """Return whether the weights are only initial ones; evaluation and generation set no_load_optim."""
+    """Return whether the run starts from the weights only. Evaluation and generation set no_load_optim."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
 
 
-def record_of(config: Config) -> dict[str, Any]:
-    """Return the recorded values by key; mappings contain only values that differ from the defaults."""
-    values = config.position.model_dump(by_alias=True)
-    short = config.position.model_dump(by_alias=True, exclude_defaults=True, exclude_none=True)
-    return {name: short.get(name, values[name]) for name in POSITIONS}
-
-
 class _RecordingModel:
-    """A model whose checkpoints contain a record of its positions."""
+    """A model that adds a record of its positions to its checkpoints."""
 
     def __init__(self, model: Any, record: Mapping[str, Any]) -> None:
         self._model, self._record = model, record
@@ -115,8 +86,9 @@ def recorded_save(original: Function) -> Function:
 
 
 def checked_args(original: Function) -> Function:
-    """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too. With the plugin's attention,
-    `max_position_embeddings` may differ from the checkpoint's.
+    """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too.
+
+    With the plugin's attention, `max_position_embeddings` may differ from the checkpoint's.
 
     The result raises ConfigError if the weights were trained with other positions, or if the run is longer than the
     checkpoint's and the position method depends on a training length that is not set.
@@ -136,7 +108,7 @@ def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         if uses_plugin(neox_args):
             logger.warning(
-                "%s has no record of its position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb
+                "%s: has no record of its position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb
             )
         return
     if uses_plugin(neox_args):

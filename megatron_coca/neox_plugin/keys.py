@@ -1,4 +1,4 @@
-"""YAML keys: those that the plugin adds to GPT-NeoX's, and the translation of this package's keys."""
+"""YAML keys: those that the plugin adds to GPT-NeoX, and the translation of this package's keys."""
 
 import logging
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_coca import methods
+from megatron_coca.checkpoints.neox.names import EXTENDING
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
 from megatron_coca.config.base import nearest
 from megatron_coca.config.position import PositionConfig
-from megatron_coca.config.schema import SELECTORS
 
 logger = logging.getLogger(__name__)
 
@@ -20,31 +20,28 @@ METHODS = methods.names("pos_emb", neox="plugin")
 BIASED = methods.names("pos_emb", biased=True, neox="upstream")
 """Values of `pos_emb` that only GPT-NeoX's own attention computes."""
 
-EXTENDING = tuple(SELECTORS)
-"""Keys that select the plugin's attention for any `pos_emb`."""
-
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
 POSITION = (
     *("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "sliding_window_width"),
     *("attention_backend", "operand_kernel"),
 )
-"""Keys of the position method; with the plugin all of them are fields of NeoXArgs."""
+"""Keys of the position method. With the plugin all of them are fields of NeoXArgs."""
 
 GROUPS_WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
 KEYS_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "loss_kernel", "torch_compile", "num_workers", "data_root"})
-"""Keys of this package that change no result: GPT-NeoX runs without them."""
+"""Keys of this package that do not change results. GPT-NeoX runs without them."""
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
-REFUSED: dict[str, tuple[Any, str]] = {
+CONTRADICTING: dict[str, tuple[Any, str]] = {
     "use_mup": (
         False,
-        "not supported with the plugin's attention, which divides scores by sqrt(head_dim); leave it out",
+        "the plugin's attention divides scores by sqrt(head_dim); leave it out",
     ),
     "te_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
     "te_fp8_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
 }
-"""Keys of GPT-NeoX that contradict the plugin's attention: their default, and the error message."""
+"""Keys of GPT-NeoX that contradict the plugin's attention -> their default, and the error message."""
 
 NO_POSITIONS = (
     "GPT-NeoX's data path carries tokens only, and its model counts positions from 0 on the device; "
@@ -53,7 +50,7 @@ NO_POSITIONS = (
 
 
 class NewField(NamedTuple):
-    """A field that the plugin adds: the base class of NeoXArgs that gets it, its type and its default."""
+    """A field that the plugin adds: its base class of NeoXArgs, its type and its default."""
 
     owner: str
     type: Any
@@ -78,7 +75,7 @@ EXPECTED: dict[Any, tuple[type, str]] = {
     float: (float, "a number"),
     int: (int, "an integer"),
 }
-"""Types of new fields, and their names in messages; GPT-NeoX itself checks choices."""
+"""Types of new fields, and their names in messages. GPT-NeoX itself checks choices."""
 
 NEW_CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pos_emb": ("NeoXArgsModel", METHODS),
@@ -121,7 +118,7 @@ def resolve(neox_args: Any) -> Config:
     """
     problems = [
         f"{name}: {reason}"
-        for name, (default, reason) in REFUSED.items()
+        for name, (default, reason) in CONTRADICTING.items()
         if getattr(neox_args, name, default) != default
     ]
     kinds = set(neox_args.attention_config or ()) - {"global", "flash"}
@@ -133,15 +130,15 @@ def resolve(neox_args: Any) -> Config:
     problems += [f"{choice.key}: {choice.name}: {choice.neox}" for choice in chosen if choice.neox != "plugin"]
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
-            f"pos_emb: {neox_args.pos_emb} is a bias of GPT-NeoX's own attention, which supports none of"
-            f" {', '.join(EXTENDING)}"
+            f"pos_emb: {neox_args.pos_emb} is computed by GPT-NeoX's own attention, which does not have "
+            f"{', '.join(EXTENDING)}; leave them out"
         )
     if problems:
         raise ConfigError(*problems)
     values = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
     values |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
-    # GPT-NeoX's seq_length is the longest input of a run, which in generation exceeds the training length. Only
-    # original_max_position_embeddings can name the latter there, so everything is relative to it.
+    # GPT-NeoX's seq_length is the longest input of a run. In generation it is more than the training length, and only
+    # original_max_position_embeddings can name that length, so everything refers to it.
     values["seq_length"] = scaling.get("original_max_position_embeddings") or values["seq_length"]
     return load_config([], {name: value for name, value in values.items() if value is not None})
 
@@ -187,10 +184,10 @@ def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str
             problems.append(f"{name}: `{value}` is not one of {' | '.join(choices)}{nearest(str(value), choices)}")
     if values.get("training_positions") is not None:
         problems.append(f"training_positions: {NO_POSITIONS}")
-    refused = [name for name in values if name not in known and name in KEYS and not _without_effect(name)]
-    refused = [name for name in refused if name != "training_positions"]
-    if refused:
-        problems.append(f"{', '.join(refused)}: supported by megatron-coca train, not by GPT-NeoX; leave it out")
+    foreign = [name for name in values if name not in known and name in KEYS and not _without_effect(name)]
+    foreign = [name for name in foreign if name != "training_positions"]
+    if foreign:
+        problems.append(f"{', '.join(foreign)}: supported by megatron-coca train, not by GPT-NeoX; leave it out")
     return problems
 
 
@@ -199,12 +196,12 @@ def _without_effect(name: str) -> bool:
 
 
 def _unset(name: str, value: Any) -> bool:
-    """Null means "not set" for the plugin's keys; GPT-NeoX's keep their own meaning of it."""
+    """Return whether a key of the plugin is null, which means "not set". GPT-NeoX's keys keep their own meaning."""
     return name in FIELDS and value is None
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Check a value's type: GPT-NeoX's own check fails on these types, and its YAML reader takes 1e-7 for a string."""
+    """Check the type of a value: GPT-NeoX's own check fails on these types, and its YAML reader reads 1e-7 as text."""
     if name not in FIELDS or FIELDS[name].type not in EXPECTED:
         return value
     kind, expected = EXPECTED[FIELDS[name].type]

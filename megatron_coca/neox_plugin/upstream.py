@@ -1,4 +1,4 @@
-"""GPT-NeoX's modules: import them, replace functions in them, and say which checkout does not fit."""
+"""Import GPT-NeoX's modules, replace functions in them, and report a checkout that does not fit."""
 
 import importlib
 import sys
@@ -13,7 +13,7 @@ TESTED_COMMIT = "ea7aefd8f8e183256992d9fede4d7c71a46d67a5"
 
 
 class IncompatibleError(Exception):
-    """GPT-NeoX is not importable, or lacks or does not call a function that the plugin relies on."""
+    """GPT-NeoX cannot be imported, or lacks or does not call a function that the plugin needs."""
 
 
 MODULES = (
@@ -31,9 +31,8 @@ def import_upstream() -> Mapping[str, ModuleType]:
             modules[name] = importlib.import_module(name)
         except ImportError as error:
             raise IncompatibleError(
-                f"{name} cannot be imported ({error}): run from the root of a GPT-NeoX checkout, or put it on "
-                "PYTHONPATH, with its requirements installed; another package named `megatron` (megatron-core) must "
-                "not come before it"
+                f"{name}: cannot be imported ({error}); install the requirements of GPT-NeoX, and run from the root of "
+                "its checkout or add it to PYTHONPATH before any other package named `megatron` (megatron-core)"
             ) from error
     return modules
 

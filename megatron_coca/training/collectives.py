@@ -10,9 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError, UnreadableError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import Config
 from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.training.engine import group as dist

@@ -5,8 +5,8 @@ import re
 from typing import NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
-from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, extension_note, refuse_other_architecture
-from megatron_coca.checkpoints.load import load_weights
+from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, check_same_architecture, extension_note
+from megatron_coca.checkpoints.opened import load_weights
 from megatron_coca.checkpoints.tokenizer import made_of
 from megatron_coca.config import KEYS, Config
 from megatron_coca.data import Tokenizer
@@ -49,7 +49,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
         return InitialModel(assemble_model(config, device), None)
     source = open_checkpoint(keys.load, verify, keys.iteration, {"imports": config.position.imports})
     saved = source.trained
-    refuse_other_architecture(source.folder, saved, config)
+    check_same_architecture(source.folder, saved, config)
     check_same_tokenizer(source, config, tokenizer)
 
     model = empty_model(config, device, memory="cpu")

@@ -10,13 +10,12 @@ from uuid import uuid4
 
 import torch
 
-from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.compare import differing_keys, refuse_other_architecture
-from megatron_coca.checkpoints.importing import check_fit
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.checkpoints.compare import check_same_architecture, differing_keys
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.checkpoints.neox.optimizer import STEP, NeoxOptimizer
 from megatron_coca.checkpoints.neox.read import NeoxFiles, configure, find_step
+from megatron_coca.checkpoints.opened import check_fit
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
 from megatron_coca.support.plain_text import masked
@@ -56,7 +55,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     step = source.step or 0
     opened = stages[stage_at([each.stage for each in stages], max(0, step - 1))]
     corpus, config = opened.corpus, opened.corpus.config
-    refuse_other_architecture(source.folder, source.trained, config)
+    check_same_architecture(source.folder, source.trained, config)
     check_same_tokenizer(source, config, corpus.tokenizer)
     check_fit(config, source.weights())
     differing = differing_keys(source.trained, config, frozenset(KEYS) - COMPARED)

@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.object_store import RemoteFolder, fetch, save_folder
 from megatron_coca.config import CheckpointConfig, Config
 from megatron_coca.support.remote_files import is_url

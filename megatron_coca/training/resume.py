@@ -14,11 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.read import find_step
 from megatron_coca.config import COMPUTE_KEYS, CheckpointConfig, Config, load_saved_config
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
@@ -159,7 +158,7 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
         try:
             manifest = native.verify(folder, contents=False, links=not resumable)
             if resumable:
-                native.refuse_weights_only(folder)
+                native.require_run_state(folder)
             for name in native.unlisted(folder):
                 logger.warning("%s: is not listed in %s and is ignored", folder / name, native.MANIFEST)
             digests = native.expected_digests(folder, manifest)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.load import find_native
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import Config, stage_at
 from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
 from megatron_coca.support.console import set_up_logging

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
-from megatron_coca.checkpoints.native.folder import code_versions
+from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.native.state import (
     WEIGHT,
     LocalWeight,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import ServiceError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.data import Batch, Loader
 from megatron_coca.training.collectives import from_main
 from megatron_coca.training.corpus import mixture_figures, open_loader

@@ -35,7 +35,8 @@ class Point(NamedTuple):
     after: bool = False
 
 
-SAVING, NATIVE = "megatron_coca.training.saving", "megatron_coca.checkpoints.native.folder"
+SAVING, NATIVE = "megatron_coca.training.saving", "megatron_coca.checkpoints.native"
+WRITE = f"{NATIVE}.write"
 POINTS: dict[str, Point] = {
     "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),
     "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
@@ -52,9 +53,9 @@ POINTS: dict[str, Point] = {
     "weights": Point(SAVING, "write_safetensors"),
     "weights done": Point(SAVING, "write_safetensors", after=True),
     "commit": Point(NATIVE, "commit"),
-    "manifest done": Point(NATIVE, "write_json", after=True),
-    "renamed": Point(NATIVE, "write_file"),
-    "latest done": Point(NATIVE, "write_file", after=True),
+    "manifest done": Point(WRITE, "write_json", after=True),
+    "renamed": Point(WRITE, "write_file"),
+    "latest done": Point(WRITE, "write_file", after=True),
     "removal": Point("shutil", "rmtree"),
     "uploaded file": Point("megatron_coca.support.remote_files", "RemoteFiles.put", after=True),
     "transfer": Point("megatron_coca.support.remote_files", "RemoteFiles._attempt"),

@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.training.resume import Choice, first_valid
 from tests.checkpoint_files import run_alone
 from tests.integration.hooks import Hook
@@ -58,7 +58,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "garbled manifest": (lambda folder: flip_bit(folder / native.MANIFEST), "global_step6"),
     "manifest without a sense": (
         lambda folder: (folder / native.MANIFEST).write_text('{"format": 2, "files": {"meta.json": 3}}'),
-        "lists no files; it is damaged",
+        "is damaged (it lists no files)",
     ),
     "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: cannot be read"),
     "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: cannot be read"),

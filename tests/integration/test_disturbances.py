@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.training.engine.peers import GRACE
 from tests.integration.hooks import HOOKED, Hook
 from tests.integration.killing import left_alive

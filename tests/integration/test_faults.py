@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock, Timeout
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.commands.train import main
 from megatron_coca.data import DataError
 from megatron_coca.data.shards import ShardWriter

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity

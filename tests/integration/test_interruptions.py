@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from tests.integration.hooks import Hook
 
 STEPS = 12

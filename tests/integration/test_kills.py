@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from tests.integration.killing import ForkServer, kill_randomly, run_to_end
 
 STEPS = 12

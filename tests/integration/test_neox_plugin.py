@@ -16,9 +16,8 @@ import torch
 import yaml
 
 from megatron_coca.checkpoints import load_model, open_checkpoint
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.checkpoints.huggingface.tokenizer_files import tokenizer_files
-from megatron_coca.checkpoints.huggingface.write import export
-from megatron_coca.checkpoints.neox.write import export_neox
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece

@@ -12,10 +12,10 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.exporting import export_neox
 from megatron_coca.checkpoints.native.state import StateReader
 from megatron_coca.checkpoints.neox.layout import table
-from megatron_coca.checkpoints.neox.write import export_neox
 from megatron_coca.config import load_config
 
 STOP, STEPS = 4, 12
@@ -154,7 +154,7 @@ def test_what_cannot_be_taken_over_is_refused(stopped: Path, live: Any, tmp_path
     file.write_bytes(content[: len(content) // 2])
     assert f"{file}: is damaged" in live(keys, expected=2).output
     torch.save({"optimizer_state_dict": {"zero_stage": 3}}, file)
-    assert f"{file}: is no partition" in live(keys, expected=2).output
+    assert f"{file}: is not a partition" in live(keys, expected=2).output
     for path in theirs.rglob("*optim_states.pt"):
         path.unlink()
     assert "has no *_optim_states.pt" in live(keys, expected=2).output

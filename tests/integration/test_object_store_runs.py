@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native import object_store
 from megatron_coca.checkpoints.native.object_store import RemoteFolder
 from megatron_coca.data.readers.remote import DataFiles

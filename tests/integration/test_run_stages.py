@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
 from tests.integration.hooks import Hook
 from tests.integration.killing import ForkServer, kill_randomly, run_to_end

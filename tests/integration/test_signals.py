@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from tests.integration.hooks import HOOKED, Hook
 from tests.integration.killing import left_alive
 

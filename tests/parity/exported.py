@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from megatron_coca.config import load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.model import build_model

@@ -63,7 +63,7 @@ def sources(folder: Path) -> Iterator[tuple[str, Path, int]]:
 def write(folder: Path) -> None:
     """Write all exports to `folder`, each with the logits of its source."""
     from megatron_coca import load_model
-    from megatron_coca.checkpoints.huggingface.write import export
+    from megatron_coca.checkpoints.exporting import export
 
     names = []
     for number, (name, source, vocabulary) in enumerate(sources(folder / "sources")):

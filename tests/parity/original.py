@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from tests.parity.exported import LLAMA, random_checkpoint
 
 LINES = [f"def function_{i}(self):\n    return the value of the argument {i}" for i in range(300)]

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands import generate
 from megatron_coca.config import load_config

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_coca.checkpoints import load_model, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from megatron_coca.checkpoints import load_model
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.model.generate import generate
 from tests.parity.exported import DENSE, GROUPED, LLAMA, NEOX, TRAINED, modules_cache, random_checkpoint, remote, tokens
 

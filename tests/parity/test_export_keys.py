@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_coca import build_model, load_config, load_model
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.write import export
-from megatron_coca.checkpoints.neox.write import export_neox
-from megatron_coca.checkpoints.refusals import WITHOUT_EFFECT
+from megatron_coca.checkpoints.unsupported import WITHOUT_EFFECT
 from megatron_coca.config import KEYS, Config
 from tests.checkpoint_files import write_checkpoint
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_coca import methods
-from megatron_coca.checkpoints.huggingface.read import ADDED_KEYS, NETWORK_KEYS
+from megatron_coca.checkpoints.huggingface.config_json import NETWORK_KEYS
 from megatron_coca.config import load_config
 from tests.parity.exported import (
     DENSE,
@@ -110,11 +110,11 @@ def test_an_engine_may_compile(name: str, engine: Engine, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("coca, dynamic", "an_engine keeps keys that are rotated already.*dynamic"),
-        ("coca, clex", "keeps keys that are rotated already"),
-        ("xpos", "keeps keys that are rotated already.*pos_emb xpos"),
-        ("alibi", "needs attn_implementation eager or sdpa, not an_engine"),
-        ("coca, rerope", "needs attn_implementation eager or sdpa"),
+        ("coca, dynamic", "an_engine keeps rotated keys.*dynamic"),
+        ("coca, clex", "keeps rotated keys"),
+        ("xpos", "keeps rotated keys.*pos_emb xpos"),
+        ("alibi", "attn_implementation: an_engine .* use eager or sdpa"),
+        ("coca, rerope", "use eager or sdpa"),
     ],
 )
 def test_what_an_engine_cannot_serve(name: str, message: str, engine: Engine, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_tables_are_made_where_the_positions_are(
     position["rope_scaling"] = None if scaling is None else {"rope_type": scaling, "factor": 4.0, "proportion": 0.5}
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
     flat = load_config([], SHAPE | LLAMA).flat()
-    shape |= {"intermediate_size": 8, "network": {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS}}
+    shape |= {"intermediate_size": 8, "network": {name: flat[name] for name in NETWORK_KEYS}}
     config = names["CocaDenseConfig"](**shape, max_position_embeddings=TRAINED, position=position)
     with torch.device("meta"):
         model = names["CocaDenseModel"](config).eval()

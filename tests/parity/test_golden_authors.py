@@ -20,7 +20,7 @@ from megatron_coca import load_model
 from megatron_coca.attention import context
 from megatron_coca.attention.positions.forms import RotaryTables
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.subject import Evaluation, Subject
 from tests.parity.exported import NEOX, random_checkpoint
@@ -156,7 +156,9 @@ def test_other_folders_are_not_doubted(tmp_path: Path, caplog: pytest.LogCapture
     assert load_checkpoint(ours).config.position.pos_emb == "rotary"
     assert load_checkpoint(neox_folder(tmp_path / "said", pos_emb="coca")).config.position.pos_emb == "coca"
     assert not told(caplog)
-    with pytest.raises(CheckpointError, match="config.json: pos_emb 'alibi' is not one of rotary, coca"):
+    with pytest.raises(
+        CheckpointError, match="config.json: pos_emb: 'alibi' is not supported; supported are rotary, coca"
+    ):
         load_model(neox_folder(tmp_path / "other", pos_emb="alibi"))
 
 

@@ -8,7 +8,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint

@@ -130,7 +130,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     found = load_model(folder).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     next(folder.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"are missing: model-00002-of-00002.safetensors \(10 weights\)"):
+    with pytest.raises(CheckpointError, match=r"are missing .model-00002-of-00002.safetensors \(10 weights\)"):
         load_model(folder)
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.read import FAMILIES
+from megatron_coca.checkpoints.huggingface.config_json import READERS
 
 CLASSES = {"gpt_neox": GPTNeoXConfig, "llama": LlamaConfig}
 BESIDE: tuple[dict[str, Any], ...] = (
@@ -48,7 +48,7 @@ def theirs(kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(kind: str, config: dict[str, Any]) -> dict[str, Any]:
-    found = FAMILIES[kind].position(config, Path("config.json"), ())
+    found = READERS[kind].position(config, Path("config.json"), ())
     scaling = found.get("rope_scaling", {})
     return {
         "base": found["rotary_emb_base"],
@@ -119,7 +119,7 @@ def test_the_share_that_is_turned(share: dict[str, Any]) -> None:
 def test_the_original_length_of_the_top_level_goes_first(kind: str, beside: dict[str, Any]) -> None:
     section = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     config = {"max_position_embeddings": 128, "rope_scaling": section} | beside
-    found = FAMILIES[kind].position(config, Path("config.json"), ())["rope_scaling"]
+    found = READERS[kind].position(config, Path("config.json"), ())["rope_scaling"]
     transformers_config = CLASSES[kind](**deepcopy(config))
     transformers_config.standardize_rope_params()  # the computation of frequencies begins with this
     expected = transformers_config.rope_parameters

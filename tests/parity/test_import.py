@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate

@@ -17,8 +17,10 @@ from megatron_coca import load_config, load_model, methods
 from megatron_coca.attention.build import build_method
 from megatron_coca.attention.positions import bias, distance_maps, forms, frequencies
 from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
+from tests.conftest import ROOT
 from tests.parity.exported import (
     GROUPED,
     NEOX,
@@ -52,6 +54,14 @@ def test_it_stands_alone(tmp_path: Path) -> None:
     assert others == {"torch", "transformers", "typing_extensions"}
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert len(defined) == len(set(defined))
+
+
+@pytest.mark.slow
+def test_it_needs_no_other_import_before() -> None:
+    """A fresh process that imports only this module."""
+    code = "from megatron_coca.checkpoints.huggingface.model_source import modelling_file; print(modelling_file())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == modelling_file() + "\n"
 
 
 def test_its_formulas_are_the_sources(tmp_path: Path) -> None:
@@ -272,7 +282,7 @@ def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
             EXTENSION.replace("geometric(", "frequencies.geometric(").replace(
                 "HALF =", "from megatron_coca.attention.positions import frequencies\nHALF ="
             ),
-            "imports frequencies, which is no function of megatron_coca, torch or Python",
+            "imports frequencies, which is not part of megatron_coca, torch or Python",
         ),
     ],
     ids=["reason", "stock", "lambda", "undefined", "clash", "library", "module"],

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints import load_model, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
-from megatron_coca.checkpoints.neox.write import export_neox
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 from tests.neox_files import write_neox

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from tests.parity.original import original_folder
 

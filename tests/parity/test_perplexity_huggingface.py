@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.evaluation import sliding_window_perplexity
 from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
 from tests.plain_perplexity import plain_loop

@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from tests.integration.killing import TIME_LIMIT, left_alive
 from tests.soak.events import Plan
 from tests.soak.runs import CommandLaunch, DeviationError, Launcher, wait_until_ended

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import moto.server
 
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.object_store import RemoteFolder
 from megatron_coca.support.remote_files import local_folder
 from tests.conftest import Run, _assert_same_state, command_line

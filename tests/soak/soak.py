@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, TextIO
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.training.exit_status import FAILED, SIGNALS
 from tests.conftest import clean_environment, make_corpus, make_labels, small_keys
 from tests.integration.killing import fork_server, left_alive

@@ -1,16 +1,17 @@
-"""Architectures of transformers beside GPT-NeoX and LLaMA, each a row of FAMILIES (see `family_keys.Family`)."""
+"""Architectures of transformers other than GPT-NeoX and LLaMA: each is a row of FAMILIES (see `family_keys.Family`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.family_keys import (
+    ALL_LAYERS,
+    FROM_LAYER,
+    ROPE_INTERVAL,
+    WITH_WINDOW,
+    WITHOUT_ROTATION,
     Family,
-    all_layers,
     every,
-    from_layer,
-    smollm3_layers,
-    smollm3_rope,
 )
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM
 from megatron_coca.checkpoints.huggingface.weight_map import Row
@@ -50,20 +51,15 @@ GEMMA = MODERN | {"norm_position": "sandwich", "zero_centered_norms": True}
 CAPPING = RMS | BIASES
 
 
-def _cohere(config: Json, sliding: list[bool]) -> list[bool]:
-    """Layers with a window rotate, the others do not."""
-    return sliding
-
-
 def _phi3(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("embd_pdrop", 0.0) != config.get("resid_pdrop", 0.0):
-        raise ValueError("embd_pdrop and resid_pdrop differ, and here one key has both")
+        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout is one key for both")
     return {}
 
 
 def _gpt2(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("embd_pdrop", 0.1) != config.get("resid_pdrop", 0.1):
-        raise ValueError("embd_pdrop and resid_pdrop differ, and here one key has both")
+        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout is one key for both")
     return {
         "max_position_embeddings": config[MAXIMUM],
         "attention_dropout": float(config.get("attention_dropout", 0.1)),
@@ -75,19 +71,19 @@ def _both_dropouts(config: Config) -> dict[str, Any]:
 
 
 def _to_phi3(config: Config) -> dict[str, Any]:
-    # Its class reads L here alone, with a default of its own.
+    # Its class reads L only at the top level, and has its own default.
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
 def _two_keys(scaling: Json) -> Json:
-    """OLMo's class in transformers 4 takes these two only, and refuses another extension."""
+    """Return the two keys that OLMo's class in transformers 4 accepts. It stops with an error on other extensions."""
     if scaling["rope_type"] not in ("linear", "dynamic"):
         return scaling
     return {"type": scaling["rope_type"], "factor": scaling["factor"]}
 
 
 def _three_keys(scaling: Json) -> Json:
-    """Phi 3's takes these three only; the factor follows from the lengths."""
+    """Return the three keys that Phi 3's class in transformers 4 accepts. The factor follows from the lengths."""
     if scaling["rope_type"] != "longrope" or "attention_factor" in scaling:
         return scaling
     return {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
@@ -110,7 +106,7 @@ def _falcon(config: Json, keys: Json) -> dict[str, Any]:
     heads, newer = config["num_attention_heads"], bool(config.get("new_decoder_architecture"))
     norms, parallel = config.get("num_ln_in_parallel_attn") or 1 + newer, config.get("parallel_attn", True)
     if (norms == 2 and not newer) or (newer and not parallel):
-        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false exclude what new_decoder_architecture says")
+        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false contradict new_decoder_architecture")
     one_key = config.get("multi_query", True) and not newer
     given = config.get("num_key_value_heads") or heads if newer else heads
     found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}
@@ -148,11 +144,11 @@ FAMILIES: dict[str, Family] = {
         MODERN | {"use_bias_in_qkv": True},
         RMS,
         {"use_mrope": False},
-        layers=from_layer,
+        windows=FROM_LAYER,
         window=4096,
     ),
     "mistral": Family(
-        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=all_layers, window=4096
+        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, windows=ALL_LAYERS, window=4096
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
@@ -160,7 +156,7 @@ FAMILIES: dict[str, Family] = {
         MODERN,
         {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)},
         head_dim=128,
-        layers=all_layers,
+        windows=ALL_LAYERS,
         temperature=True,
     ),
     "qwen3": Family(
@@ -169,7 +165,7 @@ FAMILIES: dict[str, Family] = {
         MODERN | {"qk_norm": "head"},
         RMS | BIASES,
         head_dim=128,
-        layers=from_layer,
+        windows=FROM_LAYER,
         window=4096,
     ),
     "smollm3": Family(
@@ -179,8 +175,8 @@ FAMILIES: dict[str, Family] = {
         RMS | BIASES | {"mlp_bias": ("use_bias_in_mlp", False)},
         tied=True,
         rope=2000000.0,
-        layers=smollm3_layers,
-        rope_layers=smollm3_rope,
+        windows=WITHOUT_ROTATION,
+        rotating=ROPE_INTERVAL,
         harmless=frozenset({"no_rope_layer_interval", "max_window_layers"}),
     ),
     "olmo2": Family(
@@ -196,7 +192,7 @@ FAMILIES: dict[str, Family] = {
         MODERN | {"norm_position": "post", "qk_norm": "projection"},
         OLMO,
         rope=500000.0,
-        layers=every(4),
+        windows=every(4),
         window=4096,
         by_type=(None, 500000.0),
         older=_two_keys,
@@ -207,8 +203,9 @@ FAMILIES: dict[str, Family] = {
         MODERN,
         {"rms_norm_eps": ("rms_norm_epsilon", 1e-5), "resid_pdrop": ("hidden_dropout", 0.0)},
         {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
-        layers=all_layers,
-        partial=True,
+        windows=ALL_LAYERS,
+        share=1.0,
+        rope_types={"su": "longrope", "yarn": "longrope"},
         original=4096,
         older=_three_keys,
         read=_phi3,
@@ -228,7 +225,7 @@ FAMILIES: dict[str, Family] = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
         head_dim=256,
-        layers=every(2),
+        windows=every(2),
         window=4096,
         read=_gemma,
         write=_to_gemma,
@@ -244,7 +241,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         head_dim=256,
         rope=1000000.0,
-        layers=every(6, "sliding_window_pattern"),
+        windows=every(6, "sliding_window_pattern"),
         window=4096,
         by_type=("rope_local_base_freq", 10000.0),
         read=_gemma,
@@ -252,7 +249,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset(
             {
                 *("cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"),
-                "attn_logit_softcapping",  # the class holds it, and its attention takes no cap
+                "attn_logit_softcapping",  # its class has the key but does not use it
             }
         ),
     ),
@@ -263,9 +260,9 @@ FAMILIES: dict[str, Family] = {
         {"layer_norm_eps": ("layernorm_epsilon", 1e-5), "logit_scale": ("final_logit_scale", 0.0625)} | BIASES,
         {"use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False, "rotary_pct": 1.0},
         tied=True,
-        layers=every(4, "sliding_window_pattern"),
+        windows=every(4, "sliding_window_pattern"),
         window=4096,
-        rope_layers=_cohere,
+        rotating=WITH_WINDOW,
         harmless=frozenset(
             {
                 *("cache_implementation", "order_of_interleaved_layers", "position_embedding_type", "layer_switch"),
@@ -351,6 +348,7 @@ FAMILIES: dict[str, Family] = {
         {"apply_residual_connection_post_layernorm": False},
         {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"}
         | {"intermediate_size": None, "num_key_value_heads": None},
+        {"n_embed": "hidden_size"},
         activation=(None, "gelu_pytorch_tanh"),
         tied=True,
         length=2048,
@@ -358,7 +356,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset(
             {
                 *("slow_but_exact", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32"),
-                *("bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "n_embed"),
+                *("bias_dropout_fusion", "masked_softmax_fusion", "n_inner"),
             }
         ),
     ),
@@ -369,12 +367,14 @@ FAMILIES: dict[str, Family] = {
         EPSILON | {"hidden_dropout": ("hidden_dropout", 0.0)},
         {"apply_residual_connection_post_layernorm": False},
         {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads", "head_dim": None},
+        first={"n_embed": "hidden_size"},
         activation=("activation", "gelu"),
         tied=True,
         length=2048,
+        attention="sdpa",  # in eager its class adds ALiBi to the scores twice
         read=_falcon,
         write=_to_falcon,
-        harmless=frozenset({"n_embed", "ff_factor"}),
+        harmless=frozenset({"ff_factor"}),
     ),
 }
 """By `model_type`, in the order of preference of an export."""

@@ -1,8 +1,7 @@
-"""The keys of config.json as ours and back, by what a row of `families.FAMILIES` says of an architecture.
+"""Convert the keys of config.json to ours and back, by a row of `families.FAMILIES` for each architecture.
 
-A key with one meaning for all models of a family is in `fixed` (ours) or `only` (theirs); a key of config.json that
-neither these nor the functions here read is refused by the caller. What an export writes is read again and compared, so
-that a family is used for a model only if it expresses all of it.
+A key of config.json that neither the row nor this module reads is an error in the caller. An export reads the written
+config.json again and compares it with the model, so a family is used for a model only if it can represent all of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,26 +12,65 @@ from typing import Any
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
+    check_consistent,
     check_spellings,
     older_keys,
-    refuse_contradiction,
     rope_keys,
     rope_parameters,
     rope_section,
 )
 from megatron_coca.checkpoints.huggingface.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
+from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
 from megatron_coca.config.position import ORIGINAL, Selected
 
 Json = Mapping[str, Any]
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
 PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
-"""Their activations and ours; of several names of a function the family's own is written, or the first."""
+"""Their activations -> ours. If a function has several names, the family's own is written, else the first."""
 TEMPERATURE = "llama_4_scaling_beta"
-"""An option of rope_parameters: the strength of our logit scaling `temperature`, which has the extension's length."""
+"""An option of rope_parameters: the strength of our logit scaling `temperature`, with the extension's length."""
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which layers of an architecture have a sliding window.
+
+    Attributes:
+        read: config.json, number of layers -> True for each layer that has the window.
+        listed: config.json lists the type of each layer in `layer_types`.
+        switched: config.json turns the window on with `use_sliding_window`.
+    """
+
+    read: Callable[[Json, int], list[bool]]
+    listed: bool = True
+    switched: bool = False
+
+    def written(self, slides: list[bool], width: int | None, length: int) -> dict[str, Any]:
+        """Return the keys of config.json for these layers; `width` is None if no layer has a window."""
+        # A class with a list but without a switch builds a mask of the window even if no layer has one.
+        unused = length if self.listed and not self.switched else None
+        settings: dict[str, Any] = {"sliding_window": unused if width is None else width}
+        if self.listed:
+            settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
+        if self.switched:
+            settings["use_sliding_window"] = width is not None
+        return settings
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """Which layers of an architecture rotate queries and keys.
+
+    Attributes:
+        read: config.json, True for each layer with a window -> True for each layer that rotates.
+        written: the key of config.json that lists them as 0 or 1; None if the windows decide it.
+    """
+
+    read: Callable[[Json, list[bool]], list[bool]]
+    written: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,29 +78,33 @@ class Family:
     """One architecture of transformers.
 
     Attributes:
-        architecture: its class.
-        rows: the names of the weights, from our keys.
-        fixed: our keys that all its models share.
-        keys: theirs -> ours, and the default of its class.
-        only: keys that it has with this value only.
-        names: keys that most architectures share -> its own names of them, None where it has none.
-        activation: the key of the activation and its default; without a name, that of all its models.
+        architecture: name of its class.
+        rows: the table of its weights, from our keys.
+        fixed: our keys that all its models share. Activation "gated": an MLP with a gate, in the activation of the key.
+        keys: its key -> our key, and the default of its class.
+        only: keys that are supported with this value only.
+        names: common key -> its own name of it, or None if it has no such key.
+        first: key -> the common key that it replaces if both are present, as its class does.
+        activation: the key of the activation, and its default. Without a key, all its models have the default.
         tied: default of tie_word_embeddings.
         length: default of the training length.
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
-        rope: the rotary base without one in config.json; None for architectures without rotation.
-        layers: reads which layers have a window: config.json, layers -> for each a boolean; None without windows.
+        rope: default of the rotary base; None if the architecture does not rotate.
+        share: default of partial_rotary_factor; None if its class rotates all features.
+        rope_types: its names of extensions that we have under another name.
+        windows: which layers have a sliding window; None if no layer can have one.
         window: default of sliding_window.
-        rope_layers: the same for rotation; None if all layers rotate.
-        by_type: rope_parameters has a section for each type of layers; the base of those with a window: its key at the
-            top level, or None, and its default.
-        partial: some features of a head need not be rotated.
+        rotating: which layers rotate; None if all do.
+        by_type: for an architecture with a section of rope_parameters for each type of layer, the rotary base of layers
+            with a window: its key at the top level, or None, and its default.
         temperature: rope_parameters has TEMPERATURE.
-        original: default of ORIGINAL at the top level, which goes before that in rope_parameters.
-        older: rope_scaling in the form that its class in transformers 4 asks for, which has `type` in place of
-            `rope_type`; what that cannot express is unchanged, and an error there. None for any form.
-        read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
-        harmless: keys of published folders that change nothing in its class.
+        original: default of ORIGINAL at the top level, which precedes the one in rope_parameters.
+        older: rope_scaling -> the form that its class in transformers 4 reads. That class stops with an error on an
+            extension that it cannot represent. None if it reads every form.
+        attention: the attention implementation of transformers that computes the model correctly.
+        read: config.json, our keys so far -> further keys of ours.
+        write: our configuration -> further keys of config.json.
+        harmless: keys of published folders that its class ignores.
     """
 
     architecture: str
@@ -71,29 +113,28 @@ class Family:
     keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str | None] = field(default_factory=dict)
+    first: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str | None, str] = ("hidden_act", "silu")
     tied: bool = False
     length: int | None = None
     head_dim: int | None = None
     rope: float | None = 10000.0
-    layers: Callable[[Json, int], list[bool]] | None = None
+    share: float | None = None
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    windows: Windows | None = None
     window: int | None = None
-    rope_layers: Callable[[Json, list[bool]], list[bool]] | None = None
+    rotating: Rotating | None = None
     by_type: tuple[str | None, float] | None = None
-    partial: bool = False
     temperature: bool = False
     original: int | None = None
     older: Callable[[Json], Json] | None = None
+    attention: str = "eager"
     read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     harmless: frozenset[str] = frozenset()
 
 
 # Which layers have a window -------------------------------------------------------------------------------------------
-
-
-def all_layers(config: Json, count: int) -> list[bool]:
-    return [True] * count
 
 
 def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
@@ -106,47 +147,63 @@ def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
     return [kind == SLIDING for kind in types]
 
 
-def every(period: int, name: str | None = None) -> Callable[[Json, int], list[bool]]:
-    """Every `period`-th layer is without a window, or as the key `name` says, unless config.json lists the types."""
+def every(period: int, name: str | None = None) -> Windows:
+    """Return a pattern in which every `period`-th layer has no window; the key `name` replaces the period."""
 
     def layers(config: Json, count: int) -> list[bool]:
         given = config.get(name, period) if name is not None else period
         return _listed(config, (bool((i + 1) % given) for i in range(count)))
 
-    return layers
+    return Windows(layers)
 
 
-def from_layer(config: Json, count: int) -> list[bool]:
-    """Qwen's: from layer `max_window_layers` on, if `use_sliding_window`."""
+def _from_layer(config: Json, count: int) -> list[bool]:
     first, used = config.get("max_window_layers", 28), config.get("use_sliding_window", False)
     listed = _listed(config, (i >= first for i in range(count)))
     return listed if used else [False] * count
 
 
-def smollm3_layers(config: Json, count: int) -> list[bool]:
-    """A list of types goes before `use_sliding_window`: its class makes the mask from the list alone."""
+def _without_rotation(config: Json, count: int) -> list[bool]:
     used = config.get("use_sliding_window", False)
-    return _listed(config, (used and not rotates for rotates in smollm3_rope(config, [False] * count)))
+    # Its class makes the mask from the list only, so a list precedes `use_sliding_window`.
+    return _listed(config, (used and not rotates for rotates in _rope_interval(config, [False] * count)))
 
 
-def smollm3_rope(config: Json, sliding: list[bool]) -> list[bool]:
+def _rope_interval(config: Json, sliding: list[bool]) -> list[bool]:
     interval, listed = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
     return [bool(flag) for flag in listed] if listed else [bool((i + 1) % interval) for i in range(len(sliding))]
 
 
+ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
+"""All layers have the window, as in Mistral."""
+FROM_LAYER = Windows(_from_layer, switched=True)
+"""Layers from number `max_window_layers` on have it, as in Qwen."""
+WITHOUT_ROTATION = Windows(_without_rotation, switched=True)
+"""Layers without rotation have it, as in SmolLM 3."""
+ROPE_INTERVAL = Rotating(_rope_interval, "no_rope_layers")
+"""All layers but every `no_rope_layer_interval`-th rotate, as in SmolLM 3."""
+WITH_WINDOW = Rotating(lambda config, sliding: sliding)
+"""Layers with a window rotate, as in Cohere 2."""
+
+
+# Position keys --------------------------------------------------------------------------------------------------------
+
+
 def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
-    """Our position keys of all layers. Layers of one kind have the model's own keys."""
-    window = config.get("sliding_window", family.window) if family.layers is not None else None
-    sliding = family.layers(config, count) if family.layers is not None else [False] * count
+    """Return our position keys of all layers. If all layers are equal, they are the model's own keys."""
+    window = config.get("sliding_window", family.window) if family.windows is not None else None
+    sliding = family.windows.read(config, count) if family.windows is not None else [False] * count
     sliding = sliding if window is not None else [False] * count
-    rotating = [True] * count if family.rope_layers is None else family.rope_layers(config, sliding)
+    rotating = [True] * count if family.rotating is None else family.rotating.read(config, sliding)
     if len(sliding) != count or len(rotating) != count:
-        raise CheckpointError(f"{source}: layer_types or no_rope_layers is not of {count} layers")
+        raise CheckpointError(
+            f"{source}: layer_types or no_rope_layers does not have {count} entries, one for each layer; correct it"
+        )
     changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
     ropes = _ropes(family, config, source)
     if window is not None:
         other = ropes.get(SLIDING)
-        # Where types have sections, an override that extends the model does not reach the layers with a window.
+        # If types have sections, an override that extends the model does not apply to the layers with a window.
         own = {} if other is None else {"rope_scaling": None} | other
         changes["sliding"] = {"sliding_window_width": window - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
@@ -166,52 +223,57 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
-    """Our keys of rotation by type of layers."""
-    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", 1.0)
+    """Return our keys of rotation for each type of layer."""
+    base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", family.share or 1.0)
     if family.by_type is None:
         check_spellings(config, source, base, share)
         return {FULL: _rope(family, config, rope_section(config), source)}
     section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
         raise CheckpointError(
-            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, and its class reads these "
-            "two sections alone: move it into them"
+            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, but its class reads only "
+            "these two sections; move it into them"
         )
-    # As transformers 4 wrote it, the extension and the base are those of layers without a window.
+    # In config.json of transformers 4, the extension and the base are those of layers without a window.
     name, default = family.by_type
     check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
     if name is not None:
         inner = (section.get(SLIDING) or {}).get("rope_theta")
-        refuse_contradiction(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})
+        check_consistent(source, {name: config.get(name), f"rope_parameters.{SLIDING}.rope_theta": inner})
     local = {"rope_theta": (config.get(name) if name is not None else None) or default}
     parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
     if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:
         raise CheckpointError(
-            f"{source}: truncate false in rope_parameters.{ignored[0]}: its class truncates all the same"
+            f"{source}: rope_parameters.{ignored[0]}.truncate: its class ignores the value false; remove it"
         )
-    config = {name: value for name, value in config.items() if name != ORIGINAL}  # read in the parts alone
+    config = {name: value for name, value in config.items() if name != ORIGINAL}  # the parts have it
     return {kind: _rope(family, config, part, source) for kind, part in parts.items()}
 
 
 def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
     section = {name: value for name, value in section.items() if name != MAXIMUM}
     if family.temperature and not section:
-        raise CheckpointError(f"{source}: no rope_parameters; its class would take an extension and {TEMPERATURE} 0.1")
+        raise CheckpointError(
+            f"{source}: rope_parameters: is missing, and its class would use an extension and {TEMPERATURE} 0.1; add it"
+        )
     strength = section.pop(TEMPERATURE, None) or 0.0
     if strength and not family.temperature:
-        raise CheckpointError(f"{source}: {TEMPERATURE} {strength} is not read by {family.architecture}")
+        raise CheckpointError(f"{source}: {TEMPERATURE}: {family.architecture} does not read it; remove it")
     extended = (section.get("rope_type") or section.get("type")) in ("llama3", "longrope", "yarn")
-    period = (config.get(ORIGINAL) if extended else None) or section.get(ORIGINAL)  # the top level goes first for these
+    period = (config.get(ORIGINAL) if extended else None) or section.get(
+        ORIGINAL
+    )  # for these the top level takes precedence
     if strength and period is None:
-        raise CheckpointError(f"{source}: {TEMPERATURE} without {ORIGINAL}")
+        raise CheckpointError(f"{source}: {TEMPERATURE}: needs {ORIGINAL}; add it")
     scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
-    share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if share != 1 and not family.partial:
+    share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or family.share or 1.0
+    if share != 1 and family.share is None:
         raise CheckpointError(
-            f"{source}: partial_rotary_factor {share} is not supported: all features are rotated there"
+            f"{source}: partial_rotary_factor: {share} is not supported, its class rotates all features; remove it"
         )
-    if family.architecture == "Phi3ForCausalLM" and (section.get("rope_type") or section.get("type")) in ("su", "yarn"):
-        section |= {"rope_type": "longrope"}  # names that its class takes for it
+    named = str(section.get("rope_type") or section.get("type"))
+    if named in family.rope_types:
+        section |= {"rope_type": family.rope_types[named]}
     values = {"rope_theta": family.rope, **config, "rope_parameters": section, "rope_scaling": None}
     if family.original is not None:
         values.setdefault(ORIGINAL, family.original)
@@ -224,13 +286,12 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
 def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
     """Return our keys of the network and its positions, without those that all architectures share.
 
-    `config` has the names that most architectures share. Raises CheckpointError where it differs from what the family
-    can be.
+    `config` is read by the common names of keys. Raises CheckpointError if the family does not support a value.
     """
     for name, value in family.only.items():
         found = config.get(name)
         if found is not None and found != value:
-            raise CheckpointError(f"{source}: {name} {found!r} is not supported, only {value!r}")
+            raise CheckpointError(f"{source}: {name}: {found!r} is not supported, only {value!r}; use another model")
     keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
     keys |= _mlp_keys(family, config, source)
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -248,7 +309,7 @@ def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
     gated = family.fixed.get("activation") == "gated"
     known = GATED if gated else PLAIN
     if named not in known:
-        raise CheckpointError(f"{source}: {name} {named!r} is not supported; known: {', '.join(known)}")
+        raise CheckpointError(f"{source}: {name}: {named!r} is not supported; supported are {', '.join(known)}")
     inner = config.get("intermediate_size") or 4 * config["hidden_size"]
     return {
         "activation": known[named],
@@ -258,7 +319,7 @@ def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
 
 
 def write_keys(family: Family, config: Config, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json: `shared` has what most architectures share, by the names of most. Inverse of `read_keys`."""
+    """Return config.json; the inverse of `read_keys`. `shared` has keys of all architectures by their common names."""
     flat, model = config.flat(), config.model
     settings = dict(shared) | {theirs: flat[ours] for theirs, (ours, _) in family.keys.items()} | dict(family.only)
     activation, (name, default) = model.activation, family.activation
@@ -283,35 +344,30 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     windows = [kind for kind in kinds.values() if kind.sliding_window_width is not None]
     sections[SLIDING] = rope_parameters(windows[0] if windows else full, length)
     settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
-    if full.rotary_pct != 1 and not family.by_type:
+    if full.rotary_pct != (family.share or 1.0) and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
         settings["partial_rotary_factor"] = full.rotary_pct  # of transformers 4
-    if not family.temperature:  # transformers 4 does not have these classes
+    if not family.temperature:  # transformers 4 has no class with it
         settings |= _older_keys(family, sections)
     if family.temperature:  # its class needs both
         chosen = full.logit_scaling
         options = chosen.settings(length) if isinstance(chosen, Selected) and chosen.type == "temperature" else {}
         own = {TEMPERATURE: options.get("strength", 0.0), ORIGINAL: options.get("period", length)}
         settings["rope_parameters"] = own | settings["rope_parameters"]
-    if family.layers is not None:
-        # Classes with a list of types make a mask of the window even where no layer has one.
-        unused = None if family.layers in (all_layers, from_layer, smollm3_layers) else length
+    if family.windows is not None:
         width = windows[0].sliding_window_width if windows else None
-        settings["sliding_window"] = unused if width is None else width + 1
-    if family.layers not in (None, all_layers):
         slides = [kinds[name].sliding_window_width is not None for name in names]
-        settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
-    if family.layers in (from_layer, smollm3_layers):
-        settings["use_sliding_window"] = bool(windows)
-    if family.rope_layers is smollm3_rope:
-        settings["no_rope_layers"] = [int(kinds[name].embedding.rotary) for name in names]
+        settings |= family.windows.written(slides, None if width is None else width + 1, length)
+    if family.rotating is not None and family.rotating.written is not None:
+        settings[family.rotating.written] = [int(kinds[name].embedding.rotary) for name in names]
     return settings
 
 
 def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
-    """The keys of transformers 4, whose layers with a window have a base of their own at most.
+    """Return the keys of transformers 4, in which layers with a window can differ by their rotary base only.
 
-    What it cannot express gets no base: its class then ends with an error, where it would compute another model.
+    A model that it cannot represent gets no base, so that its class stops with an error and does not compute another
+    model.
     """
     full, sliding = sections[FULL], sections[SLIDING]
     keys = older_keys(full)
@@ -326,45 +382,7 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def readable_by_older(family: Family, settings: Json) -> bool:
-    """Return whether transformers 4 computes the model of a written config.json; otherwise it ends with an error."""
+    """Return whether transformers 4 computes the model of a written config.json. Otherwise it stops with an error."""
     if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
         return False
     return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})
-
-
-def comparable(config: Config) -> dict[str, Any]:
-    """Return what a model computes, in one form for equal models: to compare a model with what was written of it."""
-    flat, model = config.flat(), config.model
-    names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
-    lengths = ("seq_length", "padded_vocab_size")
-    kinds = config.layer_types
-    positions = []
-    for name in model.layer_names:
-        kind = kinds[name]
-        own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
-        own["rope_scaling"] = None
-        if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
-            measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
-            own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
-        if (distances := kind.relative_positions) is not None:
-            own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
-        if isinstance(kind.logit_scaling, Selected):
-            own["logit_scaling"] = {"name": kind.logit_scaling.type} | kind.logit_scaling.settings(model.seq_length)
-        if not kind.embedding.rotary:
-            own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
-        positions.append(own)
-    epsilon = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon"}.get(model.norm, "scalenorm_epsilon")
-    keys = (
-        *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
-        *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
-        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
-        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
-    )
-    shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
-    shown["activation"] = "silu" if model.activation == "swish" else model.activation
-    shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
-    shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied
-    shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
-    shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
-    shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
-    return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

@@ -1,7 +1,7 @@
-"""Write the README.md of an exported folder: what the model is, how it is loaded, and how it is used on longer texts.
+"""Write the README.md of an exported folder: the facts of the model, how to load it, and how to use it on longer texts.
 
-It says what the configuration and the checkpoint contain, and no path of the machine that trained the model. The text
-is in model_card.md.j2.
+The facts come from the configuration and the checkpoint. The card has no path of the training machine. The text is in
+model_card.md.j2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,25 +12,25 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatron_coca.checkpoints.huggingface.config_json import OURS
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.family_keys import readable_by_older
-from megatron_coca.checkpoints.huggingface.read import REMOTE_TYPES
-from megatron_coca.checkpoints.load import OpenedCheckpoint
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 
 CARD = "README.md"
 TRIED = ("5.23.0", "4.57.6")
-"""Versions of transformers that exports were tried with, of 5 and of 4; docs/checkpoints.md says how."""
+"""Versions 5 and 4 of transformers that exports were tested with; docs/checkpoints.md describes the test."""
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 
 
 @dataclass(frozen=True)
 class CardNotes:
-    """What a card says that no checkpoint knows.
+    """Facts in a card that a checkpoint does not have.
 
     Attributes:
-        licence: by its name on the hub.
+        licence: its name on the hub.
         base_model: the model on the hub that this one was trained from.
         results: Markdown.
     """
@@ -51,12 +51,12 @@ def model_card(
 ) -> str:
     """Return the card of an export of `opened` into the folder `name`.
 
-    `config` has the overrides of the export, `settings` are those of config.json, `weights` those that are written, and
-    `ends` the ids that end a text.
+    `config` has the overrides of the export, `settings` is config.json, `weights` are the written weights, and `ends`
+    are the ids that end a text.
     """
     kind = str(settings["model_type"])
     position, length, family = config.position, config.model.seq_length, FAMILIES.get(kind)
-    remote, coca = kind in REMOTE_TYPES, position.pos_emb.startswith("coca")
+    remote, coca = kind == OURS, position.pos_emb.startswith("coca")
     facts = _facts(opened, config, kind, weights)
     scaling, distance_map = facts["extension"], facts["relative positions"]
     tags = [kind, position.pos_emb.replace("_", "-"), *["custom_code"] * remote, *["coca"] * coca]
@@ -96,8 +96,8 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     model, position, trained = config.model, config.position, opened.trained
     residual = "a parallel" if model.gpt_j_residual else "a sequential"
     architecture = f"with {model.norm}, {model.activation} and {residual} residual"
-    if kind != "coca_dense":
-        architecture = f"of {SHAPES.get(REMOTE_TYPES.get(kind, kind), kind)} shape"
+    if kind != OURS:
+        architecture = f"of {SHAPES.get(kind, kind)} shape"
     grouped = f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""
     facts = {
         "architecture": f"a causal language model {architecture}",

@@ -1,17 +1,17 @@
 """Decoders with other position methods, for Hugging Face transformers: CoCA, xPos, ALiBi, KERPLE and others.
 
-This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs torch and transformers alone.
-The position method is the mapping `position` in config.json. The model is LLaMA's attention, with LLaMA's names of
-weights, in a block whose norms, MLP and residual the mapping `network` describes.
+This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs only torch and transformers.
+The mapping `position` in config.json describes the position method. The model has LLaMA's attention and LLaMA's names
+of weights; the mapping `network` describes the norms, the MLP and the residual of its blocks.
 
 Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. Q' and K' are formed here and passed to
 the attention function that transformers is configured with. Notation: m position of a query, n of a key, r = m - n,
 theta_j the frequencies, L the length that extensions measure against (the training length, unless
 original_max_position_embeddings is given), l the length of a row so far.
 
-The cache keeps keys before any rotation, and all of them are rotated at every step: frequencies
-that depend on the length are right while a sequence grows. Positions and lengths of a row begin at its first token that
-is not padding. Nothing is kept between calls.
+The cache keeps keys before any rotation, and all of them are rotated at every step. So frequencies that depend on the
+length stay correct while a sequence grows. Positions and lengths of a row begin at its first token that is not padding.
+Nothing is kept between calls.
 """
 
 import math
@@ -79,7 +79,7 @@ ModelConfig = Options
 
 
 def network_of(config: CocaDenseConfig) -> Options:
-    """Return the mapping `network` with what norms need of the model's shape."""
+    """Return the mapping `network` with the sizes of the model that norms need."""
     if not config.network:
         raise ValueError(f"this {config.model_type} has no `network` in its config.json; export the model again")
     heads = {"num_attention_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
@@ -87,7 +87,7 @@ def network_of(config: CocaDenseConfig) -> Options:
 
 
 class Rotary(NamedTuple):
-    """What formulas of frequencies read: the rotary dimension d, the base, L, and the extension's options."""
+    """Inputs of frequency formulas: the rotary dimension d, the base, L, and the options of the extension."""
 
     dim: int
     base: float
@@ -131,11 +131,11 @@ class SharedPositions(NamedTuple):
     Attributes:
         segments: for each band the tables of queries and keys; None for non-rotary forms.
         factor: logit scaling of features that are not rotated, [batch or 1, 1, queries, 1], or None.
-        distance: m - n, float32 or better [batch or 1, queries, keys], where a bias or a map needs it, else None.
-        causal: True where a key comes no later than the query, bool [queries, keys]; likewise.
+        distance: m - n, float32 or better [batch or 1, queries, keys], if a bias or a map needs it, else None.
+        causal: True if a key comes no later than the query, bool [queries, keys], if `distance` is given, else None.
         inside: True for the pairs that each segment scores, bool [segments, batch or 1, 1, queries, keys], or None.
         seen: True for the pairs within a sliding window or a chunk, bool [batch or 1, 1, queries, keys], or None.
-        bias: the bias that all layers share, a module if it is learned, or None.
+        bias: the bias that all layers share, or None. A learned bias is a module.
     """
 
     segments: tuple[SegmentTables, ...]
@@ -153,7 +153,7 @@ def layer_names(config: Any) -> list[str]:
 
 
 class Positions:
-    """The position method that a configuration names for a type of layers, with what it needs of the model's shape."""
+    """The position method of a type of layer, by the configuration."""
 
     def __init__(self, config: Any, layer_type: str = "global") -> None:
         if not config.position:
@@ -191,11 +191,11 @@ class Positions:
 
     @property
     def masked(self) -> bool:
-        """True if scores have a mask of their own, in training at least: a bias, a map, a window, chunks or a cap."""
+        """True if scores have their own mask, at least in training: a bias, a map, a window, chunks or a cap."""
         return self.biased or self.limited or self.softcap is not None or self.trained_bands != UNMAPPED
 
     def shared(self, where: TokenPlaces, dtype: torch.dtype, bias: Any, training: bool) -> SharedPositions:
-        """Return what the layers of a forward pass share, for operands of `dtype`."""
+        """Return the values that the layers of a forward pass share, for operands of `dtype`."""
         bands, wide = self.trained_bands if training else self.bands, torch.promote_types(dtype, torch.float32)
         queries, keys = where.queries.double(), where.keys.double()
         start = torch.zeros_like(queries[:, :1])
@@ -227,7 +227,7 @@ class Positions:
     def _frequencies(self, where: TokenPlaces, factor: Tensor | None) -> tuple[RotaryFrequencies, Tensor | None]:
         """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the multiplier's square.
 
-        They are made where the positions are: a CUDA graph may copy nothing from the host.
+        They are computed on the device of the positions, because a CUDA graph cannot copy from the host.
         """
         rotary = self.rotary._replace(device=where.queries.device)
         lengths = where.lengths.tolist() if self.by_length else [rotary.original_length]
@@ -253,10 +253,11 @@ def token_places(
 ) -> TokenPlaces:
     """Return the positions of `new` queries after `past` tokens, among `total` keys.
 
-    Given positions of queries need not be those that a row counts, from 0 on. The cache holds none, so its tokens then
+    The given positions of queries may differ from 0, 1, ... in a row. The cache has no positions, so its tokens then
     count back from the first query.
 
-    A mask [batch, keys] says which keys are padding; of one [batch, 1, queries, keys] the last query's row says it.
+    A mask [batch, keys] marks keys that are padding. Of a mask [batch, 1, queries, keys], the row of the last query is
+    used.
     """
     if mask is not None and mask.dim() == 4:
         last = mask[:, 0, -1]
@@ -277,8 +278,8 @@ def token_places(
 
 
 def check_steps(positions: Tensor, real: Tensor) -> None:
-    """Raise a ValueError unless positions of tokens, but for padding, go up by 1: the cache does not keep them."""
-    if torch.compiler.is_compiling():  # compiled code cannot wait for the answer
+    """Raise ValueError if the positions of tokens without padding do not go up by 1. The cache does not keep them."""
+    if torch.compiler.is_compiling():  # compiled code cannot wait for the result
         return
     if ((positions.diff(dim=-1) != 1) & (real[:, :-1] & real[:, 1:]).bool()).any():
         raise ValueError("position_ids do not go up by 1, which a cache does not keep; set use_cache=False")
@@ -287,7 +288,7 @@ def check_steps(positions: Tensor, real: Tensor) -> None:
 # Attention ------------------------------------------------------------------------------------------------------------
 
 STOCK = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"})
-"""Attention functions that see all keys of a call; others belong to engines that keep K' themselves."""
+"""Attention functions that get all keys of a call. Others belong to engines that keep K' themselves."""
 WITH_MASK = frozenset({"eager", "sdpa"})
 
 
@@ -296,8 +297,8 @@ def own_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention under a map, or with a cap of the scores.
 
-    Under a map features of q and k hold the concatenated operands of all segments, and the mask [segments, ...] hides
-    each pair from all segments but its own. Products are rounded to the operands' dtype once, as in `eager`.
+    Under a map, the features of q and k are the concatenated operands of all segments, and the mask [segments, ...]
+    hides each pair from all segments but its own. Products are rounded to the operands' dtype once, as in `eager`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mask, cap = mask if mask.dim() == 5 else mask[None], module.positions.softcap
@@ -310,8 +311,9 @@ def own_attention(
 
 
 class CocaDenseAttention(LlamaAttention):
-    """LLaMA's attention with operands of the position method; `k_proj` gives CoCA's t. Queries and keys may have norms,
-    and q, k and v biases apart from the output projection's.
+    """LLaMA's attention with operands of the position method; `k_proj` computes CoCA's t.
+
+    Queries and keys may have norms. q, k and v may have biases without a bias of the output projection.
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -336,7 +338,7 @@ class CocaDenseAttention(LlamaAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Return Q', K' and v of all keys, [batch, heads, ..., head_dim], and the mask, from projections of new tokens.
 
-        `cache_position` is of transformers 4, whose static cache reads it.
+        The static cache of transformers 4 reads `cache_position`.
         """
         form = self.positions.form
         if cache is not None:
@@ -353,14 +355,14 @@ class CocaDenseAttention(LlamaAttention):
         """Return the attention function that must replace the configured one, else None."""
         if shared.inside is not None or self.positions.softcap is not None:
             return own_attention
-        # Fused kernels want a mask in the operands' dtype, and far distances have few values in half precision.
+        # Fused kernels need a mask in the dtype of the operands, and half precision has few values for far distances.
         eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
         return eager_attention_forward if eager else None
 
     def _additive_mask(self, mask: Tensor | None, shared: SharedPositions, dtype: torch.dtype) -> Tensor:
-        """Return what is added to scores, in float32 or better: the bias, and a large negative number for hidden keys.
+        """Return the mask to add to scores, in float32 or better: the bias, and a large negative number for other keys.
 
-        It is a number of float32 for float64 too, because `eager` computes the softmax in float32.
+        The number fits into float32 even for float64, because `eager` computes the softmax in float32.
         """
         mask = shared.causal if mask is None else mask
         hidden = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
@@ -375,8 +377,8 @@ class CocaDenseAttention(LlamaAttention):
         mask = mask if shared.seen is None else torch.where(shared.seen, mask, hidden)
         return mask if self.positions.biased else mask.to(dtype)
 
-    # vLLM reads the source of this method: the attention function has to be looked up and called here, and the
-    # projections be called here one by one.
+    # vLLM reads the source of this method. The attention function must be looked up and called here, and each
+    # projection must be called here separately.
     def forward(
         self,
         hidden_states: Tensor,
@@ -385,7 +387,7 @@ class CocaDenseAttention(LlamaAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As LLaMA's, with the positions that `CocaDenseModel` passes on."""
+        """Compute attention as LLaMA's layer does, with the positions from `CocaDenseModel`."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -400,7 +402,7 @@ class CocaDenseAttention(LlamaAttention):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [batch, length, heads, head_dim] after their norms, if there are any."""
+        """Return queries and keys [batch, length, heads, head_dim] after their norms, if there are any."""
         if not self.names:
             return q, k
         of_query, of_key = (getattr(self, name) for name in self.names)
@@ -415,13 +417,13 @@ class GatedMLP(LlamaMLP):
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)
-        if config.network["activation"] != "swiglu":  # LLaMA's own is a module that engines know
+        if config.network["activation"] != "swiglu":  # inference engines know LLaMA's module
             del self.act_fn
             self.act_fn = build_activation(network_of(config))
 
 
 class PlainMLP(nn.Module):
-    """down(act(up x)); GPT-NeoX's with LLaMA's names."""
+    """down(act(up x)): GPT-NeoX's MLP with LLaMA's names."""
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__()
@@ -435,9 +437,11 @@ class PlainMLP(nn.Module):
 
 
 class CocaDenseLayer(LlamaDecoderLayer):
-    """A block: x += attention(norm1 x), x += mlp(norm2 x); or in parallel, x + attention(norm1 x) + mlp(norm2 x), with
-    `gpt_j_tied` norm1 in place of norm2. `norm_position: post` has norms of the outputs of attention and MLP instead,
-    and `sandwich` both.
+    """A block, sequential or parallel.
+
+    Sequential: x += attention(norm1 x), x += mlp(norm2 x). Parallel: x + attention(norm1 x) + mlp(norm2 x); with
+    `gpt_j_tied` norm2 is norm1. `norm_position: post` has norms after attention and MLP in place of these, and
+    `sandwich` has both.
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -457,7 +461,7 @@ class CocaDenseLayer(LlamaDecoderLayer):
             self.post_attention_layernorm = before()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As LLaMA's."""
+        """Run the block as LLaMA's layer does."""
         normed = self.input_layernorm(hidden_states)
         attended = self._drop(self.attention_output_layernorm(self.self_attn(normed, *args, **kwargs)[0]))
         if self.parallel:
@@ -516,7 +520,7 @@ class CocaDenseModel(InitWeights, LlamaModel):
         self.position_bias = positions.bias.shared() if positions.bias.shared is not None else None
         self.clex = self.position_embeddings = None
         if positions.form.rotary and positions.extension.learned:
-            # Its solved frequencies are in config.json; the weights are only kept.
+            # config.json has the solved frequencies; the weights are only kept.
             up = torch.zeros(positions.rotary.dim // 2, positions.rotary.dim)
             self.clex = nn.ParameterDict({"up": up, "down": up.T.clone()}).requires_grad_(False)
         if positions.method == "learned":
@@ -534,20 +538,20 @@ class CocaDenseModel(InitWeights, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the stock model's. Positions come from `position_ids`, else from the mask, else they are 0, 1, ..."""
+        """Run the model as the stock class does. Positions are `position_ids`, else from the mask, else 0, 1, ..."""
         self._check(past_key_values)
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         new, past, total = embeds.shape[1], 0, embeds.shape[1]
         if past_key_values is not None:
             past = int(past_key_values.get_seq_length())
-            # Keys that a cache of fixed size holds, -1 for one that grows; transformers 4 has another name for it.
+            # The size of a static cache in keys, -1 for a growing cache; transformers 4 has another name for it.
             size = getattr(past_key_values, "get_max_length", None) or past_key_values.get_max_cache_shape
             total = max(past + new, size(0))
         cached = past_key_values is not None
         where = token_places(attention_mask, position_ids, past, new, total, embeds.device, cached)
         shared = {}
         for name, positions in self.positions.items():
-            learned = positions.bias.shared is not None  # only where all layers are alike
+            learned = positions.bias.shared is not None  # only if all layers are equal
             bias = self.position_bias if learned else positions.bias.fixed
             shared[name] = positions.shared(where, embeds.dtype, bias, self.training)
         kwargs |= {"shared": shared}
@@ -567,18 +571,18 @@ class CocaDenseModel(InitWeights, LlamaModel):
         return nn.functional.dropout(embeds, network["hidden_dropout"], self.training)
 
     def _check(self, cache: Any) -> None:
-        """Raise a ValueError where the configured attention function would give wrong numbers."""
+        """Raise ValueError if the configured attention function would compute wrong results."""
         name = self.config._attn_implementation or "eager"
         kept_elsewhere = name not in STOCK and cache is None and "/" not in name
         for method in self.positions.values():
             if method.masked and name not in WITH_MASK:
                 raise ValueError(
-                    f"a mask of its own (pos_emb {method.method}, relative_positions, a window, chunks, a cap) needs "
-                    f"attn_implementation eager or sdpa, not {name}"
+                    f"attn_implementation: {name} cannot use the model's own mask (pos_emb {method.method}, "
+                    "relative_positions, a window, chunks or a cap); use eager or sdpa"
                 )
             if kept_elsewhere and (method.by_length or method.form.decay):
                 raise ValueError(
-                    f"{name} keeps keys that are rotated already, and here rotations change with the length (pos_emb "
+                    f"attn_implementation: {name} keeps rotated keys, but rotations change with the length (pos_emb "
                     f"{method.method}, rope_scaling {dict(method.rotary.scaling)}); set a rope_scaling that does not "
                     "depend on the length"
                 )
@@ -617,8 +621,10 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         inputs_embeds: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the stock model's; but where LongRoPE switches to the factors of long texts, all tokens are computed again
-        and the cache is left, as in Phi 3's class. A prompt that was given as embeddings cannot be.
+        """Prepare a step as the stock class does.
+
+        If LongRoPE switches to the factors of long texts, the cache is dropped and all tokens are computed again, as in
+        Phi 3's class. This is not possible for a prompt that was given as embeddings.
         """
         if past_key_values is not None and self._outgrown(past_key_values, input_ids, attention_mask):
             past_key_values = None
@@ -635,7 +641,7 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         )
 
     def _outgrown(self, cache: Any, input_ids: Tensor, mask: Any) -> bool:
-        """Whether a row, counted from its first token that is not padding, passes a switch after the cached tokens."""
+        """Return whether a row becomes longer than a switch after the cached tokens, without counting padding."""
         switches = {positions.switch for positions in self.model.positions.values()} - {None}
         past = int(cache.get_seq_length()) if switches else 0
         if not 0 < past < input_ids.shape[1]:

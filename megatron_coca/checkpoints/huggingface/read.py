@@ -1,238 +1,50 @@
-"""Read Hugging Face folders: config.json as our configuration keys, and the weights.
-
-Each architecture is a row of FAMILIES. Those whose `model_type` begins with `coca_` are written by our export with a
-modelling file (model_source.py).
-"""
+"""Open Hugging Face folders. `config_json.py` reads the configuration."""
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.huggingface import families, weight_map
-from megatron_coca.checkpoints.huggingface.family_keys import read_keys
-from megatron_coca.checkpoints.huggingface.rope import (
-    MAXIMUM,
-    TRAINING_LENGTH,
-    check_spellings,
-    rope_keys,
-    rope_section,
-)
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, UNNEEDED, may_be_coca, parse_config
+from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
-from megatron_coca.config import Config, ConfigError, ModelConfig, load_config
-from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
-from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
+from megatron_coca.config import Config, ModelConfig
 
-Json = Mapping[str, Any]
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-POSITION, NETWORK = "position", "network"
-"""Keys of an exported config.json with the position method, and with the block of a `coca_dense` model."""
-REMOTE_TYPES = {"coca_llama": "llama", "coca_gpt_neox": "gpt_neox", "coca_dense": "llama"}
-"""`model_type` of a folder with our modelling file -> that of the stock architecture whose class it extends. The first
-two are of older exports, which were LLaMA's and GPT-NeoX's networks with other positions.
-"""
-
-POSITION_KEYS = (
-    *("pos_emb", "rotary_pct", "rotary_emb_base", "rope_scaling", "relative_positions", "logit_scaling"),
-    *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
-)
-"""Position keys that the modelling file of our exports computes."""
-LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
-"""The same, which folders of older exports do not have."""
-LAYERS = "layers"
-"""In `position`: the type of every layer, where they differ; `layer_types` has the keys of each but `global`."""
-LEARNED_ROWS = "max_position_embeddings"
-"""In `position`: rows of the table of learned positions. At the top level it is the training length."""
-NETWORK_KEYS = (
-    *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
-    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
-)
-ADDED_KEYS = (
-    *("qk_norm", "use_qk_layernorm", "use_bias_in_qkv", "zero_centered_norms", "norm_position", "use_embedding_norm"),
-    *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
-)
-"""The same, which folders of older exports do not have."""
-QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
-"""Parameters of a norm of queries or keys, by `qk_norm`."""
-
-THEIR_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_kv_heads": "num_key_value_heads",
-    "seq_length": "max_position_embeddings",
-    "kv_channels": "head_dim",
-    "rotary_pct": "partial_rotary_factor",
-    "rotary_emb_base": "rope_theta",
-    "layernorm_epsilon": "layer_norm_eps",
-    "rms_norm_epsilon": "rms_norm_eps",
-    "gpt_j_residual": "use_parallel_residual",
-    "use_bias_in_attn_linear": "attention_bias",
-    "use_bias_in_mlp": "mlp_bias",
-}
-"""Our keys that config.json has under another name; for messages."""
-
-
-HARMLESS = frozenset(
-    {
-        *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
-        *("_commit_hash", "_attn_implementation_autoset", "attn_implementation", "tokenizer_class", "use_cache"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("initializer_range", "pretraining_tp", "classifier_dropout", "id2label", "label2id", "problem_type"),
-        *("return_dict", "output_attentions", "output_hidden_states", "is_decoder", "is_encoder_decoder"),
-        *("chunk_size_feed_forward", "torchscript", "use_bfloat16", "prefix", "task_specific_params"),
-        *("finetuning_task", "max_sequence_length", "max_length", "min_length", "do_sample", "temperature", "top_k"),
-        *("top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams"),
-        *("num_beam_groups", "diversity_penalty", "early_stopping", "num_return_sequences", "bad_words_ids"),
-        *("encoder_no_repeat_ngram_size", "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id"),
-        *("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "output_scores"),
-        *("return_dict_in_generate", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
-        *("pruned_heads", "tf_legacy_loss", "rope_theta", "rotary_emb_base", "rope_parameters", "rope_scaling"),
-        *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
-        *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
-        *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
-    }
-)
-"""Keys of config.json that do not change what a causal language model computes, and those of rotation, of which an
-architecture reads some.
-"""
-UNSUPPORTED = {
-    "quantization_config": "quantized weights are not supported",
-    "rope_interleaved": "weights for a rotation of neighbouring features are not supported",
-}
-"""Keys that are harmless only if they are false, null or empty, and why."""
-ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
-"""Keys that a class with other names for them takes as well; they go before its own."""
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Return whether `path` holds a config.json."""
-    return os.path.isfile(path / CONFIG)  # unlike Path.is_file, False where the file system refuses to say
+    """Return whether `path` has a config.json."""
+    return os.path.isfile(path / CONFIG)  # unlike Path.is_file, False if the file system reports an error
 
 
 def read_config(folder: Path) -> Config:
     """Read the configuration of the model in `folder`.
 
-    CoCA is recognised in LLaMA folders by their T projection, and in exported folders by config.json. The authors'
-    GPT-NeoX folders look like plain ones: override with pos_emb=coca. Raises CheckpointError if config.json or the
-    weights' files are invalid, or describe an unsupported model.
+    CoCA is recognized in LLaMA folders by their T projection, and in exported folders by config.json. GPT-NeoX
+    folders of CoCA's authors look like plain ones and need the override pos_emb=coca. Raises CheckpointError if
+    config.json or the files of weights are invalid, or describe an unsupported model.
     """
     source = folder / CONFIG
     generation = read_json_if_present(folder / GENERATION)
     return parse_config(read_json(source), source, generation, lambda: find_weights(folder)[1])
 
 
-def parse_config(
-    values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
-) -> Config:
-    """Return the configuration of the model that the contents of config.json describe, as `read_config`.
-
-    `source` is for messages, `generation` is generation_config.json, and `weights` finds the names of the weights.
-    """
-    family = families.FAMILIES.get(str(values.get("model_type")))
-    # A section within config.json, MPT's, has its names behind that of the section.
-    if family is not None and "n_embed" in family.harmless and values.get("n_embed") is not None:
-        values = {**values, "hidden_size": values["n_embed"]}  # the name that goes first in its class
-    inner = values.get("attn_config")
-    if isinstance(inner, Mapping):
-        values = {name: value for name, value in values.items() if name != "attn_config"} | {
-            f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS
-        }
-    names = family.names if family is not None else {}
-    renamed = {name: own for name, own in names.items() if name in ALIASES and own is not None}
-    aliases = {own: values[name] for name, own in renamed.items() if name in values}
-    config = _Read({name: value for name, value in values.items() if name not in renamed} | aliases, names)
-    older = None if family is not None else find_family(config, source)
-    for name, reason in UNSUPPORTED.items():
-        if config.get(name):
-            raise CheckpointError(f"{source}: has {name}, and {reason}")
-    try:
-        if family is not None:
-            keys = _common_keys(config, generation or {}, family.tied, family.length)
-            keys |= read_keys(family, config, source)
-        elif older is not None:
-            keys = _common_keys(config, generation or {}) | older.shape(config, source)
-            keys |= older.position(config, source, weights())
-    except KeyError as missing:
-        raise CheckpointError(f"{source}: has no {missing}") from missing
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{source}: has a value that cannot be used: {error}") from error
-    known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
-    unread = sorted(name for name, value in config.items() if value is not None and name not in known)
-    if unread:
-        raise CheckpointError(
-            f"{source}: {', '.join(unread)}: not understood here, and it may change the model; remove it from {CONFIG}"
-            " if it does not"
-        )
-    try:
-        return load_config([], keys)
-    except ConfigError as error:
-        theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
-        theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
-        problems = []
-        for line in error.problems:
-            key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
-            name = f"{theirs[key]} (here {key})" if key in theirs else key
-            problems.append(f"{name}: {problem}")
-        raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
-
-
-class _Read(dict[str, Any]):
-    """config.json, with the names that were asked for in `read`. `names` are those of an architecture for the names
-    that most have.
-    """
-
-    def __init__(self, values: Json, names: Mapping[str, str | None]) -> None:
-        super().__init__(values)
-        self.read: set[str] = set()
-        self._names = names
-
-    def _own(self, name: str) -> str:
-        own = self._names.get(name, name) or ""
-        self.read.add(own)
-        return own
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(self._own(name))
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(self._own(str(name)))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return super().get(self._own(name), default)
-
-
-def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
-    rows, trained, maximum = config["vocab_size"], config.get(TRAINING_LENGTH), config.get(MAXIMUM)
-    # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
-    listed = generation.get("suppress_tokens")
-    suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
-    first = min(suppressed, default=rows)
-    padded = 0 < first < rows == max(suppressed) + 1 and len(suppressed) == rows - first
-    return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "seq_length": trained or maximum or length or config[MAXIMUM],
-        "no_weight_tying": not config.get("tie_word_embeddings", tied),
-        "attention_dropout": float(config.get("attention_dropout") or 0),
-        "vocab_size": first if padded else rows,
-        "make_vocab_size_divisible_by": rows if padded else 1,
-    }
-
-
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
 class WeightFormat(NamedTuple):
-    """A file format of weights: the name of a single file, that of the index of several, and how both are read."""
+    """A file format of weights: names of the single file and of the index of several files, and functions that read."""
 
     single_file: str
     index_file: str
@@ -244,18 +56,18 @@ FORMATS = (
     WeightFormat(SINGLE, INDEX, names_in, open_safetensors),
     WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", names_in_pickle, open_pickles),
 )
-"""In the order of preference of transformers; a single file goes before several."""
+"""In the order of preference of transformers. A single file takes precedence over several."""
 
 HEAD, EMBEDDING = "final_linear.weight", "embedding.word_embeddings.weight"
-"""Our weights that have a row for each token; a tied head is the embedding."""
+"""Our weights that have a row for each token. A tied head is the embedding."""
 OPTIONAL = re.compile(r".*\.bias|.*position.*")
 """Our weights that only some models of an architecture have."""
 NAMED = 5
-"""Weights listed in a message at most."""
+"""Largest number of weights in a message."""
 
 
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
-    """Find the weights: their format, and the file of each by name, also of those that an index does not list.
+    """Return the format of the weights, and the file of each weight, including weights that an index does not list.
 
     Raises CheckpointError if there are none, or a file is missing, damaged or holds more than tensors.
     """
@@ -265,21 +77,21 @@ def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
         if (folder / kind.index_file).is_file():
             return kind, _indexed(folder, kind)
     known = " or ".join(f"{kind.single_file} or {kind.index_file}" for kind in FORMATS)
-    raise CheckpointError(f"{folder}: has no weights: no {known}")
+    raise CheckpointError(f"{folder}: has no weights (no {known}); download the folder again")
 
 
 def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
     index = folder / kind.index_file
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
+        raise CheckpointError(f"{index}: has no weight_map; download the folder again")
     outside = [file for file in listed.values() if not isinstance(file, str) or Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{index}: {outside[0]!r} is not a file name in the folder")
+        raise CheckpointError(f"{index}: {outside[0]!r} is not a file name in the folder; download the folder again")
     missing = Counter(file for file in listed.values() if not (folder / file).is_file())
     if missing:
         files = ", ".join(f"{file} ({count} weights)" for file, count in sorted(missing.items()))
-        raise CheckpointError(f"{index}: names files that are missing: {files}; fetch the folder again")
+        raise CheckpointError(f"{index}: lists files that are missing ({files}); download the folder again")
     present = {name: folder / file for file in sorted(set(listed.values())) for name in kind.names(folder / file)}
     return present | {name: folder / file for name, file in listed.items()}
 
@@ -287,14 +99,14 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
 def open_weights(folder: Path, model: ModelConfig) -> Weights:
     """Open the weights of `model` by our names, in the dtype on disk and in the order of the files.
 
-    Raises CheckpointError if a weight is missing, or one would be ignored, which would change the model.
+    Raises CheckpointError if a weight is missing, or if the model does not use a weight of the folder.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
     kind_of_model = str(config["model_type"])
     if family := families.FAMILIES.get(kind_of_model):
         table, unneeded = family.rows(model), UNNEEDED
     else:
-        table, unneeded = FAMILIES[kind_of_model].rows(config, files), FAMILIES[kind_of_model].unneeded
+        table, unneeded = READERS[kind_of_model].rows(config, files), READERS[kind_of_model].unneeded
     heads, tied = (
         weight_map.Heads(model.num_attention_heads, model.num_kv_heads, model.head_dim),
         not model.no_weight_tying,
@@ -305,17 +117,17 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
         return kind.open({name: path for name, path in files.items() if name in chosen}, folder)
 
     rows = weight_map.expand(table, model.num_layers)
-    if not any(name in files for row in rows for name in row.theirs):  # saved by the class without the output head
+    if not any(name in files for row in rows for name in row.theirs):  # saved by a class without an output head
         rows = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
     wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]
     if tied:
         wanted = [row for row in wanted if row.ours != HEAD]
         names = {row.ours: row.theirs[0] for row in rows if row.ours in (HEAD, EMBEDDING)}
-        if files.keys() >= set(names.values()):  # a tied head may be saved as well, but only as the embedding's copy
+        if files.keys() >= set(names.values()):  # the folder may have a tied head too, if it equals the embedding
             both = open_files(names.values())
             if not torch.equal(both.read(names[HEAD]), both.read(names[EMBEDDING])):
                 raise CheckpointError(
-                    f"{folder}: {names[HEAD]} differs from {names[EMBEDDING]}, though {CONFIG} ties them; set "
+                    f"{folder}: {names[HEAD]} differs from {names[EMBEDDING]}, but {CONFIG} ties them; set "
                     "tie_word_embeddings to false there"
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
@@ -326,232 +138,35 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
-            f"{folder}: has weights that the configured model does not have: {', '.join(unread[:NAMED])}{more}. "
-            "Ignoring "
-            "them would change the model, so the folder is refused"
+            f"{folder}: has weights that the model of {CONFIG} does not have ({', '.join(unread[:NAMED])}{more}); "
+            f"correct {CONFIG}, because a model without them is another one"
         )
     return weights
 
 
-# Architectures --------------------------------------------------------------------------------------------------------
-
-
-class Family(NamedTuple):
-    """One architecture.
-
-    Attributes:
-        shape: our keys of the network's shape, from config.json and its path.
-        position: our keys of the position method, from config.json, its path and the names of the weights.
-        rows: the names of the weights, from config.json and the names that are present.
-        unneeded: masks and frequencies that older versions of transformers saved; they follow from config.json.
-    """
-
-    shape: Callable[[Json, Path], dict[str, Any]]
-    position: Callable[[Json, Path, Collection[str]], dict[str, Any]]
-    rows: Callable[[Json, Collection[str]], tuple[weight_map.Row, ...]]
-    unneeded: re.Pattern[str]
-
-
-TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    **dict.fromkeys(TANH_GELU, "gelu"),
-}
-LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
-NEOX_POSITIONS = ("rotary", "coca")
-"""Values of `pos_emb` in the config.json of a stock GPT-NeoX folder; our exports write `rotary`, others nothing."""
-
-
-def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
-    name = config.get("hidden_act", "gelu")
-    if name not in ACTIVATIONS:
-        raise CheckpointError(f"{source}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
-    return {
-        "activation": ACTIVATIONS[name],
-        "bias_gelu_fusion": name in TANH_GELU,
-        "intermediate_size": config["intermediate_size"],
-        "norm": "layernorm",
-        "layernorm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
-        "gpt_j_residual": config.get("use_parallel_residual", True),
-        "use_bias_in_attn_linear": config.get("attention_bias", True),
-        "hidden_dropout": float(config.get("hidden_dropout") or 0),
-    }
-
-
-def _neox_rotary_pct(config: Json) -> float:
-    return float(rope_section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
-
-
-def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
-    method = config.get("pos_emb", "rotary")
-    if method not in NEOX_POSITIONS:
-        raise CheckpointError(f"{source}: pos_emb {method!r} is not one of {', '.join(NEOX_POSITIONS)}")
-    keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
-    check_spellings(config, source, ("rotary_emb_base", 10000.0), ("rotary_pct", 0.25))
-    return keys | rope_keys(config, source, "rotary_emb_base")
-
-
-def may_be_coca(config: Json) -> bool:
-    """Return whether a folder read as RoPE could be a CoCA model of its authors.
-
-    Their config.json and weights have the names of plain GPT-NeoX, and their code computes CoCA only with all features
-    rotated, which Pythia's and GPT-NeoX-20B's folders do not have.
-    """
-    return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
-
-
-def _head_dim(config: Json) -> dict[str, Any]:
-    given = config.get("head_dim")
-    return {} if given in (None, config["hidden_size"] // config["num_attention_heads"]) else {"kv_channels": given}
-
-
-def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
-    if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
-        raise CheckpointError(
-            f"{source}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: "
-            f"{', '.join(LLAMA_ACTIVATIONS)}"
+def open_folder(folder: Path) -> OpenedCheckpoint:
+    """Open a Hugging Face folder. Raises CheckpointError."""
+    trained = read_config(folder)
+    guessed = {}
+    if may_be_coca(read_json(folder / CONFIG)):
+        guessed["pos_emb"] = (
+            f"{folder}: is read as pos_emb=rotary, but a GPT-NeoX model of CoCA's authors has the same config.json; "
+            "override with pos_emb=coca if it is one, or with pos_emb=rotary if not"
         )
-    return _head_dim(config) | {
-        "activation": "swiglu",
-        "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX counts both halves of a gated layer, times 3/2
-        "norm": "rmsnorm",
-        "rms_norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "use_bias_in_attn_linear": config.get("attention_bias") or False,
-        "use_bias_in_mlp": config.get("mlp_bias") or False,
-        "use_bias_in_norms": False,
-    }
-
-
-def _has_t_projection(names: Iterable[str]) -> bool:
-    """Return whether the weights are of the CoCA authors' LLaMA models, which name the key projection so."""
-    return any(name.endswith("self_attn.t_proj.weight") for name in names)
-
-
-def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
-    check_spellings(config, source, ("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
-    share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1):
-        raise CheckpointError(
-            f"{source}: partial_rotary_factor {share} is not supported for LLaMA, which rotates all features"
-        )
-    return {"pos_emb": "coca" if _has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
-
-
-def _section(config: Json, name: str) -> Json:
-    """Return a mapping of config.json; raises KeyError where there is none."""
-    if not isinstance(config[name], Mapping):
-        raise KeyError(name)
-    return config[name]
-
-
-def position_keys(config: Json) -> dict[str, Any]:
-    """Return our keys of the position method from an exported config.json. Raises KeyError without `position`."""
-    position = _section(config, POSITION)
-    keys = (*POSITION_KEYS, *LIMITS, LEARNED_ROWS, "layer_types")
-    layers = {"attention_config": [[position[LAYERS], 1]]} if LAYERS in position else {}
-    return {name: position[name] for name in keys if name in position} | layers
-
-
-def _exported_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
-    return position_keys(config)
-
-
-def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
-    section = _section(config, NETWORK)
-    network = {name: section[name] for name in NETWORK_KEYS}
-    network |= {name: section[name] for name in ADDED_KEYS if name in section}
-    for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
-        if network[name] not in known:
-            raise CheckpointError(f"{source}: network.{name} {network[name]!r} is not one of {', '.join(known)}")
-    for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's own, which `network` replaces
-        config.get(name)
-    return (
-        network
-        | _head_dim(config)
-        | {
-            # GPT-NeoX counts both halves of a gated layer, times 3/2.
-            "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
-            "use_bias_in_attn_linear": config["attention_bias"],
-            "use_bias_in_mlp": config["mlp_bias"],
-        }
+    return OpenedCheckpoint(
+        folder=folder,
+        trained=trained,
+        tokenizer_folder=None,
+        step=None,
+        identify=partial(_identity, folder, trained),
+        weights=partial(open_weights, folder, trained.model),
+        also_free=frozenset({"pos_emb"}),
+        guessed=guessed,
     )
 
 
-def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
-    """Return the names of the weights in a `coca_dense` folder; `network` has NETWORK_KEYS."""
-    gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
-    names: list[str] = []
-    if (kind := network.get("qk_norm")) is not None:
-        names = [f"{module}_layernorm{QK_NORMS[kind]}" for module in ("query", "key")]
-    elif network.get("use_qk_layernorm"):
-        names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
-    position = network.get("norm_position", "pre")
-    places = [] if position == "post" else ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
-    places += [] if position == "pre" else ["attention_output_layernorm", "mlp_output_layernorm"]
-    norms = weight_map.DENSE_NORMS[network["norm"]] if network.get("use_embedding_norm") else ()
-    of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
-    return (
-        *weight_map.dense(network["norm"], gated, places, names),
-        *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
-        *weight_map.learned_positions("llama"),
-    )
-
-
-def remote_rows(kind: str) -> tuple[weight_map.Row, ...]:
-    """Return the names of the weights in a `coca_llama` or `coca_gpt_neox` folder: those of the stock architecture.
-
-    The head of GPT-NeoX is `lm_head` as in transformers 5, which maps the older name in stock folders only.
-    """
-    stock = {"gpt_neox": weight_map.GPT_NEOX, "llama": weight_map.llama("k_proj")}[REMOTE_TYPES[kind]]
-    renamed = (
-        replace(row, theirs=("lm_head.weight",)) if row.theirs == ("embed_out.weight",) else row for row in stock
-    )
-    return (*renamed, *weight_map.learned_positions(REMOTE_TYPES[kind]))
-
-
-NEOX_UNNEEDED = re.compile(
-    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"
-    r"|gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
-)
-UNNEEDED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-LLAMA_UNNEEDED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-
-FAMILIES: dict[str, Family] = {
-    "gpt_neox": Family(_neox_shape, _neox_position, lambda config, names: weight_map.GPT_NEOX, NEOX_UNNEEDED),
-    "llama": Family(
-        _llama_shape,
-        _llama_position,
-        lambda config, names: weight_map.llama("t_proj" if _has_t_projection(names) else "k_proj"),
-        LLAMA_UNNEEDED,
-    ),
-    "coca_gpt_neox": Family(
-        _neox_shape, _exported_position, lambda config, names: remote_rows("coca_gpt_neox"), NEOX_UNNEEDED
-    ),
-    "coca_llama": Family(
-        _llama_shape, _exported_position, lambda config, names: remote_rows("coca_llama"), LLAMA_UNNEEDED
-    ),
-    "coca_dense": Family(
-        _dense_shape, _exported_position, lambda config, names: dense_rows(_section(config, NETWORK)), LLAMA_UNNEEDED
-    ),
-}
-"""Every architecture that is read, by `model_type`."""
-
-
-_EXPERTS = "its layers are mixtures of experts, and this package has dense MLPs only"
-_IMAGES = "it reads images too; save its language model as a folder of its own, by the lines in docs/models.md"
-REFUSED = dict.fromkeys(
-    ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
-) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
-"""Architectures that are often asked for, and why they are refused."""
-
-
-def find_family(config: Json, source: Path) -> Family:
-    """Return the architecture that config.json names. Raises CheckpointError where it is not supported."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES.keys() | families.FAMILIES.keys()))
-        reason = REFUSED.get(str(kind), f"known: {known}")
-        raise CheckpointError(f"{source}: model_type {kind!r} is not supported; {reason}")
-    return FAMILIES[kind]
+def _identity(folder: Path, config: Config) -> str:
+    kind, files = find_weights(folder)
+    if kind.single_file == SINGLE:
+        return tensors_identity(config, files)
+    return pickles_identity(config, set(files.values()))

@@ -1,7 +1,8 @@
-"""The rotary base and the extension in config.json: read as our keys, and written.
+"""Read and write the rotary base and the extension in config.json.
 
-transformers 5 reads the section `rope_parameters`, which has the base too. transformers 4 reads the base at the top
-level and the section `rope_scaling`; 5 reads these as well, and `rope_scaling` goes first. Exports have both spellings.
+transformers 5 reads the section `rope_parameters`, which also has the base. transformers 4 reads the base at the top
+level and the section `rope_scaling`. Version 5 reads these too, and `rope_scaling` takes precedence. Exports have both
+spellings.
 """
 
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ from megatron_coca.config.position import ORIGINAL
 
 Json = Mapping[str, Any]
 TRAINING_LENGTH = "training_length"
-"""Key of an exported config.json with the training length where max_position_embeddings is another number."""
+"""Key of an exported config.json with the training length, if max_position_embeddings is another number."""
 MAXIMUM = "max_position_embeddings"
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
-"""Names in transformers' section that are no option of an extension."""
-OURS_ALONE = frozenset({"ramp", "resonance"})
-"""Options of extensions that transformers does not have: its classes ignore them."""
+"""Names in transformers' section that are not options of an extension."""
+OUR_OPTIONS = frozenset({"ramp", "resonance"})
+"""Options of extensions that transformers does not have; its classes ignore them."""
 
 
 def rope_section(config: Json) -> Json:
@@ -29,44 +30,42 @@ def rope_section(config: Json) -> Json:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
-def refuse_contradiction(source: Path, given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if two places of config.json have different values; None is no value."""
+def check_consistent(source: Path, given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if two places of config.json have different values. None counts as no value."""
     said = {place: value for place, value in given.items() if value is not None}
     place, value = next(iter(said.items()), ("", None))
     for other, another in said.items():
         if another != value:
             raise CheckpointError(
                 f"{source}: {place} {value!r} contradicts {other} {another!r}, and transformers 4 and 5 read different "
-                "ones; remove the one that the model was not trained with"
+                "ones; remove the wrong one"
             )
 
 
 def check_spellings(config: Json, source: Path, base: tuple[str, float], share: tuple[str, float]) -> None:
-    """Raise CheckpointError if the keys of transformers 4 and 5 are both there and describe different rotations.
+    """Raise CheckpointError if keys of transformers 4 and of 5 are both present and describe different rotations.
 
-    `base` and `share` are the top-level names of the base and of the share of features that are rotated, with the
-    defaults of the class.
+    `base` and `share` are the top-level names of the base and of the rotated share of features, each with the default
+    of the class.
     """
     older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
     for (top, default), name in ((base, "rope_theta"), (share, "partial_rotary_factor")):
         given = {top: config.get(top), f"rope_scaling.{name}": older.get(name)}
         if older and newer and list(given.values()) == [None, None]:
             given = {f"{top} (by default)": default}
-        refuse_contradiction(source, given | {f"rope_parameters.{name}": newer.get(name)})
+        check_consistent(source, given | {f"rope_parameters.{name}": newer.get(name)})
     if older and newer:
-        refuse_contradiction(
-            source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)}
-        )
+        check_consistent(source, {"rope_scaling": _meaning(older, config), "rope_parameters": _meaning(newer, config)})
 
 
 def _meaning(section: Json, config: Json) -> dict[str, Any]:
-    """An extension with the defaults of its options, in one form for equal ones."""
+    """Return an extension with the defaults of its options. Equal extensions have equal results."""
     kind = section.get("rope_type") or section.get("type") or "default"
     given = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
     if kind not in methods.names("rope_scaling", huggingface="stock") or kind == "default":
         return {"rope_type": kind} | given
     extension = methods.find("rope_scaling", kind)
-    defaults = {option.name: option.default for option in extension.options if option.name not in OURS_ALONE}
+    defaults = {option.name: option.default for option in extension.options if option.name not in OUR_OPTIONS}
     meant = {"rope_type": kind} | {name: value for name, value in defaults.items() if value is not None} | given
     if extension.stock.length == ORIGINAL:
         meant[ORIGINAL] = config.get(ORIGINAL) or section.get(ORIGINAL) or config.get(MAXIMUM)
@@ -78,8 +77,8 @@ def _meaning(section: Json, config: Json) -> dict[str, Any]:
 def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     """Return our keys of the rotary base and the extension.
 
-    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's. Raises
-    CheckpointError if a type or an option is not supported.
+    `base_name` is the top-level key of the base in this architecture. Raises CheckpointError if a type or an option is
+    not supported.
     """
     section = rope_section(config)
     base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
@@ -87,24 +86,26 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
     known = methods.names("rope_scaling", huggingface="stock")
     if kind not in known:
-        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
+        raise CheckpointError(f"{source}: rope_type: {kind!r} is not supported; supported are {', '.join(known)}")
     extension = methods.find("rope_scaling", kind)
-    if kind == "yarn":  # of DeepSeek and Mistral; transformers ignores one of the two alone, and both beside the factor
+    if (
+        kind == "yarn"
+    ):  # of DeepSeek and Mistral; transformers ignores one without the other, and both if attention_factor is given
         scales = [options.pop(name, None) for name in ("mscale", "mscale_all_dim")]
         if all(scales) and "factor" in options:
             mscale, of_all = (0.1 * scale * max(log(options["factor"]), 0.0) + 1 for scale in scales)
             options.setdefault("attention_factor", mscale / of_all)
-    listed = [option.name for option in extension.options if option.name not in OURS_ALONE]
+    listed = [option.name for option in extension.options if option.name not in OUR_OPTIONS]
     unread = sorted(options.keys() - set(listed))
     if unread:
         raise CheckpointError(
-            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported; its options are "
-            f"{', '.join(listed) or 'none'}; remove what changes nothing"
+            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported, its options are "
+            f"{', '.join(listed) or 'none'}; remove keys that change nothing"
         )
     if kind == "default":
         return base
     scaling: dict[str, Any] = {"rope_type": kind}
-    original = config.get(ORIGINAL) or section.get(ORIGINAL)  # the top level goes first, as in transformers
+    original = config.get(ORIGINAL) or section.get(ORIGINAL)  # the top level takes precedence, as in transformers
     if extension.stock.length == MAXIMUM and TRAINING_LENGTH in config:
         scaling[ORIGINAL] = config[MAXIMUM]
     elif extension.stock.length == ORIGINAL and original is not None:
@@ -114,16 +115,18 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     scaling |= options
     lacking = [option.name for option in extension.options if option.required and option.name not in scaling]
     if lacking:
-        raise CheckpointError(f"{source}: rope_type {kind!r} has no {' and no '.join(lacking)}")
+        raise CheckpointError(
+            f"{source}: rope_type {kind!r} is missing {' and '.join(lacking)}; add it from the original model"
+        )
     return base | {"rope_scaling": scaling}
 
 
 def rope_parameters(position: PositionConfig, seq_length: int) -> dict[str, Any]:
-    """Return transformers' section; the inverse of `rope_keys`."""
+    """Return transformers' section `rope_parameters`; the inverse of `rope_keys`."""
     extension = position.extension
     parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
     for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
-        if value is not None and name not in OURS_ALONE:
+        if value is not None and name not in OUR_OPTIONS:
             parameters[name] = list(value) if isinstance(value, tuple) else value
     if extension.stock.length == ORIGINAL:
         parameters[ORIGINAL] = position.original_length(seq_length)
@@ -140,6 +143,6 @@ def older_keys(parameters: Json, base_name: str = "rope_theta") -> dict[str, Any
     keys: dict[str, Any] = {base_name: parameters["rope_theta"]}
     if section["rope_type"] != "default":
         keys["rope_scaling"] = section
-    if section["rope_type"] == "longrope":  # it is read at the top level there
+    if section["rope_type"] == "longrope":  # transformers 4 reads it at the top level
         keys[ORIGINAL] = section[ORIGINAL]
     return keys

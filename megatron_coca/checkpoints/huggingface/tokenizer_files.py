@@ -1,4 +1,4 @@
-"""Write our tokenizers as files that Hugging Face's AutoTokenizer reads: a text gives the same ids, none added."""
+"""Write our tokenizers as files for Hugging Face's AutoTokenizer. A text has the same ids; no ids are added."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
-from megatron_coca.checkpoints.huggingface.read import CONFIG, GENERATION
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.read import GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import DataError, Tokenizer
 from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, HFTokenizer, first_difference
@@ -19,11 +20,11 @@ THEIRS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
 )
-"""Files of a Hugging Face folder that are copied unchanged: the tokenizer, and generation defaults."""
+"""Files of a Hugging Face folder that are copied unchanged: the tokenizer and generation defaults."""
 
 
 class TokenIds(NamedTuple):
-    """Token ids in config.json, None where it has none; `eos` may be several, in a list."""
+    """Token ids in config.json, or None; `eos` may be a list."""
 
     bos: Any = None
     eos: Any = None
@@ -31,7 +32,7 @@ class TokenIds(NamedTuple):
 
 
 class TokenizerFiles(NamedTuple):
-    """Files of an export by name, the ids that config.json names, and a remark or None."""
+    """Files of an export by name, the ids for config.json, and a note or None."""
 
     files: Mapping[str, bytes]
     ids: TokenIds
@@ -41,7 +42,7 @@ class TokenizerFiles(NamedTuple):
 def own_files(folder: Path) -> TokenizerFiles:
     """Return the files of a Hugging Face folder, for an export of this folder itself.
 
-    Raises CheckpointError for a link out of the folder: the export may be uploaded with a copy of a private file.
+    Raises CheckpointError for a link out of the folder, because an upload would then publish a copy of a private file.
     """
     files = {name: _inside(folder, name).read_bytes() for name in THEIRS if (folder / name).is_file()}
     config = read_json_if_present(folder / CONFIG)
@@ -53,7 +54,7 @@ def own_files(folder: Path) -> TokenizerFiles:
 
 def _inside(folder: Path, name: str) -> Path:
     path, own = (folder / name).resolve(), folder.resolve()
-    blobs = own.parents[1] / "blobs" if own.parent.name == "snapshots" else own  # where the hub's cache has the files
+    blobs = own.parents[1] / "blobs" if own.parent.name == "snapshots" else own  # the files in the hub's cache
     if not (path.is_relative_to(own) or path.is_relative_to(blobs)):
         raise CheckpointError(
             f"{folder / name}: is a link to {path}, outside of the folder; replace it with a copy if you may publish it"
@@ -62,28 +63,30 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> TokenizerFiles:
-    """Return the files of the model's original, a Hugging Face folder, after checking that they fit.
+    """Return the files of the original model, a Hugging Face folder, after checking that they fit.
 
     Args:
-        folder: with tokenizer files under transformers' names; its other files are optional.
-        tokenizer: the checkpoint's, whose ids `folder`'s must give; None skips the comparison.
-        known: token ids of the model, padding not counted.
+        folder: has tokenizer files under transformers' names; its other files are optional.
+        tokenizer: the checkpoint's. The tokenizer in `folder` must give the same ids. None skips the comparison.
+        known: number of token ids of the model, without padding.
 
     Raises:
-        CheckpointError: there is no tokenizer in `folder`, it gives other ids, ends texts with another token, or has
+        CheckpointError: `folder` has no tokenizer, or one that gives other ids, ends texts with another token, or has
             ids that the model does not have. Special tokens around or within texts are not compared.
     """
     theirs, note = read_tokenizer(folder, known)
     if theirs is None:
-        raise CheckpointError(f"{folder}: cannot be used as the exported tokenizer: {note}")
+        raise CheckpointError(
+            f"{folder}: has no tokenizer for the export ({note}); name the folder of the original model"
+        )
     own, largest = own_files(folder), largest_named_id(folder)
     if largest >= known:
         raise CheckpointError(
-            f"{folder}: contains token id {largest}, but the model has {known} tokens; name the folder of the "
+            f"{folder}: has token id {largest}, but the model has {known} tokens; name the folder of the "
             "model's own tokenizer"
         )
     if tokenizer is None:
-        return own._replace(note=f"the checkpoint carries no tokenizer to compare that of {folder} with")
+        return own._replace(note=f"{folder}: its tokenizer was not compared, because the checkpoint has none")
     differing = first_difference(theirs, tokenizer)
     if differing is not None:
         raise CheckpointError(
@@ -95,15 +98,15 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     ends = {theirs.eod, *token_ids(own.ids.eos), *token_ids(given)}
     if end not in ends:
         raise CheckpointError(
-            f"{folder}: its end-of-text tokens are {sorted(ends)}, but {end} ({tokenizer.piece(end)!r}) in the "
-            f"checkpoint; add {end} to eos_token_id in a copy of its {GENERATION}"
+            f"{folder}: its end-of-text tokens are {sorted(ends)}, but the checkpoint uses {end} "
+            f"({tokenizer.piece(end)!r}); add {end} to eos_token_id in a copy of its {GENERATION}"
         )
     eos = end if own.ids.eos is None else own.ids.eos
     return own._replace(ids=own.ids._replace(eos=eos), note=note)
 
 
 def suppress_tokens(data: bytes, unused: list[int]) -> bytes:
-    """Add `unused` to `suppress_tokens` of a generation_config.json; the same bytes where they are listed already."""
+    """Add `unused` to `suppress_tokens` of a generation_config.json. Return the same bytes if it lists them already."""
     content = json.loads(data)
     listed = content.get("suppress_tokens") or []
     if set(unused) <= set(listed):
@@ -116,17 +119,17 @@ def suppress_tokens(data: bytes, unused: list[int]) -> bytes:
 BYTES = 256
 SPACE = "\u2581"  # SentencePiece's spelling
 ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaProcessing"})
-"""Post-processors that add special tokens around a text; the model has seen none there in training."""
+"""Post-processors that add special tokens around a text. In training the model has seen no such tokens."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str, bytes], str | None]:
-    """Return the files to save with a model, and a note on what they do not express, or None.
+    """Return the files to save with a model, and a note about text that they encode differently, or None.
 
-    A model that is `begun` knows the token that begins texts, which data prepared here do not have.
+    A model that is `begun` was trained with a token that begins texts. Data prepared here have no such token.
     """
     own = dict(tokenizer.files.values())
     model = BUILDERS[tokenizer.tokenizer_type](tokenizer)
-    # The characters of a special token in a text are ordinary characters; `split_special_tokens` says it in files.
+    # In a text, the characters of a special token are ordinary characters (`split_special_tokens` in files).
     model.encode_special_tokens = True
     differing = next((text for text in PROBES if model.encode(text).ids != tokenizer.encode(text)), None)
     if differing is not None:
@@ -154,19 +157,17 @@ def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str
 
 
 def end_ids(tokenizer: Tokenizer) -> int | list[int]:
-    """`eos_token_id` for a model with this tokenizer: the id that ends texts, or a list of all that do, also of those
-    that end a turn of its chats.
-    """
+    """Return `eos_token_id` for a model with this tokenizer: an id, or a list if several ids end texts or turns."""
     turns: list[int] = []
     if tokenizer.chat is not None:
-        with suppress(DataError):  # a type that does not encode chats, or a template that renders no turn
+        with suppress(DataError):  # the type does not encode chats, or the template renders no turn
             turns = tokenizer.turn_ends()[0]
     ends = [*dict.fromkeys([*tokenizer.ends, *turns])]
     return ends if len(ends) > 1 else ends[0]
 
 
 def _readable_by_older(content: dict[str, Any]) -> bytes:
-    """Return a tokenizer.json whose merges are strings, as tokenizers 0.15 wants them; newer ones read both."""
+    """Return a tokenizer.json with merges as strings, as tokenizers 0.15 needs them. Newer versions read both forms."""
     merges = content["model"].get("merges", [])
     if not any(" " in part for pair in merges for part in pair):  # a space inside a part would be ambiguous
         content["model"] |= {"merges": [" ".join(pair) for pair in merges]} if merges else {}
@@ -178,7 +179,7 @@ def _vocabulary(tokenizer: Tokenizer) -> bytes:
 
 
 def _from_json(tokenizer: Tokenizer) -> Any:
-    """Load the file itself, without any behaviour besides encoding."""
+    """Load the file without truncation, padding, dropout and added tokens."""
     import tokenizers
 
     content = json.loads(_vocabulary(tokenizer))
@@ -204,9 +205,9 @@ def _from_gpt2(tokenizer: Tokenizer) -> Any:
 
 
 def _from_bytes(tokenizer: Tokenizer) -> Any:
-    """Build one token for each byte; NUL is 256, as 0 ends documents.
+    """Build one token for each byte. NUL is 256, because 0 ends documents.
 
-    Byte-level tokenizers write a byte as itself where it is printable Latin-1, else as a character from U+0100 on, in
+    Byte-level tokenizers write a printable Latin-1 byte as itself, and any other byte as a character from U+0100 on, in
     order (Radford et al. 2019, GPT-2's encoder).
     """
     from tokenizers import Tokenizer as Model
@@ -223,7 +224,7 @@ def _from_bytes(tokenizer: Tokenizer) -> Any:
 
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
-    """Build a model from pieces and scores; the probes tell whether it agrees."""
+    """Build a model from pieces and scores. The probes then check that it gives the same ids."""
     import sentencepiece
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -237,7 +238,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
         model = Model(models.Unigram(scored, unk_id=pieces.unk_id(), byte_fallback=True))
     if settings.dummy_prefix:
         model.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=False)
-    else:  # the same as a normalizer, because Metaspace of tokenizers 0.15 always splits runs of spaces
+    else:  # as a normalizer, because Metaspace of tokenizers 0.15 always splits runs of spaces
         model.normalizer = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     model.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if settings.dummy_prefix else steps)
@@ -245,7 +246,10 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
 
 
 def _bpe(pieces: Any) -> Any:
-    """SentencePiece joins the neighbours whose whole has the best score: each way to cut a piece in two is a merge."""
+    """Return a BPE model with a merge for each way to cut a piece in two.
+
+    SentencePiece joins the two neighbours that give the piece with the best score.
+    """
     from tokenizers import models
 
     names = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
@@ -261,7 +265,7 @@ def _bpe(pieces: Any) -> Any:
 
 
 def _with_end(model: Any, tokenizer: Tokenizer) -> Any:
-    """Mark the token that ends documents as a special one, which decoding leaves out."""
+    """Mark the token that ends documents as special, so that decoding leaves it out."""
     model.add_special_tokens([model.id_to_token(tokenizer.eod)])
     return model
 
@@ -273,4 +277,4 @@ BUILDERS: dict[str, Callable[[Tokenizer], Any]] = {
     "CharLevelTokenizer": _from_bytes,
     "SPMTokenizer": _from_sentencepiece,
 }
-"""By `tokenizer_type`: make a `tokenizers.Tokenizer`."""
+"""`tokenizer_type` -> a function that builds a `tokenizers.Tokenizer`."""

@@ -1,6 +1,6 @@
-"""Names of weights here and in Hugging Face folders: one table per architecture, applied in both directions.
+"""Names of weights here and in Hugging Face folders: one table for each architecture, used in both directions.
 
-`{i}` is the block; a row with several names on their side packs them into one weight of ours.
+`{i}` is the number of the block. A row with several names on their side packs them into one weight of ours.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +31,8 @@ class Packing:
 
     Attributes:
         join: parts -> packed.
-        split: packed -> parts, bit by bit the inverse of `join`.
-        wanted: shapes of the parts -> the shapes that they must have, given the first; any by default.
+        split: packed -> parts; bit by bit the inverse of `join`.
+        wanted: shapes of the parts -> the shapes that they must have, by the first one; by default any shape is valid.
     """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
@@ -62,7 +62,7 @@ def _shapes_by_head(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
     return [(count * width, *others) for count in (heads.query, heads.key, heads.key)]
 
 
-ALONE = Packing(lambda parts, heads: parts[0], lambda packed, heads, count: [packed])
+SINGLE = Packing(lambda parts, heads: parts[0], lambda packed, heads, count: [packed])
 STACKED = Packing(
     lambda parts, heads: torch.cat(list(parts)),
     lambda packed, heads, count: packed.chunk(count),
@@ -72,7 +72,7 @@ BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
 
 
 def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of heads whose rotated pairs are neighbours (0, 1), (2, 3), ... as pairs (i, i + head_dim / 2)."""
+    """Reorder rows of heads from rotated pairs (0, 1), (2, 3), ... to pairs (i, i + head_dim / 2)."""
     pairs = rows.view(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
@@ -89,12 +89,12 @@ def _shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """A matrix transposed; biases stay."""
+    """Transpose a matrix; return a bias unchanged."""
     return x.t() if x.dim() == 2 else x
 
 
 def _join_groups(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """[queries of a key head | key | value] for every key head, as in Falcon 40B."""
+    """Join [queries of a key head | key | value] for every key head, as in Falcon 40B."""
     (rows,) = parts
     groups = rows.view(heads.key, heads.query // heads.key + 2, -1, *rows.shape[1:])
     kinds = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
@@ -107,7 +107,7 @@ def _split_groups(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
 
 
 def _join_fused(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """All queries, all keys, all values."""
+    """Join one matrix of all queries, all keys, all values."""
     width = len(parts[0]) // (heads.query + 2 * heads.key)
     return _join_heads(parts[0].split([heads.query * width, heads.key * width, heads.key * width]), heads)
 
@@ -127,7 +127,7 @@ def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tens
 
 
 NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, _shapes_by_head)
-"""BY_HEAD, of a model that rotates neighbouring features together."""
+"""BY_HEAD for a model that rotates neighbouring features as pairs."""
 FUSED = Packing(_join_fused, _split_fused, _shape_fused)
 GROUPED = Packing(_join_groups, _split_groups, _shape_fused)
 TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
@@ -139,7 +139,7 @@ GATE_FIRST = Packing(
     lambda parts, heads: torch.cat(parts[0].chunk(2)[::-1]),
     lambda packed, heads, count: [torch.cat(packed.chunk(2)[::-1])],
 )
-"""The gate and then the value in one matrix."""
+"""One matrix with the gate first, then the value."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class Row:
 
     ours: str
     theirs: tuple[str, ...]
-    packing: Packing = ALONE
+    packing: Packing = SINGLE
 
 
 def _layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
-    """Weights and biases of a block's modules: ours -> theirs and the packing."""
+    """Return rows for weights and biases of a block's modules: ours -> theirs and the packing."""
     return [
         Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
         for ours, (theirs, packing) in modules.items()
@@ -168,9 +168,9 @@ MODULES = (
 
 
 def _modules(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]:
-    """Their names of `MODULES`, in this order, with the packings that are not `ALONE` by the last part of our names."""
+    """Return their names of `MODULES`, in this order; `packings` are by the last part of our names."""
     named = zip(MODULES, theirs.split(), strict=True)
-    return {ours: (name, packings.get(ours.rpartition(".")[2], ALONE)) for ours, name in named}
+    return {ours: (name, packings.get(ours.rpartition(".")[2], SINGLE)) for ours, name in named}
 
 
 GPT_NEOX: tuple[Row, ...] = (
@@ -189,7 +189,7 @@ GPT_NEOX: tuple[Row, ...] = (
 
 
 def llama(key_projection: str) -> tuple[Row, ...]:
-    """LLaMA's table; folders of CoCA's authors call the key projection `t_proj`. Most models have no biases."""
+    """Return LLaMA's table. CoCA's authors call the key projection `t_proj`. Most models have no biases."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
     packed = (
         (
@@ -197,9 +197,9 @@ def llama(key_projection: str) -> tuple[Row, ...]:
             [f"{attention}.{name}" for name in ("q_proj", key_projection, "v_proj")],
             BY_HEAD,
         ),
-        ("attention.dense", [f"{attention}.o_proj"], ALONE),
+        ("attention.dense", [f"{attention}.o_proj"], SINGLE),
         ("mlp.linear1", [f"{mlp}.up_proj", f"{mlp}.gate_proj"], STACKED),
-        ("mlp.linear2", [f"{mlp}.down_proj"], ALONE),
+        ("mlp.linear2", [f"{mlp}.down_proj"], SINGLE),
     )
     return (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
@@ -220,12 +220,12 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
     "scalenorm": ("g",),
     "non_parametric_layernorm": (),
 }
-"""Parameters of each norm, here and in `dense`; a layernorm may have no bias."""
+"""Parameters of each norm, here and in `dense`. A layernorm may have no bias."""
 
 
 def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]) -> tuple[Row, ...]:
-    """LLaMA's names for networks of other shapes: any norm, an MLP without a gate, norms in other `places` of a block,
-    and parameters of norms of queries and keys.
+    """Return LLaMA's names for other networks: any norm, an MLP with or without a gate, norms in the given `places` of
+    a block, and norms of queries and keys.
     """
     norms = {"input_layernorm", "post_attention_layernorm", "norm"}
     rows = [row for row in llama("k_proj") if row.ours.split(".")[-2] not in norms]
@@ -244,14 +244,14 @@ POST = {"attention_output_layernorm": "post_attention_layernorm", "mlp_output_la
 SANDWICH = POST | {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm"}
 QK_HEAD = {"attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm"}
 QK_PROJECTION = {f"{ours}.norm": theirs for ours, theirs in QK_HEAD.items()}
-"""Norms of a block, ours and theirs."""
+"""Norms of a block: ours -> theirs."""
 
 
 def like_llama(norms: Mapping[str, str], packing: Packing = BY_HEAD) -> tuple[Row, ...]:
-    """LLaMA's table with other norms in a block, and another packing of queries, keys and values."""
+    """Return LLaMA's table with other norms in a block, and another packing of queries, keys and values."""
     rows = [row for row in llama("k_proj") if not row.ours.startswith("blocks.") or "layernorm" not in row.ours]
     rows = [replace(row, packing=packing) if "query_key_value" in row.ours else row for row in rows]
-    return (*rows, *_layer_rows("model.layers.{i}", {ours: (theirs, ALONE) for ours, theirs in norms.items()}))
+    return (*rows, *_layer_rows("model.layers.{i}", {ours: (theirs, SINGLE) for ours, theirs in norms.items()}))
 
 
 _PHI3 = {
@@ -267,7 +267,7 @@ PHI3 = (
 def transformer(
     layers: str, embedding: str, modules: Mapping[str, tuple[str, Packing]], *ends: tuple[str, str]
 ) -> tuple[Row, ...]:
-    """The table of a model whose weights begin with `transformer.`, as GPT-2, MPT, BLOOM and Falcon have them."""
+    """Return the table of a model with names that begin with `transformer.`, as in GPT-2, MPT, BLOOM and Falcon."""
     rows = [Row("embedding.word_embeddings.weight", (f"transformer.{embedding}.weight",))]
     rows += _layer_rows(f"transformer.{layers}.{{i}}", modules)
     rows += [
@@ -302,31 +302,29 @@ BLOOM = transformer("h", "word_embeddings", _modules(_BLOOM), _BLOOM_EMBEDDING_N
 
 
 def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
-    """Falcon's table for parallel or sequential blocks with one norm or two."""
+    """Return Falcon's table for parallel or sequential blocks with one norm or two."""
     modules = _modules(_BLOOM, query_key_value=GROUPED)
     if norms == 1:
         del modules["post_attention_layernorm"]
     elif parallel:
-        modules |= {"input_layernorm": ("ln_attn", ALONE), "post_attention_layernorm": ("ln_mlp", ALONE)}
+        modules |= {"input_layernorm": ("ln_attn", SINGLE), "post_attention_layernorm": ("ln_mlp", SINGLE)}
     return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
-def learned_positions(kind: str) -> tuple[Row, ...]:
-    """Learned parameters of position methods, in folders with our modelling file; `kind` is the stock architecture."""
-    base, attention = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}[kind]
-    by_layer = f"{base}.layers.{{i}}.{attention}.position_bias"
-    return (
-        Row("embedding.position_embeddings.weight", (f"{base}.position_embeddings.weight",)),
-        Row("positions.bias.weight", (f"{base}.position_bias.weight",)),
-        Row("positions.clex.up", (f"{base}.clex.up",)),
-        Row("positions.clex.down", (f"{base}.clex.down",)),
-        Row("blocks.{i}.attention.position_bias.bias_p", (f"{by_layer}.bias_p",)),
-        Row("blocks.{i}.attention.position_bias.bias_a", (f"{by_layer}.bias_a",)),
-    )
+_POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
+LEARNED_POSITIONS = (
+    Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),
+    Row("positions.bias.weight", ("model.position_bias.weight",)),
+    Row("positions.clex.up", ("model.clex.up",)),
+    Row("positions.clex.down", ("model.clex.down",)),
+    Row("blocks.{i}.attention.position_bias.bias_p", (f"{_POSITION_BIAS}.bias_p",)),
+    Row("blocks.{i}.attention.position_bias.bias_a", (f"{_POSITION_BIAS}.bias_a",)),
+)
+"""Learned parameters of position methods, in folders with our modelling file."""
 
 
 def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
-    """The rows with `{i}` written out for every block."""
+    """Return the rows with `{i}` replaced by the number of every block."""
     expanded = []
     for row in rows:
         for i in range(num_layers) if "{i}" in row.ours else (0,):
@@ -336,15 +334,15 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
 
 
 def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Weights under our names from those of another layout, by the rows of its table.
+    """Convert weights of another layout to our names, by the rows of its table.
 
-    Raises CheckpointError if a weight is missing, or the shapes of those that are packed into one do not fit.
+    Raises CheckpointError if a weight is missing, or if the shapes of weights that are packed into one do not fit.
     """
     by_name = {row.ours: row for row in rows}
     missing = [name for row in rows for name in row.theirs if name not in theirs.entries]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(f"{theirs.source}: has no weight {missing[0]}{more}")
+        raise CheckpointError(f"{theirs.source}: is missing the weight {missing[0]}{more}; download the folder again")
 
     def read(name: str) -> Tensor:
         row = by_name[name]
@@ -358,7 +356,7 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
             if shape != wanted:
                 listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
                 raise CheckpointError(
-                    f"{theirs.source}: the shapes of {listed} do not match: {name} must be {list(wanted)}"
+                    f"{theirs.source}: the shapes of {listed} do not match; {name} must be {list(wanted)}"
                 )
         whole = row.packing.join([part.stand_in() for part in parts], heads)
         entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
@@ -366,13 +364,14 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
 
 
 def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Our weights under the names of another layout: the inverse of `joined`. Raises CheckpointError if a weight is in
-    no row.
+    """Convert our weights to the names of another layout: the inverse of `joined`.
+
+    Raises CheckpointError if no row has a weight.
     """
     present = {row.ours: row for row in rows if row.ours in ours.entries}
     lacking = ours.entries.keys() - present.keys()
     if lacking:
-        raise CheckpointError(f"{ours.source}: the other layout has no name for {', '.join(sorted(lacking))}")
+        raise CheckpointError(f"{ours.source}: the format has no name for {', '.join(sorted(lacking))}")
     origins = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
 
     @lru_cache(maxsize=1)  # the parts of one weight are read in succession

@@ -1,7 +1,7 @@
 """Write checkpoints as folders that Hugging Face transformers loads, with the same logits.
 
-A stock architecture is used where it computes what the model does. Otherwise a modelling file is saved with the weights
-(modelling_file.py).
+A stock architecture is used if it computes the same model. Otherwise a modelling file is saved with the weights
+(model_source.py).
 """
 
 import json
@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_coca.attention.positions.clex import Clex
-from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface import read_back, weight_map
-from megatron_coca.checkpoints.huggingface.families import FAMILIES
-from megatron_coca.checkpoints.huggingface.family_keys import comparable, write_keys
-from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
-from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
-from megatron_coca.checkpoints.huggingface.read import (
-    ADDED_KEYS,
+from megatron_coca.checkpoints.compare import comparable
+from megatron_coca.checkpoints.export_check import LONG, check_folder, excerpt
+from megatron_coca.checkpoints.files import CheckpointError, read_json, write_json
+from megatron_coca.checkpoints.huggingface import weight_map
+from megatron_coca.checkpoints.huggingface.config_json import (
     CONFIG,
-    GENERATION,
     LAYERS,
     LEARNED_ROWS,
     LIMITS,
     NETWORK,
     NETWORK_KEYS,
+    OURS,
     POSITION,
     POSITION_KEYS,
-    SINGLE,
     dense_rows,
-    is_huggingface_folder,
     parse_config,
 )
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
+from megatron_coca.checkpoints.huggingface.family_keys import write_keys
+from megatron_coca.checkpoints.huggingface.model_card import CARD, CardNotes, model_card
+from megatron_coca.checkpoints.huggingface.model_source import TEMPLATE, NotCarriedError, modelling_file
+from megatron_coca.checkpoints.huggingface.read import GENERATION, SINGLE, is_huggingface_folder, open_folder
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM, TRAINING_LENGTH, older_keys, rope_parameters
 from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     TokenIds,
@@ -45,15 +45,15 @@ from megatron_coca.checkpoints.huggingface.tokenizer_files import (
     suppress_tokens,
     tokenizer_files,
 )
-from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
-from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
+from megatron_coca.checkpoints.huggingface.transformers_check import Written, check_transformers
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
+from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_file, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
-from megatron_coca.config.source import given_values
+from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.text_rules import token_ids
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
 
@@ -62,9 +62,7 @@ MODELLING_FILE = TEMPLATE.name
 # Architectures --------------------------------------------------------------------------------------------------------
 
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
-"""Ours to theirs; only those that are read back as well."""
-OURS = "coca_dense"
-"""`model_type` of what the modelling file computes."""
+"""Our activations -> theirs, for those that the import reads as well."""
 Json = dict[str, Any]
 
 
@@ -81,7 +79,7 @@ def _neox_keys(config: Config, shared: Json) -> Json:
         "rope_parameters": rope,
         "rotary_pct": position.rotary_pct,
         **older_keys(rope, "rotary_emb_base"),
-        "pos_emb": "rotary",  # transformers ignores it; without it, such a folder could be one of the CoCA authors'
+        "pos_emb": "rotary",  # transformers ignores it; without it, the folder could be one of CoCA's authors
     }
 
 
@@ -101,20 +99,24 @@ def _llama_keys(config: Config, shared: Json) -> Json:
 
 def _our_keys(config: Config, shared: Json) -> Json:
     flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
-    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # stock code's own
+    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # the rotation of the stock class
     without = {
         name: value for name, value in _llama_keys(config, shared).items() if name not in ("rope_scaling", ORIGINAL)
     }
     return without | {
         "rope_parameters": plain,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS + ADDED_KEYS},
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
 
 
 class Exporter(NamedTuple):
-    """One architecture of transformers: its class, our names -> its weights, and config.json from what all
-    architectures have in it.
+    """One architecture of transformers.
+
+    Attributes:
+        architecture: name of its class.
+        rows: our configuration -> the table of its weights.
+        keys: our configuration, keys of all architectures -> config.json.
     """
 
     architecture: str
@@ -122,7 +124,8 @@ class Exporter(NamedTuple):
     keys: Callable[[Config, Json], Json]
 
 
-def _family(kind: str) -> Exporter:
+def family_exporter(kind: str) -> Exporter:
+    """Return the exporter of a row of `FAMILIES`."""
     family = FAMILIES[kind]
     return Exporter(
         family.architecture,
@@ -134,18 +137,14 @@ def _family(kind: str) -> Exporter:
 EXPORTERS: dict[str, Exporter] = {
     "gpt_neox": Exporter("GPTNeoXForCausalLM", lambda config: weight_map.GPT_NEOX, _neox_keys),
     "llama": Exporter("LlamaForCausalLM", lambda config: weight_map.llama("k_proj"), _llama_keys),
-    **{kind: _family(kind) for kind in FAMILIES},
+    **{kind: family_exporter(kind) for kind in FAMILIES},
     OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
-"""By `model_type`; the first that expresses a model is used, the last for all that no other does."""
-
-
-ATTENTION = {"falcon": "sdpa"}
-"""The attention implementation that is compared with ours: eager, but Falcon's adds ALiBi to the scores twice."""
+"""By `model_type`. The first one that can represent a model is used; the last one represents all other models."""
 
 
 def _fits(kind: str, config: Config) -> bool:
-    """Return whether what is written of a model for an architecture is read as the same model."""
+    """Return whether the import reads the written config.json of an architecture as the same model."""
     written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
     try:
         return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
@@ -153,8 +152,8 @@ def _fits(kind: str, config: Config) -> bool:
         return False
 
 
-WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *ADDED_KEYS, *LIMITS, "kv_channels", "layer_types"}
-"""Keys that the last of them writes."""
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
+"""Keys that the last exporter writes."""
 
 
 # config.json ----------------------------------------------------------------------------------------------------------
@@ -163,7 +162,7 @@ WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *ADDED_KEYS, *LIMITS, "kv
 def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict[str, dict[str, Any]]:
     """Return the contents of config.json and generation_config.json, by these names.
 
-    `weights` are those that are written, by our names.
+    `weights` are the weights to write, by our names.
     """
     model, exporter = config.model, EXPORTERS[kind]
     settings = {
@@ -175,7 +174,7 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
         **exporter.keys(config, _shared_keys(config, kind)),
     }
     settings |= {POSITION: describe_position(config, weights)} if kind == OURS else {}
-    # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
+    # The end of text replaces a missing pad token only here: in config.json it would freeze that row of the embedding.
     end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
     generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
     generation |= {"bos_token_id": ids.bos} if ids.bos is not None else {}
@@ -185,7 +184,7 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
 
 
 def _shared_keys(config: Config, kind: str) -> dict[str, Any]:
-    """Return the keys of config.json that all architectures have under one name or another."""
+    """Return the keys of config.json that all architectures have, by their common names."""
     model, length = config.model, _max_position_embeddings(config, kind)
     return {
         "vocab_size": model.padded_vocab_size,
@@ -200,14 +199,14 @@ def _shared_keys(config: Config, kind: str) -> dict[str, Any]:
 
 
 def _max_position_embeddings(config: Config, kind: str) -> int:
-    """Return the training length, except where stock transformers measures the extension by this key."""
+    """Return the training length, unless the extension of a stock class refers to this key."""
     trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
     if config.position.embedding.weights == "table" and kind in FAMILIES:
         return config.model.max_position_embeddings
     measured = config.position.extension.stock.length if kind != OURS else None
     if measured == ORIGINAL and config.position.extension.name == "longrope" and config.position.rope_scaling:
         extended = config.position.rope_scaling.factor * original
-        if extended == int(extended):  # transformers 4 takes the factor from the two lengths
+        if extended == int(extended):  # transformers 4 computes the factor from the two lengths
             return int(extended)
     return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
 
@@ -216,14 +215,14 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
 def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     """Return config.json's section on positions; the inverse of `position_keys`. `weights` have our names.
 
-    Defaults that follow from the training length are written out, because the modelling file does not know how.
-    CLEX's solved frequencies are for the modelling file alone.
+    Defaults that follow from the training length are written, because the modelling file cannot compute them. Only the
+    modelling file reads CLEX's solved frequencies.
     """
     section = _position_section(config, config.position)
     position, length = config.position, config.model.seq_length
     if [*config.layer_types] != [GLOBAL]:
         section[LAYERS] = list(config.model.layer_names)
-        # A type without the limit that the model has says so: what it does not say is the model's.
+        # A type without a limit of the model has it as null, because the model's value is used for missing keys.
         kinds = {
             name: dict.fromkeys(LIMITS) | _position_section(config, own) for name, own in config.layer_types.items()
         }
@@ -246,7 +245,7 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
 
 
 def _position_section(config: Config, position: PositionConfig) -> dict[str, Any]:
-    """The position keys of a type of layers."""
+    """Return the position keys of a type of layer."""
     length = config.model.seq_length
     section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
     section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
@@ -273,8 +272,8 @@ class Exported:
     Attributes:
         folder: for transformers.
         model_type: of config.json.
-        tokenizer_note: a note on lost tokenizer behaviour, or None.
-        compared: by what its logits were compared with those of the source.
+        tokenizer_note: a note about lost behaviour of the tokenizer, or None.
+        compared: the program that compared its logits with those of the source.
     """
 
     folder: Path
@@ -284,33 +283,33 @@ class Exported:
 
     @property
     def remote(self) -> bool:
-        """True if it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
+        """True if the folder has a modelling file and is loaded with `trust_remote_code=True`."""
         return self.model_type == OURS
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload an exported folder to the Hugging Face hub; a repository that is missing is made, a private one.
+    """Upload an exported folder to the Hugging Face hub. A missing repository is created as a private one.
 
-    Returns its URL. Raises CheckpointError if that fails; the folder stays.
+    Return its URL. Raises CheckpointError if the upload fails; the folder is kept.
     """
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
-        raise CheckpointError("--push needs huggingface_hub (pip install huggingface_hub)") from error
+        raise CheckpointError("--push: huggingface_hub is not installed; run `pip install huggingface_hub`") from error
     try:
         api = HfApi()
         made = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from megatron_coca")
     except (HfHubHTTPError, OSError, ValueError) as error:
-        kept = f"{folder} is complete: log in with `hf auth login`, and upload it with `hf upload {name} {folder}`"
+        kept = f"{folder} is complete; log in with `hf auth login` and upload it with `hf upload {name} {folder}`"
         raise CheckpointError(f"--push {name}: {error}\n{kept}") from error
     return str(made)
 
 
 def export(
-    checkpoint: str | Path,
-    folder: str | Path,
+    opened: OpenedCheckpoint,
+    folder: Path,
     overrides: Overrides = (),
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
@@ -319,21 +318,20 @@ def export(
     """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
     Args:
-        checkpoint: a run's save folder, one step of it, or a Hugging Face folder.
-        folder: to write; must not exist. It is complete or absent.
+        opened: the checkpoint, of any layout.
+        folder: to write; it must not exist. After an error it does not exist either.
         overrides: config overrides, as for `load_model`; an extension becomes part of the export.
-        dtype: of the weights; by default as saved, then they are equal bit by bit.
-        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
-            ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
+        dtype: of the weights. By default they are written as saved, bit by bit.
+        tokenizer: the Hugging Face folder of the original model. Its tokenizer, generation files and ids of bos,
+            eos and pad are copied. Its tokenizer must give the same ids as the checkpoint's.
         notes: for the model card.
 
     Raises:
-        CheckpointError: the checkpoint is not valid, the format cannot express the model, `tokenizer` is another one,
+        CheckpointError: the checkpoint is invalid, the format cannot represent the model, `tokenizer` is another one,
             or `folder` exists or cannot be written. Nothing is written then.
-        ConfigError: an override that is not valid.
+        ConfigError: an override is invalid.
         DataError: the checkpoint's tokenizer is damaged.
     """
-    opened, folder = open_checkpoint(checkpoint, overrides=overrides), Path(folder)
     config = opened.configure(overrides)
     kind = _kind(opened, config)
     modelling = _modelling_file(config) if kind == OURS else None
@@ -356,7 +354,7 @@ def export(
         written[MODELLING_FILE] = modelling
     with atomic_dir(folder, CheckpointError) as partial:
         for name, content in contents.items():
-            native.write_json(partial / name, content)
+            write_json(partial / name, content)
         for name, data in written.items():
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
@@ -366,43 +364,45 @@ def export(
 
 
 def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
-    """Compare what was written with the source; returns by what. Raises CheckpointError."""
-    read_back.check_folder(folder, config, ours)
+    """Compare the written folder with the source. Return the program that compared them. Raises CheckpointError."""
+    check_folder(folder, open_folder, config, ours)
     exporter, family = EXPORTERS[kind], FAMILIES.get(kind)
     common = ("num_hidden_layers", "vocab_size")
     layers, rows = (str(family.names.get(name, name)) if family is not None else name for name in common)
-    written = read_back.Written(
+    written = Written(
         folder,
         exporter.architecture,
         MODELLING_FILE if kind == OURS else None,
         open_safetensors_file(folder / SINGLE, folder),
         {row.ours: row.theirs for row in weight_map.expand(exporter.rows(config), config.model.num_layers)},
         (layers, rows),
-        ATTENTION.get(kind, "eager"),
+        family.attention if family is not None else "eager",
     )
     # Classes without rotation have tables of their training length.
     rotates = family is None or family.rope is not None
-    part = read_back.excerpt(config, ours, read_back.LONG if rotates else config.model.seq_length)
-    return read_back.check_transformers(
+    part = excerpt(config, ours, LONG if rotates else config.model.seq_length)
+    return check_transformers(
         written, part, lambda place, weights: write_safetensors(place / SINGLE, weights, {"format": "pt"})
     )
 
 
 def _kind(opened: OpenedCheckpoint, config: Config) -> str:
-    """Return the architecture to write: that of an imported folder where it fits, otherwise the first that does."""
+    """Return the architecture to write: that of an imported folder if it fits, otherwise the first one that fits."""
     kinds = config.layer_types.values()
     choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())
     unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
     positions = list(filter(None, unknown))
     stock = [name for name in EXPORTERS if name != OURS] if not positions else []
-    origin = native.read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
+    origin = read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
     named = [name for name in stock if name == origin.get("model_type")]
     found = next((name for name in (*named, *stock) if _fits(name, config)), None)
     if found is not None:
         return found
     reasons = [*lost_keys(config, WRITTEN), *positions]
     if reasons:
-        raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
+        raise CheckpointError(
+            f"{opened.folder}: a Hugging Face folder cannot represent the model: {'; '.join(reasons)}"
+        )
     return OURS
 
 
@@ -411,7 +411,7 @@ def _modelling_file(config: Config) -> bytes:
         kinds = (config.position, *config.layer_types.values())
         return modelling_file(dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())).encode()
     except NotCarriedError as error:
-        raise CheckpointError(f"a Hugging Face folder cannot express it: {error}") from error
+        raise CheckpointError(f"a Hugging Face folder cannot represent the model: {error}") from error
 
 
 def _select_tokenizer(
@@ -419,8 +419,8 @@ def _select_tokenizer(
 ) -> TokenizerFiles:
     """Return tokenizer and generation files.
 
-    They are the original's where one is given, those of a Hugging Face folder itself unless overrides name a tokenizer,
-    otherwise files made from the checkpoint's tokenizer.
+    If `original` is given, they are its files. Otherwise, if the checkpoint is a Hugging Face folder and no override
+    names a tokenizer, they are its own files. Otherwise they are built from the checkpoint's tokenizer.
     """
     tokenizer, note = opened.tokenizer(overrides)
     if original is not None:
@@ -432,8 +432,8 @@ def _select_tokenizer(
         return own
     if tokenizer is None:
         missing = (
-            "the checkpoint carries no tokenizer, so the export has none, and nothing in it ends a text: generate() "
-            f"runs to its limit ({note})"
+            "tokenizer: the checkpoint has none, so the export has none, and generate() runs to its limit because no "
+            f"id ends a text ({note})"
         )
         return TokenizerFiles({}, TokenIds(), missing)
     files, differing = tokenizer_files(tokenizer, begun=bool(opened.imported) and not opened.step)

@@ -1,4 +1,4 @@
-"""The schema of a checkpoint's meta.json, and reading it."""
+"""The schema and the reader of a checkpoint's meta.json."""
 
 from math import prod
 from pathlib import Path
@@ -24,13 +24,13 @@ def _ranks(sizes: dict[str, int]) -> dict[str, int]:
 
 def _has_step(counters: dict[str, float]) -> dict[str, float]:
     if "step" not in counters:
-        raise ValueError("has no step")
+        raise ValueError("step is missing")
     return counters
 
 
 def _whole_step(counters: dict[str, float]) -> dict[str, float]:
     if counters.get("step", 0.0) % 1:
-        raise ValueError("step is no whole number")
+        raise ValueError("step is not a whole number")
     return counters
 
 
@@ -38,13 +38,13 @@ Counters = Annotated[dict[str, Counter], AfterValidator(_whole_step)]
 
 
 class _Part(BaseModel):
-    """All other entries are ignored here."""
+    """Entries that are not declared are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
 class GuardState(_Part):
-    """Of `LossGuard.state`; values are logarithmised."""
+    """The state of `LossGuard`. Losses and norms are logarithms."""
 
     losses: list[Annotated[float, Field(gt=0.0)]] = []
     norms: list[Annotated[float, Field(gt=0.0)]] = []
@@ -61,7 +61,7 @@ class Progress(_Part):
 
 
 class Meta(_Part):
-    """Entries of meta.json that a resumed run computes with. Checkpoints of weights alone have no state of a run."""
+    """Entries of meta.json that a resumed run uses. Checkpoints with weights only have no state of a run."""
 
     step: Index
     run: str | None = None
@@ -72,7 +72,7 @@ class Meta(_Part):
 
 
 class RunMeta(Meta):
-    """Meta of a checkpoint that a run can be resumed from."""
+    """Entries of a checkpoint that a run can resume from."""
 
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)]
     counters: Annotated[Counters, AfterValidator(_has_step)]
@@ -80,17 +80,17 @@ class RunMeta(Meta):
 
 
 def read_meta(folder: Path, resumable: bool = False) -> dict[str, Any]:
-    """Read and validate the meta.json of a checkpoint; with `resumable` also that it has the state of a run.
+    """Read and validate the meta.json of a checkpoint. With `resumable` it must have the state of a run.
 
-    Raises CheckpointError, naming the entry; UnreadableError if the file system fails.
+    Raises CheckpointError, which names the entry, or UnreadableError if the file system fails.
     """
     return checked_meta(read_json(folder / META), folder / META, resumable)
 
 
 def checked_meta(content: dict[str, Any], source: str | Path, resumable: bool = False) -> dict[str, Any]:
-    """Return the `content` of a meta.json, with the defaults of what `progress` lacks.
+    """Validate the `content` of a meta.json and return it with defaults for entries that `progress` lacks.
 
-    Raises CheckpointError, naming `source` and the entry, if it is invalid.
+    Raises CheckpointError, which names `source` and the entry, if it is invalid.
     """
     try:
         meta = (RunMeta if resumable else Meta).model_validate(content)
@@ -99,6 +99,8 @@ def checked_meta(content: dict[str, Any], source: str | Path, resumable: bool = 
         name = ".".join(map(str, first["loc"]))
         problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
-        raise CheckpointError(f"{source}: {name}: {problem}{given}; the checkpoint is damaged") from error
+        raise CheckpointError(
+            f"{source}: {name}: {problem}{given}; the checkpoint is damaged, use another step"
+        ) from error
     filled = {"progress": meta.progress.model_dump() | content["progress"]} if meta.progress is not None else {}
     return content | filled

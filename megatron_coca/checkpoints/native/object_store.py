@@ -1,11 +1,11 @@
 """Checkpoints on object stores through fsspec: S3, Google Cloud Storage and every other file system that it supports.
 
-    <url>/global_step100/manifest.json  uploaded last and removed first: a checkpoint without it does not exist
-                         ...            the other files of the checkpoint (native.py)
+    <url>/global_step100/manifest.json  uploaded last and removed first: without it there is no checkpoint
+                         ...            the other files of the checkpoint (read.py)
     <url>/quarantine/                   checkpoints of an abandoned branch
 
-An object store cannot rename a folder: checkpoints are written to a local folder and uploaded, and downloaded before
-they are read.
+An object store cannot rename a folder. Checkpoints are therefore written to a local folder and then uploaded, and they
+are downloaded before they are read.
 """
 
 import logging
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, ServiceError, describe, parse_json, read_json
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.support.atomic_write import exclusive_lock
 from megatron_coca.support.remote_files import RemoteFiles, is_url, local_folder
@@ -26,17 +26,17 @@ DEFAULT_CACHE: str = CheckpointConfig.model_fields["checkpoint_cache"].default
 
 
 def save_folder(keys: CheckpointConfig) -> Path | None:
-    """The local folder of a run's checkpoints, also where `save` is a URL; None if none are written."""
+    """Return the local folder of a run's checkpoints, even if `save` is a URL; None if the run saves none."""
     if keys.save is None:
         return None
     return local_folder(keys.save, keys.checkpoint_cache, CheckpointError) if is_url(keys.save) else Path(keys.save)
 
 
 def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) -> Path:
-    """Download a checkpoint to read it, unless it was downloaded before and has not changed.
+    """Download a checkpoint for reading, unless an unchanged copy is there already.
 
     Args:
-        url: of one step's folder, or of a run's folder: its newest checkpoint or that of `step`.
+        url: one step's folder, or a run's folder; of a run, the latest checkpoint or that of `step` is used.
         cache: local folder; the checkpoint is stored below `cache`/read.
 
     Returns the step's local folder. Raises CheckpointError.
@@ -51,7 +51,9 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
             available = remote.steps()
             if not available or wanted not in (None, *available):
                 which = "" if wanted is None else f" of step {wanted}"
-                raise CheckpointError(f"{url}: holds no complete checkpoint{which}; there are {available or 'none'}")
+                raise CheckpointError(
+                    f"{url}: holds no complete checkpoint{which}; there are {available or 'none'}, choose another step"
+                )
             folder = native.step_folder(save, available[-1] if wanted is None else wanted)
             return folder if remote.has(folder) else remote.download(native.step_of(folder), save)
     except OSError as error:
@@ -61,33 +63,33 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
 
 
 class RemoteFolder(RemoteFiles):
-    """The `save` folder of one run on an object store. Raises CheckpointError, of which ServiceError is one."""
+    """The `save` folder of one run on an object store. Methods raise CheckpointError, or its subclass ServiceError."""
 
     permanent, unavailable = CheckpointError, ServiceError
 
     def steps(self) -> list[int]:
-        """Ascending steps of all complete checkpoints."""
+        """Return the ascending steps of all complete checkpoints."""
         return [step for step, names in self._listing().items() if native.MANIFEST in names]
 
     def read_json(self, step: int, name: str) -> dict[str, Any]:
-        """A JSON file of a checkpoint."""
+        """Read a JSON file of a checkpoint."""
         name = f"{_folder(step)}/{name}"
         return parse_json(self.read(name), f"{self.url}/{name}")
 
     def has(self, folder: Path) -> bool:
-        """True if the store holds the same checkpoint as the local `folder`, by the manifests."""
+        """Return whether the store has the same checkpoint as the local `folder`, by comparing manifests."""
         step, manifest = native.step_of(folder), folder / native.MANIFEST
         if not manifest.is_file() or step not in self.steps():
             return False
         return self.read_json(step, native.MANIFEST) == read_json(manifest)
 
     def require_writable(self) -> None:
-        """Write and remove a small object. Raises CheckpointError."""
+        """Check that the store is writable: write and remove a small object. Raises CheckpointError."""
         self._attempt("cannot be written", lambda: self._fs.pipe_file(self._path(".probe"), b"x"))
         self.remove_object(".probe")
 
     def upload(self, folder: Path) -> None:
-        """Upload a complete local checkpoint; one of the same step is removed first."""
+        """Upload a complete local checkpoint. An existing checkpoint of the same step is removed first."""
         name = folder.name
         self.remove(native.step_of(folder))
         self.each(read_json(folder / native.MANIFEST)["files"], lambda file: self.put(folder / file, f"{name}/{file}"))
@@ -107,25 +109,27 @@ class RemoteFolder(RemoteFiles):
                 if describe(partial / name) != entry:
                     raise CheckpointError(
                         f"{url}/{name}: is damaged (size or sha256 differs from its manifest); remove {url} to use the "
-                        "step before it"
+                        "previous step"
                     )
-            folder = native.commit(save, step, listed, manifest["holds"], manifest["format"])
+            folder = native.commit(save, step, listed, manifest["holds"])
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         logger.info("downloaded %s to %s", url, folder)
         return folder
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, complete or not, its manifest first."""
+        """Remove a checkpoint, complete or not. Its manifest is removed first."""
         self.remove_object(f"{_folder(step)}/{native.MANIFEST}")
         self.each((f"{_folder(step)}/{name}" for name in self._listing().get(step, [])), self.remove_object)
         self.remove_folders(_folder(step))
 
     def set_aside(self, step: int) -> str:
-        """Move a checkpoint to quarantine/ under an unused name; returns its new URL."""
+        """Move a checkpoint to quarantine/ under an unused name. Return its new URL."""
         source, target = _folder(step), f"{native.QUARANTINE}/{_folder(step)}.{uuid4().hex[:8]}"
         if "file" in self._fs.protocol and Path(self._path(native.QUARANTINE)).is_symlink():
-            raise CheckpointError(f"{self.url}/{native.QUARANTINE}: is a link, which may lead elsewhere; remove it")
+            raise CheckpointError(
+                f"{self.url}/{native.QUARANTINE}: is a link, which may lead to another place; remove it"
+            )
 
         def copy(name: str) -> None:
             paths = self._path(f"{source}/{name}"), self._path(f"{target}/{name}")
@@ -136,7 +140,7 @@ class RemoteFolder(RemoteFiles):
         return f"{self.url}/{target}"
 
     def _listing(self) -> dict[int, list[str]]:
-        """File names of every checkpoint, complete or not, by ascending step."""
+        """Return the file names of every checkpoint, complete or not, by ascending step."""
         listing: dict[int, list[str]] = {}
         for path in self.names():
             folder, _, name = path.partition("/")

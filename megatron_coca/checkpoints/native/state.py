@@ -1,7 +1,7 @@
-"""Optimizer state on disk, independent of how the run that wrote it was divided among ranks.
+"""Optimizer state on disk, in a form that does not depend on the parallel layout of the run.
 
 Every rank writes its pieces to one file: flat float32 ranges of named parameters and of their moments. A reader with
-any number of ranks, ZeRO stage or tensor parallelism finds any range of any parameter in them.
+any number of ranks, ZeRO stage or tensor parallelism can read any range of any parameter from these files.
 
     state/rank_00000.safetensors    tensors `kind:name:start`; metadata `places`: shape and shard of every parameter
 """
@@ -31,7 +31,7 @@ WEIGHT = "weight"
 
 
 SLICES = "places"
-"""Key of the parameters' slices in a file's metadata: the name that earlier versions wrote."""
+"""Key of the parameters' slices in a file's metadata."""
 
 
 class TensorShard(NamedTuple):
@@ -45,7 +45,7 @@ class TensorShard(NamedTuple):
     blocks: tuple[int, ...]
 
     def cut(self, full: Tensor) -> Tensor:
-        """This shard of the whole tensor."""
+        """Return this shard of the whole tensor."""
         blocks = full.split(self.blocks, self.dim)
         return torch.cat([block.chunk(self.ranks, self.dim)[self.rank] for block in blocks], self.dim)
 
@@ -58,12 +58,12 @@ class TensorShard(NamedTuple):
             begin, taken = begin + block, taken + size
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the whole tensor, from that of a shard."""
+        """Return the shape of the whole tensor, from the shape of a shard."""
         return (*local[: self.dim], sum(self.blocks), *local[self.dim + 1 :])
 
 
 class ParameterSlice(NamedTuple):
-    """Shape of a parameter on a rank, and which shard of the whole it is (None: all of it)."""
+    """Shape of a parameter on a rank, and its shard of the whole parameter (None for the whole)."""
 
     shape: tuple[int, ...]
     shard: TensorShard | None = None
@@ -75,7 +75,7 @@ class ParameterSlice(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "ParameterSlice":
-        """The inverse of its JSON form, nested lists. Raises ValueError or TypeError for anything else."""
+        """Build a slice from its JSON form, nested lists. Raises ValueError or TypeError if it is invalid."""
         shape, shard = values
         numbers = [*shape, *(() if shard is None else (*shard[:3], *shard[3]))]
         if not all(type(number) is int and 0 <= number < 2**40 for number in numbers):
@@ -105,7 +105,7 @@ class StatePiece(NamedTuple):
 
 
 def file_name(rank: int) -> str:
-    """Name of a rank's file in the state folder."""
+    """Return the name of a rank's file in the state folder."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -117,7 +117,7 @@ def write_pieces(path: Path, pieces: Iterable[StatePiece], slices: Mapping[str, 
 
 
 class _Range(NamedTuple):
-    """Elements [start, start + numel) of a flattened parameter; `read(begin, stop)` gives a part relative to start."""
+    """Elements [start, start + numel) of a flattened parameter. `read(begin, stop)` counts from start."""
 
     read: Callable[[int, int], Tensor]
     start: int
@@ -126,10 +126,10 @@ class _Range(NamedTuple):
 
 
 class PieceReader:
-    """The pieces of all ranks, read on demand; subclasses add the sources."""
+    """The pieces of all ranks, read on demand. Subclasses add the sources."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is named in errors."""
+        """Error messages name `folder`."""
         self._folder = folder
         self._ranges: dict[tuple[str, str], list[_Range]] = defaultdict(list)
         self._slices: dict[str, ParameterSlice] = {}
@@ -140,18 +140,19 @@ class PieceReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every parameter."""
+        """The whole shape of every parameter."""
         return {name: parameter.full_shape for name, parameter in self._slices.items()}
 
     def fill(self, piece: StatePiece, parameter: ParameterSlice) -> None:
         """Copy saved values into `piece`; `parameter` is the slice of its parameter that this rank has now.
 
-        Raises CheckpointError if the state does not hold all of it, or is of another shape.
+        Raises CheckpointError if the saved state is incomplete or has another shape.
         """
         saved = self._slice(piece.name).full_shape
         if saved != parameter.full_shape:
             raise CheckpointError(
-                f"{self._folder}: {piece.name} is {list(saved)}, the model wants {list(parameter.full_shape)}"
+                f"{self._folder}: {piece.name} is {list(saved)}, the model has {list(parameter.full_shape)}; resume "
+                "with the configuration of the checkpoint"
             )
         stop = piece.start + piece.tensor.numel()
         same = [part for part in self._ranges[piece.kind, piece.name] if part.shard == parameter.shard]
@@ -160,7 +161,7 @@ class PieceReader:
                 values = part.read(first - part.start, last - part.start)
                 piece.tensor[first - piece.start : last - piece.start].copy_(values)
             return
-        # The last parameter is kept: where only some of its rows are trained, it has many pieces in succession.
+        # The last parameter is kept: if only some of its rows are trained, many of its pieces follow one another.
         key = (piece.name, piece.kind, parameter.shard)
         if self._recent is None or self._recent[0] != key:
             whole, present = self._gathered(piece.name, piece.kind)
@@ -174,16 +175,18 @@ class PieceReader:
         piece.tensor.copy_(values[piece.start : stop])
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """A parameter or one of its states in its whole shape, float32 on the CPU; untrained elements have state 0.
+        """Return a parameter or one of its states in its whole shape, float32 on the CPU. Untrained elements are 0.
 
-        Raises CheckpointError if the state does not hold all of the parameter.
+        Raises CheckpointError if the saved state is incomplete.
         """
         self._require_weight(name)
         return self._gathered(name, kind)[0]
 
     def _slice(self, name: str) -> ParameterSlice:
         if name not in self._slices:
-            raise CheckpointError(f"{self._folder}: holds no parameter {name}")
+            raise CheckpointError(
+                f"{self._folder}: has no parameter {name}; resume with the configuration of the checkpoint"
+            )
         return self._slices[name]
 
     def _require_weight(self, name: str) -> None:
@@ -192,7 +195,7 @@ class PieceReader:
             self._covering(ranges, 0, prod(parameter.shape), WEIGHT, name)
 
     def _gathered(self, name: str, kind: str) -> tuple[Tensor, Tensor]:
-        """A parameter or state from all files: values (float32), and where they are present (bool)."""
+        """Return a parameter or state from all files: its values (float32) and whether each is present (bool)."""
         parameter = self._slice(name)
         values, present = torch.zeros(parameter.full_shape), torch.zeros(parameter.full_shape, dtype=torch.bool)
         for shard, ranges in self._by_shard(name, kind).items():
@@ -227,21 +230,21 @@ class PieceReader:
 
     def _incomplete(self, kind: str, name: str, reached: int) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {kind} of {name} is incomplete: no file has the elements from {reached} on; files "
-            "of some ranks are missing"
+            f"{self._folder}: {kind} of {name} is incomplete, no file has the elements from {reached} on; copy the "
+            "files of all ranks"
         )
 
 
 class StateReader(PieceReader):
-    """The pieces in the named files of one folder, which may hold other files. A context manager."""
+    """The pieces in the named files of one folder. A context manager."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        """`names` as from `native.state_files`. Raises CheckpointError if there are none or one cannot be read."""
+        """`names` as from `native.state_files`. Raises CheckpointError if there are none, or if one cannot be read."""
         super().__init__(folder)
         self._files = ExitStack()
         paths = [folder / name for name in sorted(names)]
         if not paths:
-            raise CheckpointError(f"{folder}: holds no state of any rank")
+            raise CheckpointError(f"{folder}: has no state of any rank; use another step, or finetune=true")
         for path in paths:
             self._open(path)
 
@@ -261,14 +264,16 @@ class StateReader(PieceReader):
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: cannot be read as a rank's state: {error}") from error
+            raise CheckpointError(
+                f"{path}: is not a rank's state ({error}); copy it again, or use another step"
+            ) from error
         self._add_slices(slices)
         for kind, name, found in ranges:
             self._ranges[kind, name].append(found)
 
     @staticmethod
     def _range(file: Any, key: str, slices: Mapping[str, ParameterSlice]) -> tuple[str, str, _Range]:
-        """Kind, parameter and range of one tensor of a file."""
+        """Return the kind, the parameter and the range of one tensor of a file."""
         kind, name, first = key.split(":")
         (numel,), start, parameter = file.get_slice(key).get_shape(), int(first), slices[name]
         if not 0 <= start <= start + numel <= prod(parameter.shape):
@@ -291,22 +296,22 @@ class LocalWeight(NamedTuple):
 
 
 def local_weights(pieces: Iterable[StatePiece], slices: Mapping[str, ParameterSlice]) -> list[LocalWeight]:
-    """The weights among a rank's pieces."""
+    """Return the weights among a rank's pieces."""
     own = sorted((piece.name, piece.start, piece.tensor.numel()) for piece in pieces if piece.kind == WEIGHT)
     return [LocalWeight(name, start, numel, slices[name]) for name, start, numel in own]
 
 
 class LocalWeightReader(PieceReader):
-    """The weights of all ranks, in the ranks' memory.
+    """The weights of all ranks, read from the ranks' memory.
 
     Attributes:
-        order: rank and range of all reads, in the order in which `weights` makes them.
+        order: rank and range of all reads, in the order in which `weights` reads them.
     """
 
     def __init__(
         self, folder: Path, held: Sequence[Sequence[LocalWeight]], read: Callable[[int, LocalWeight], Tensor]
     ) -> None:
-        """`held` by rank; `read` fetches a range from a rank, 1-D."""
+        """`held` has the weights of each rank; `read` fetches a range from a rank, 1-D."""
         super().__init__(folder)
         fetched: dict[_Range, tuple[int, LocalWeight]] = {}
         for rank, weights in enumerate(held):
@@ -325,7 +330,7 @@ class LocalWeightReader(PieceReader):
 
 
 def weights(reader: PieceReader, dtype: torch.dtype, source: Path) -> Weights:
-    """Every weight in its whole shape and in `dtype`; `source` is the checkpoint's folder."""
+    """Return every weight in its whole shape and in `dtype`; `source` is the checkpoint's folder."""
     entries = {name: WeightEntry(dtype, shape) for name, shape in reader.shapes.items()}
     return Weights(entries, lambda name: reader.whole(name).to(dtype), source)
 
@@ -344,7 +349,7 @@ class LayerShards(NamedTuple):
     blocks: tuple[int, ...]
 
     def layer_spec(self) -> dict[str, Any]:
-        """The layer's entry in the `partition_config` of DeepSpeed's AutoTP."""
+        """Return the layer's entry in the `partition_config` of DeepSpeed's AutoTP."""
         spec: dict[str, Any] = {
             "patterns": [rf".*\.{re.escape(self.layer)}\.weight$"],
             "partition_type": ("column", "row")[self.dim],
@@ -353,16 +358,16 @@ class LayerShards(NamedTuple):
         return spec | packed
 
     def holds(self, name: str) -> bool:
-        """True if this shards the named parameter."""
+        """Return whether this shards the named parameter."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
     def shard(self, rank: int, ranks: int) -> TensorShard:
-        """The shard of a tensor rank."""
+        """Return the shard of a tensor rank."""
         return TensorShard(self.dim, rank, ranks, self.blocks)
 
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
-    """Tensor-parallel sharding of the layers of a block."""
+    """Return the tensor-parallel sharding of the layers of a block."""
     queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
     grouped, width = keys != queries, model.ffn_hidden_size
     return (

@@ -1,7 +1,8 @@
-"""Describe GPT-NeoX's checkpoint layout: its configuration, the models it can hold, and the location of each weight.
+"""GPT-NeoX's checkpoint layout: its configuration, the models that it can represent, and the location of each weight.
 
-Facts are those of EleutherAI/gpt-neox at commit ea7aefd8. Its pipeline of L blocks is: 0 the embedding, 1 no weights,
-2 .. L+1 the blocks, L+2 no weights, L+3 the final norm, L+4 the output head, absent where it is tied to the embedding.
+The facts are those of EleutherAI/gpt-neox at commit ea7aefd8. In its pipeline of L blocks, layer 0 is the embedding,
+layers 2 to L+1 are the blocks, layer L+3 is the final norm and layer L+4 the output head. Layers 1 and L+2 have no
+weights, and there is no layer L+4 if the head is tied to the embedding.
 """
 
 import logging
@@ -16,13 +17,13 @@ from torch import Tensor
 from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.native.state import TensorShard, layer_shards
+from megatron_coca.checkpoints.neox.names import EXTENDING
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_saved_config
 from megatron_coca.config.base import shown
 from megatron_coca.config.model import GATED_ACTIVATIONS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
 from megatron_coca.config.source import OVERRIDES, Overrides, dump, merge, read_file
-from megatron_coca.neox_plugin.keys import EXTENDING
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +40,16 @@ NETWORK_FEATURES = frozenset(
         *("te_layernorm_mlp", "te_mha", "te_fp8_mha", "moe_num_experts", "use_mup"),
     }
 )
-"""Unsupported keys that make another network; all other unsupported ones concern the run that trained it."""
+"""Unsupported keys that change the network. All other unsupported keys belong to the training run."""
 RUN_KEYS = frozenset(
     {name.split(".")[0] for name, place in KEYS.items() if place.group not in ("model", "position")}
     | ALIASES.keys()
     | INERT.keys()
     | (UNSUPPORTED.keys() - NETWORK_FEATURES)
 )
-"""Keys, and sections of keys, that do not change the network."""
+"""Keys and sections of keys that do not change the network."""
 DATA_KEYS = frozenset({"data_path", "train_data_paths", "valid_data_paths", "test_data_paths"})
-"""Keys of the run that say what it was trained on, and what it is evaluated on by default."""
+"""Keys of the run that name its training data, and its default data for evaluation."""
 NEOX_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
@@ -58,32 +59,29 @@ NEOX_KEYS = (
 )
 """Keys of the network that GPT-NeoX has too."""
 ABSENT = {"use_qk_layernorm": False, "opt_pos_emb_offset": 0}
-"""Values that are not written."""
+"""Keys that are not written if they have this value."""
 
 
 def read_config(
     folder: Path, vocab_size: int, overrides: Overrides = (), given: Sequence[str | Path] = ()
 ) -> tuple[Config, int]:
-    """Read the model's configuration from the YAML files in a step's folder, and its number of tensor ranks.
+    """Read the model's configuration and its number of tensor ranks from the YAML files in a step's folder.
 
-    Keys of the run that trained it are ignored, except for those that name its tokenizer and its data. `vocab_size` is
-    the number of rows of the embedding, padding included. `overrides` and the YAML files `given` are the user's; only
-    `imports` is read. Raises CheckpointError if there are no such files, or they describe a network that this package
-    does not have.
+    Keys of the training run are ignored, except for those that name its tokenizer and its data. `vocab_size` is the
+    number of rows of the embedding, including padding. `overrides` and the YAML files `given` are the user's; only
+    their `imports` is read. Raises CheckpointError if there are no such files, or they describe an unsupported network.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
     if not files:
-        raise CheckpointError(
-            f"{folder}: has no {CONFIGS}/*.yml; put the YAML files that the model was trained with there"
-        )
+        raise CheckpointError(f"{folder}: has no {CONFIGS}/*.yml; copy the YAML files of the training run there")
     problems: list[str] = []
     values = merge([layer for path in files if (layer := read_file(path, problems)) is not None]).values
     kept = {name: value for name, value in values.items() if name not in RUN_KEYS - {*TOKENIZER_KEYS} - DATA_KEYS}
     if "train_data_paths" in kept:
-        kept.pop("data_path", None)  # GPT-NeoX lets the paths by split win
+        kept.pop("data_path", None)  # in GPT-NeoX the paths by split take precedence
     if kept.get("norm", "layernorm") == "layernorm":
-        kept["use_bias_in_norms"] = True  # the key has no effect there: PyTorch's layer norm has a bias
+        kept["use_bias_in_norms"] = True  # the key has no effect in GPT-NeoX: PyTorch's layer norm has a bias
     try:
         if problems:
             raise ConfigError(*problems)
@@ -101,11 +99,10 @@ def read_config(
 def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     """Return the model's keys as a YAML file of GPT-NeoX, for `ranks` tensor ranks.
 
-    The vocabulary is padded to a multiple of its present rows: GPT-NeoX pads to this number for any size of its
-    tokenizer counts.
+    `make_vocab_size_divisible_by` is the number of rows, so that GPT-NeoX pads to it with any size of the tokenizer.
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
-    # Older versions do not have the keys of features that are off.
+    # Older versions of GPT-NeoX do not have the keys of features that are off.
     values = {name: flat[name] for name in NEOX_KEYS if flat[name] is not None and flat[name] != ABSENT.get(name)}
     values["max_position_embeddings"] = max(model.max_position_embeddings, model.seq_length)  # GPT-NeoX requires it
     values["intermediate_size"] = (3 if model.activation in GATED_ACTIVATIONS else 1) * model.ffn_hidden_size
@@ -118,7 +115,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
 
 
 def foreign_keys(config: Config) -> dict[str, Any]:
-    """Return the keys of a configuration, with their values, that stock GPT-NeoX refuses."""
+    """Return the keys of a configuration, with their values, that stock GPT-NeoX does not have."""
     flat, keys = config.flat(), {}
     for name in EXTENDING:
         value = flat[name]
@@ -129,8 +126,9 @@ def foreign_keys(config: Config) -> dict[str, Any]:
 
 
 def computed_differently(config: Config, ranks: int) -> list[str]:
-    """Return what GPT-NeoX's forward pass (megatron/model/transformer.py) computes differently with `ranks` tensor
-    ranks; these are refused.
+    """Return why GPT-NeoX's forward pass computes another function with `ranks` tensor ranks; empty if it does not.
+
+    The source is megatron/model/transformer.py. Import and export stop with an error on these reasons.
     """
     model, position = config.model, config.position
     gated = model.activation in GATED_ACTIVATIONS
@@ -142,42 +140,42 @@ def computed_differently(config: Config, ranks: int) -> list[str]:
     limits = (
         (
             model.gpt_j_residual and not model.use_bias_in_mlp,
-            "with gpt_j_residual and without use_bias_in_mlp GPT-NeoX leaves attention out of the sum",
+            "gpt_j_residual: without use_bias_in_mlp GPT-NeoX leaves attention out of the sum",
         ),
         (
             not model.use_bias_in_mlp and not gated,
-            "without use_bias_in_mlp GPT-NeoX computes gated activations only",
+            "use_bias_in_mlp: without it GPT-NeoX computes gated activations only",
         ),
         (
             model.use_qk_layernorm and model.norm in ("layernorm", "non_parametric_layernorm") and ranks > 1,
-            f"with use_qk_layernorm each of GPT-NeoX's {ranks} tensor ranks normalizes its own heads together",
+            f"use_qk_layernorm: each of GPT-NeoX's {ranks} tensor ranks normalizes its own heads together",
         ),
-        (model.activation == "geglu_tanh", "GPT-NeoX has no activation geglu_tanh"),
+        (model.activation == "geglu_tanh", "activation: GPT-NeoX has no geglu_tanh"),
         (
             original != trained and by_length,
-            "logit_scaling and the defaults of relative_positions measure against seq_length, and with the plugin in "
-            "GPT-NeoX against rope_scaling.original_max_position_embeddings, which is another length here; set the "
-            "map's options, or logit_scaling to none",
+            "logit_scaling and the defaults of relative_positions: here they refer to seq_length, but in GPT-NeoX with "
+            "the plugin to rope_scaling.original_max_position_embeddings, which is another length; set the options of "
+            "the map, or logit_scaling to none",
         ),
     )
     return [reason for applies, reason in limits if applies]
 
 
 def cannot_hold(config: Config, ranks: int) -> list[str]:
-    """Return why GPT-NeoX's configuration or `ranks` tensor ranks' files cannot hold a model; empty where they can."""
+    """Return why GPT-NeoX's layout with `ranks` tensor ranks cannot represent a model; empty if it can."""
     model, position = config.model, config.position
     gated = model.activation in GATED_ACTIVATIONS
     limits = (
         (
             model.norm == "layernorm" and not model.use_bias_in_norms,
-            "its layernorm always has a bias (use_bias_in_norms is false)",
+            "use_bias_in_norms: its layernorm always has a bias",
         ),
         (
             position.embedding.rotary and position.rotary_emb_base % 1 != 0,
-            "its rotary_emb_base is a whole number",
+            "rotary_emb_base: it must be a whole number",
         ),
-        (not gated and model.ffn_hidden_size % 2 != 0, "its inner width is even"),
-        (ranks < 1, f"model_parallel_size is {ranks}, and must be at least 1"),
+        (not gated and model.ffn_hidden_size % 2 != 0, "intermediate_size: its inner width must be even"),
+        (ranks < 1, f"model_parallel_size: {ranks} must be at least 1"),
     )
     divided = {
         "num_attention_heads": model.num_attention_heads,
@@ -203,14 +201,14 @@ EMBEDDING, FIRST_BLOCK = 0, 2
 WORDS = "word_embeddings.weight"
 """The embedding's name in layer 0."""
 TIED = "tied_modules.embed."
-"""Beginning of the embedding's name in a pipeline whose output head is tied to it."""
+"""Prefix of the embedding's name in a pipeline with a tied output head."""
 NORMS: dict[str, dict[str, str]] = {
     "layernorm": {"weight": "weight", "bias": "bias"},
     "rmsnorm": {"weight": "scale"},
     "scalenorm": {"g": "g"},
     "non_parametric_layernorm": {},
 }
-"""The parameters of each norm: our names and theirs."""
+"""The parameters of each norm: our names -> theirs."""
 LINEAR = ("attention.query_key_value", "attention.dense", "mlp.linear1", "mlp.linear2")
 PARTIAL_SUMS = ("attention.dense.bias", "mlp.linear2.bias")
 
@@ -220,9 +218,11 @@ class NeoxSharding:
     """Distribution of a weight over tensor ranks.
 
     Attributes:
-        kind: "cut" along `dim`: of each of the blocks, whose sizes are given, a rank has one part. "copy": whole on
-            every rank. "sum": the ranks' tensors add up to the weight, as biases do under `gpt_j_residual`, where
-            GPT-NeoX sums over ranks at the end of the block.
+        kind: "cut": each block is cut along `dim`, and every rank has one part of it. "copy": every rank has the whole
+            weight. "sum": the weight is the sum of the ranks' tensors. Biases are stored so under `gpt_j_residual`,
+            because GPT-NeoX sums over ranks at the end of the block.
+        dim: the dimension that is cut.
+        blocks: sizes of the blocks along `dim`.
     """
 
     kind: Literal["cut", "copy", "sum"] = "copy"
@@ -230,7 +230,7 @@ class NeoxSharding:
     blocks: tuple[int, ...] = ()
 
     def whole_shape(self, part: Shape, ranks: int) -> Shape | None:
-        """Return the shape of the whole weight from that of a rank's part; None where the part cannot be one."""
+        """Return the shape of the whole weight from the shape of a rank's part; None if they do not fit."""
         if self.kind != "cut":
             return part
         divided = all(block % ranks == 0 for block in self.blocks)
@@ -241,7 +241,7 @@ class NeoxSharding:
     def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
         """Join the parts of all ranks; `name` is for messages.
 
-        Copies that have drifted apart are averaged, as GPT-NeoX's own conversion does.
+        Copies that differ are averaged, as in GPT-NeoX's own conversion.
         """
         if len(parts) == 1 or (self.kind == "copy" and all(torch.equal(part, parts[0]) for part in parts[1:])):
             return parts[0]
@@ -253,11 +253,11 @@ class NeoxSharding:
         stacked = torch.stack([part.float() for part in parts])
         if self.kind == "sum":
             return stacked.sum(0).to(parts[0].dtype)
-        logger.warning("%s: the copies of its %d tensor ranks differ; using their mean", name, len(parts))
+        logger.warning("%s: the copies on its %d tensor ranks differ; using their mean", name, len(parts))
         return stacked.mean(0).to(parts[0].dtype)
 
     def split(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """Return the parts of `ranks` ranks, as views where possible."""
+        """Return the parts of `ranks` ranks, as views if possible."""
         if self.kind == "copy":
             return [whole] * ranks
         if self.kind == "sum":
@@ -272,7 +272,7 @@ COPY = NeoxSharding()
 
 
 class NeoxLocation(NamedTuple):
-    """A weight's layer, by number, and its name within it."""
+    """The number of a weight's layer, and the weight's name in this layer."""
 
     layer: int
     name: str
@@ -285,10 +285,10 @@ class NeoxWeight(NamedTuple):
     """The tensor stored at a location.
 
     Attributes:
-        ours: our name of the weight, None for a buffer, which follows from the configuration.
+        ours: our name of the weight; None for a buffer, which follows from the configuration.
         sharding: its distribution over tensor ranks.
-        used: whether GPT-NeoX computes with it; other weights and buffers are written and not read.
-        values: of a buffer, float32; None for one that GPT-NeoX saves only on request.
+        used: whether GPT-NeoX computes with it. Other weights and buffers are written but not read.
+        values: the values of a buffer, float32; None for a buffer that GPT-NeoX saves only on request.
     """
 
     ours: str | None
@@ -309,7 +309,7 @@ def layers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def table(config: Config) -> dict[NeoxLocation, NeoxWeight]:
-    """Return everything that a checkpoint of this model may store; biases that the model lacks are among it."""
+    """Return the location of everything that a checkpoint of this model may store, including biases that it lacks."""
     model, position = config.model, config.position
     norm, words = model.num_layers + 3, NeoxSharding("cut", 0, (model.padded_vocab_size,))
     entries = {NeoxLocation(EMBEDDING, WORDS): NeoxWeight(f"embedding.{WORDS}", words)}
@@ -347,7 +347,7 @@ def _block(config: Config, number: int) -> dict[str, NeoxWeight]:
     for parameter, theirs in NORMS[model.norm].items() if model.use_qk_layernorm else ():
         split = COPY if model.norm == "scalenorm" else NeoxSharding("cut", 0, by_head)
         entries[f"attention.qk_layernorm.{theirs}"] = NeoxWeight(f"{ours}.attention.qk_layernorm.{parameter}", split)
-    if method == "rpe":  # one table for all blocks; GPT-NeoX writes it into each of them
+    if method == "rpe":  # one table for all blocks; GPT-NeoX writes it into every block
         entries["attention.rpe.weight"] = NeoxWeight("positions.bias.weight", NeoxSharding("cut", 1, by_head))
     if method == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads))

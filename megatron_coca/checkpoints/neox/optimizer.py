@@ -1,9 +1,8 @@
-"""Read the optimizer's state of GPT-NeoX checkpoints, which DeepSpeed's ZeRO 1 or 2 wrote, or its BF16 optimizer.
+"""Read the optimizer state of GPT-NeoX checkpoints that DeepSpeed's ZeRO 1 or 2, or its BF16 optimizer, wrote.
 
-Each pair of data rank and model rank (pipeline stage x tensor rank) has a file `..._optim_states.pt`. It holds this
-data rank's partition of some flat float32 vectors, their moments of the same length, and for each vector the range that
-every parameter has in it. The partitions of a parameter, in the order of data ranks, are the parameter of that model
-rank.
+Each pair of data rank and model rank (pipeline stage x tensor rank) has a file `..._optim_states.pt`. The file has the
+data rank's partition of some flat float32 vectors, the moments of these vectors, and the range of every parameter in
+each vector. The partitions of a parameter, joined in the order of data ranks, are the parameter of that model rank.
 """
 
 import re
@@ -31,34 +30,39 @@ class NeoxOptimizer:
     """The float32 weights and moments of one step.
 
     Attributes:
-        step: updates of the optimizer so far; in half precision fewer than iterations, where some overflowed.
-        options: betas, epsilon and weight decay that it was trained with.
-        moments: the names of its states.
+        step: updates of the optimizer so far. In half precision there are fewer than iterations if some overflowed.
+        options: betas, epsilon and weight decay of the training run.
+        moments: names of the optimizer states.
     """
 
     def __init__(self, folder: Path, config: Config, ranks: int) -> None:
-        """`config` and `ranks` as `neox.configure` returns them. Raises CheckpointError without such files."""
+        """`config` and `ranks` as returned by `neox.configure`. Raises CheckpointError if there are no such files."""
         self._folder, self._files, self._ranks = folder, NeoxFiles(folder), ranks
         self._known = table(config)
         self._parts: dict[tuple[str, NeoxLocation], dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         numbers = matching(folder, FILE)
         if not numbers:
             raise CheckpointError(
-                f"{folder}: has no *_optim_states.pt: it was saved without ZeRO, or without its optimizer; "
-                "no_load_optim=true goes on at its step with an optimizer that begins anew, finetune=true starts from "
-                "its weights"
+                f"{folder}: has no *_optim_states.pt, it was saved without ZeRO or without its optimizer; set "
+                "no_load_optim=true to continue from its step with a new optimizer, or finetune=true to start a run "
+                "from its weights"
             )
         self.step, self.options = 0.0, dict[str, Any]()
         for path, (_, model_rank) in sorted(numbers.items(), key=lambda item: item[1]):
             try:
                 self._open(path, model_rank)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise CheckpointError(f"{path}: is no partition of DeepSpeed's ZeRO 1 or 2 ({error!r})") from error
+                raise CheckpointError(
+                    f"{path}: is not a partition of DeepSpeed's ZeRO 1 or 2 ({error!r}); copy it again, or set "
+                    "no_load_optim=true"
+                ) from error
         self.moments = {kind for kind, _ in self._parts} - {WEIGHT}
         self._locations = dict[str | None, NeoxLocation]()
         for location, weight in self._known.items():
             if weight.used:
-                self._locations.setdefault(weight.ours, location)  # what all blocks share is a parameter of the first
+                self._locations.setdefault(
+                    weight.ours, location
+                )  # a parameter that all blocks share belongs to the first block
 
     def _open(self, path: Path, model_rank: int) -> None:
         state = load_pickle(path, TYPES)["optimizer_state_dict"]
@@ -68,7 +72,7 @@ class NeoxOptimizer:
         vectors = zip(state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True)
         for number, (ranges, weights) in enumerate(vectors):
             moments = dict(base["state"][number])
-            # The fused Adam of DeepSpeed counts in its groups.
+            # The fused Adam of DeepSpeed counts steps in its groups.
             self.step = float(moments.pop(STEP, base["param_groups"][number].get(STEP, 0)))
             for name, place in ranges.items():
                 for kind, flat in {WEIGHT: weights, **moments}.items():
@@ -80,11 +84,14 @@ class NeoxOptimizer:
         location = NeoxLocation(EMBEDDING, name.removeprefix(TIED)) if name.startswith(TIED) else None
         location = NeoxLocation(int(match[1]), match[2]) if match is not None else location
         if location not in self._known:
-            raise CheckpointError(f"{self._folder}: its optimizer trains {name}, which the model does not have")
+            raise CheckpointError(
+                f"{self._folder}: its optimizer trains {name}, which the model does not have; copy the YAML files of "
+                "the training run into its configs"
+            )
         return location
 
     def read(self, kind: str, name: str) -> Tensor:
-        """Return a weight, or one of its moments, by our name, whole and in float32.
+        """Return a whole weight, or one of its moments, by our name, in float32.
 
         Raises CheckpointError if files of some ranks are missing.
         """
@@ -93,7 +100,7 @@ class NeoxOptimizer:
         joined = []
         for rank in range(self._ranks):
             shape = self._files.state(location.layer, rank)[location.name].shape
-            # Stages of a pipeline that share the embedding have equal states of it.
+            # Pipeline stages that share the embedding have equal states of it.
             partitions = next((by_rank[number] for number in sorted(by_rank) if number % self._ranks == rank), [])
             if sum(part.numel() for part in partitions) != prod(shape):
                 raise CheckpointError(
@@ -101,13 +108,13 @@ class NeoxOptimizer:
                 )
             joined.append(torch.cat(partitions).reshape(shape).float())
         sharding = self._known[location].sharding
-        # Each of several terms of a sum has the gradient of the sum.
+        # Each term of a sum has the gradient of the sum.
         merged: NeoxSharding = COPY if sharding.kind == "sum" and kind != WEIGHT else sharding
         return merged.merge(joined, f"{kind} of {location}")
 
 
 class _Record:
-    """Stands in for DeepSpeed's types in these files, of which only the attributes are read; none of its code runs."""
+    """Replaces DeepSpeed's types in these files. Only their attributes are read, and no code of DeepSpeed runs."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values

@@ -3,15 +3,16 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints.identity import pickles_identity
 from megatron_coca.checkpoints.neox.layout import (
     CONFIGS,
     EMBEDDING,
@@ -25,15 +26,16 @@ from megatron_coca.checkpoints.neox.layout import (
     read_config,
     table,
 )
+from megatron_coca.checkpoints.neox.names import plain_name
+from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
-from megatron_coca.neox_plugin.checkpoints import plain_name
 from megatron_coca.support.regular_files import open_regular
 
 DOCUMENT_END = "<|endoftext|>"
-"""End of document of GPT-NeoX's tokenizers except the byte-level one; SentencePiece without it gives its unknown
-token.
+"""End of document of all tokenizers of GPT-NeoX except the byte-level one. A SentencePiece model without this token
+uses its unknown token.
 """
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -44,9 +46,9 @@ SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 
 def find_step(path: Path) -> Path | None:
-    """Return the folder of one GPT-NeoX step: `path` itself, or of a save folder what `latest` names, else the last.
+    """Return the folder of one GPT-NeoX step: `path`, or in a save folder the step that `latest` names, else the last.
 
-    None where it is not GPT-NeoX's; folders of ours have a manifest.
+    Return None for other folders. Ours have a manifest.
     """
     if is_step(path):
         return path
@@ -62,7 +64,7 @@ def find_step(path: Path) -> Path | None:
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder is one step of GPT-NeoX; False where it cannot be listed."""
+    """Return whether a folder is one step of GPT-NeoX; False if it cannot be listed."""
     if not os.path.isdir(folder) or os.path.isfile(folder / native.MANIFEST):
         return False
     try:
@@ -72,7 +74,7 @@ def is_step(folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the completed iterations that a step's folder is named after; None where it has another name."""
+    """Return the number of iterations in the name of a step's folder; None if it has another name."""
     match = STEP.fullmatch(folder.resolve().name)
     return int(match.group(1)) if match else None
 
@@ -84,21 +86,21 @@ def matching(folder: Path, pattern: re.Pattern[str]) -> dict[Path, tuple[int, ..
 
 
 class NeoxFiles:
-    """The weights' files of one step: one for each layer and tensor rank, or one for each tensor rank.
+    """The files of weights of one step: one for each layer and tensor rank, or one for each tensor rank.
 
     Attributes:
-        paths: all of them, by name.
-        by_layer: whether each layer has files of its own.
-        from_plugin: whether a block opened so far was saved by the GPT-NeoX plugin, under its names.
+        paths: all files, sorted by name.
+        by_layer: whether each layer has its own files.
+        from_plugin: whether a block that was opened has the names of the GPT-NeoX plugin.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if the step was saved under ZeRO 3, or one of the files is no regular file."""
+        """Raises CheckpointError if the step was saved with ZeRO 3, or a file is not a regular file."""
         self._folder = folder
         by_layer, by_rank = matching(folder, LAYER_FILE), matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
             raise CheckpointError(
-                f"{folder}: was saved under ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
+                f"{folder}: was saved with ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
             )
         self.by_layer = bool(by_layer)
         self._numbers = (by_layer or by_rank).values()
@@ -119,12 +121,12 @@ class NeoxFiles:
         return {layer for layer, _ in self._numbers} if self.by_layer else set(self._rank(min(self.ranks())))
 
     def path(self, layer: int, rank: int) -> Path:
-        """Return the file of a layer, present or not."""
+        """Return the file of a layer, which may be missing."""
         stem = f"layer_{layer:02}-model_{rank:02}-" if self.by_layer else f"mp_rank_{rank:02}_"
         return self._folder / f"{stem}model_states.pt"
 
     def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
-        """Return the weights of a layer by GPT-NeoX's names, also where the plugin saved them under others.
+        """Return the weights of a layer by GPT-NeoX's names, even if the plugin saved them under different names.
 
         Raises CheckpointError if the file is missing or damaged.
         """
@@ -148,7 +150,7 @@ class NeoxFiles:
         path = self._present(EMBEDDING, rank)
         module = load_pickle(path, RANDOM_STATE).get("module")
         if not isinstance(module, dict):
-            raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files in its folder")
+            raise CheckpointError(f"{path}: has no weights, and there are no layer_<N> files; copy all files again")
         states: dict[int, dict[str, Tensor]] = {}
         for name, tensor in _tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)
@@ -161,10 +163,10 @@ class NeoxFiles:
 
 
 def _tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Return the weights in a mapping. Raises a CheckpointError that names a value that is no weight."""
+    """Return the weights in a mapping. Raises CheckpointError, which names a value that is not a weight."""
     wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
     if wrong:
-        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
+        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor; copy the file again")
     return dict(content)
 
 
@@ -173,41 +175,41 @@ def configure(
 ) -> tuple[Config, int]:
     """Return the model's configuration and its number of tensor ranks.
 
-    `overrides` and the YAML files `given` are the user's; only `imports` is read.
+    `overrides` and the YAML files `given` are the user's; only their `imports` is read.
 
-    Raises CheckpointError if the configuration is absent, or describes a network that this package does not have, or
-    other files than are present.
+    Raises CheckpointError if the configuration is missing, describes an unsupported network, or does not fit the files.
     """
     ranks = max(files.ranks()) + 1
     states = [files.state(EMBEDDING, rank) for rank in range(ranks)]
     if any(WORDS not in state for state in states):
-        raise CheckpointError(f"{files.path(EMBEDDING, 0)}: has no {WORDS}")
+        raise CheckpointError(f"{files.path(EMBEDDING, 0)}: has no {WORDS}; copy the file again")
     config, expected = read_config(folder, sum(state[WORDS].shape[0] for state in states), overrides, given)
     if expected != ranks:
         raise CheckpointError(
-            f"{folder}: has files of {ranks} tensor ranks, its configuration says model_parallel_size: {expected}"
+            f"{folder}: has files of {ranks} tensor ranks, but its configuration has model_parallel_size: {expected}; "
+            f"copy the files of all ranks, or correct {CONFIGS}"
         )
     if reasons := computed_differently(config, ranks):
-        raise CheckpointError(f"{folder}: GPT-NeoX computes a different function: {'; '.join(reasons)}")
+        raise CheckpointError(f"{folder}: GPT-NeoX computes another function: {'; '.join(reasons)}")
     present, needed = files.layers(), {location.layer for location in table(config)}
     if differing := sorted((needed - present) | (present - set(layers(config.model)))):
         raise CheckpointError(
             f"{folder}: layer {differing[0]:02} ({files.path(differing[0], 0).name}) is in its files or in its "
-            f"configuration, not in both; that says {config.model.num_layers} blocks, no_weight_tying "
-            f"{config.model.no_weight_tying}"
+            f"configuration, but not in both; the configuration has {config.model.num_layers} blocks and "
+            f"no_weight_tying {config.model.no_weight_tying}"
         )
     files.state(FIRST_BLOCK, 0)  # sets from_plugin
     if files.from_plugin and not foreign_keys(config):
         raise CheckpointError(
-            f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} say "
-            f"pos_emb: {config.position.pos_emb}, and no other position keys; put the YAML files that it was trained "
-            "with there"
+            f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} have "
+            f"pos_emb: {config.position.pos_emb} and no other position keys; copy the YAML files of the training run "
+            "there"
         )
     ignored = not files.by_layer and not files.from_plugin and "flash" not in str(config.model.attention_config)
     if config.position.sliding_window_width is not None and ignored:
         raise CheckpointError(
             f"{folder}: sliding_window_width: GPT-NeoX's global attention ignored it in training, because all layers "
-            f"are in one file (pipe_parallel_size 0); remove the key from {CONFIGS} to read the model as it was trained"
+            f"are in one file (pipe_parallel_size 0); remove the key from {CONFIGS}"
         )
     return config, ranks
 
@@ -215,7 +217,7 @@ def configure(
 def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> Weights:
     """Open the weights by our names, in the dtype on disk.
 
-    Raises CheckpointError if a file is missing or damaged, a name is unknown, or ranks do not fit together.
+    Raises CheckpointError if a file is missing or damaged, a name is unknown, or the files of the ranks do not match.
     """
     known = table(config)
     locations: dict[str, list[NeoxLocation]] = {}
@@ -225,18 +227,23 @@ def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> 
         for rank, state in enumerate(states):
             differing = sorted(state.keys() ^ states[0].keys())
             if differing:
-                raise CheckpointError(f"{files.path(layer, rank)}: {differing[0]} is not on all tensor ranks")
+                raise CheckpointError(
+                    f"{files.path(layer, rank)}: {differing[0]} is not on all tensor ranks; copy the files of all "
+                    "ranks again"
+                )
         for name in states[0]:
             location = NeoxLocation(layer, name)
             if location not in known:
-                raise CheckpointError(f"{files.path(layer, 0)}: {name} is a weight that the model does not have")
+                raise CheckpointError(
+                    f"{files.path(layer, 0)}: {name} is a weight that the model does not have; correct {CONFIGS}"
+                )
             weight = known[location]
             if weight.used and weight.ours is not None:
                 locations.setdefault(weight.ours, []).append(location)
                 entry = _entry([state[name] for state in states], weight, location, files)
                 entries.setdefault(weight.ours, entry)
 
-    @lru_cache(maxsize=1)  # the weights of a layer are read one after the other
+    @lru_cache(maxsize=1)  # the weights of one layer are read in succession
     def opened(layer: int) -> list[Mapping[str, Tensor]]:
         return [files.state(layer, rank) for rank in range(ranks)]
 
@@ -249,7 +256,9 @@ def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> 
         whole = merged(first)
         for other in others:
             if not torch.equal(merged(other), whole):
-                raise CheckpointError(f"{folder}: {first} and {other} differ; they are one weight of the model")
+                raise CheckpointError(
+                    f"{folder}: {first} and {other} differ, but they are one weight of the model; copy the files again"
+                )
         return whole
 
     return Weights(entries, read, folder)
@@ -259,12 +268,30 @@ def _entry(parts: Sequence[Tensor], weight: NeoxWeight, location: NeoxLocation, 
     path, ranks = files.path(location.layer, 0), len(parts)
     kinds = {(part.dtype, tuple(part.shape)) for part in parts}
     if len(kinds) > 1:
-        raise CheckpointError(f"{path}: {location.name} has another shape or dtype on other ranks")
+        raise CheckpointError(
+            f"{path}: {location.name} has another shape or dtype on other ranks; copy the files of all ranks again"
+        )
     ((dtype, shape),) = kinds
     whole = weight.sharding.whole_shape(shape, ranks)
     if whole is None:
         raise CheckpointError(
             f"{path}: {location.name} is {list(shape)} on each of {ranks} tensor ranks, which does not fit the "
-            "configuration"
+            f"configuration; correct {CONFIGS}"
         )
     return WeightEntry(dtype, whole)
+
+
+def open_step(folder: Path, overrides: Overrides = (), given: Sequence[str | Path] = ()) -> OpenedCheckpoint:
+    """Open the folder of one GPT-NeoX step; `overrides` and `given` as in `configure`. Raises CheckpointError."""
+    files = NeoxFiles(folder)
+    config, ranks = configure(folder, files, overrides, given)
+    tokenizer = folder / native.TOKENIZER
+    return OpenedCheckpoint(
+        folder=folder,
+        trained=config,
+        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
+        step=step_of(folder),
+        identify=partial(pickles_identity, config, files.paths),
+        weights=partial(open_weights, folder, files, config, ranks),
+        document_end=DOCUMENT_END,
+    )

@@ -1,6 +1,6 @@
 """Write checkpoints as GPT-NeoX save folders.
 
-They have the weights and no state of the optimizer or the generators: load them with `finetune: true`, or with
+The folders have weights but no state of the optimizer or of random generators. Load them with `finetune: true`, or with
 `no_load_optim: true` and `no_load_rng: true`.
 """
 
@@ -13,20 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.export_check import check_folder, check_import, excerpt
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.read_back import (
-    OURS,
-    check_folder,
-    check_logits,
-    excerpt,
-    first,
-    own_logits,
-    reduced,
-    report,
-)
-from megatron_coca.checkpoints.importing import check_fit
-from megatron_coca.checkpoints.load import Overrides, open_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.layout import (
     CONFIGS,
     MODEL_FILE,
@@ -38,11 +27,13 @@ from megatron_coca.checkpoints.neox.layout import (
     model_yaml,
     table,
 )
-from megatron_coca.checkpoints.refusals import SHAPE_KEYS, lost_keys
+from megatron_coca.checkpoints.neox.names import EXTENDING, RECORD, record_of, saved_name
+from megatron_coca.checkpoints.neox.read import open_step
+from megatron_coca.checkpoints.opened import OpenedCheckpoint, check_fit
+from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
-from megatron_coca.neox_plugin.checkpoints import RECORD, record_of, saved_name
-from megatron_coca.neox_plugin.keys import EXTENDING
+from megatron_coca.config.source import Overrides
 from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
 
 
@@ -53,8 +44,8 @@ class ExportedNeox:
     Attributes:
         folder: for GPT-NeoX's `load`.
         step: the folder of the one step in it.
-        foreign: keys of its configuration that stock GPT-NeoX refuses.
-        note: a remark on its tokenizer, or None.
+        foreign: keys of its configuration that stock GPT-NeoX does not have.
+        note: a note about its tokenizer, or None.
     """
 
     folder: Path
@@ -63,9 +54,9 @@ class ExportedNeox:
     note: str | None
 
 
-def export_neox(
-    checkpoint: str | Path,
-    folder: str | Path,
+def export(
+    opened: OpenedCheckpoint,
+    folder: Path,
     overrides: Overrides = (),
     dtype: str | None = None,
     model_parallel_size: int = 1,
@@ -74,25 +65,24 @@ def export_neox(
     """Write a checkpoint as a save folder of GPT-NeoX.
 
     Args:
-        checkpoint: any checkpoint that `open_checkpoint` reads.
-        folder: to write; must not exist. It is complete or absent.
+        opened: the checkpoint, of any layout.
+        folder: to write; it must not exist. After an error it does not exist either.
         overrides: config overrides, as for `load_model`.
-        dtype: of the weights; by default as saved, then they are equal bit by bit.
-        model_parallel_size: tensor-parallel ranks, one file each. GPT-NeoX must run with the same number.
-        pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on loads; 0 all
-            layers into one, for `pipe_parallel_size: 0`.
+        dtype: of the weights. By default they are written as saved, bit by bit.
+        model_parallel_size: number of tensor-parallel ranks, each with its own file. GPT-NeoX must use this number.
+        pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on can load. 0
+            writes all layers into one file, for `pipe_parallel_size: 0`.
 
     Raises:
-        CheckpointError: the checkpoint is not valid, GPT-NeoX has no such model, it cannot be divided so, or `folder`
-            exists or cannot be written. Nothing is written then.
-        ConfigError: an override that is not valid.
-        DataError: the tokenizer that overrides name, or that the checkpoint carries, cannot be opened.
+        CheckpointError: the checkpoint is invalid, GPT-NeoX has no such model, the model cannot be divided among the
+            ranks, or `folder` exists or cannot be written. Nothing is written then.
+        ConfigError: an override is invalid.
+        DataError: the tokenizer of the overrides or of the checkpoint cannot be opened.
     """
-    opened, folder, ranks = open_checkpoint(checkpoint, overrides=overrides), Path(folder), model_parallel_size
-    config = opened.configure(overrides)
+    config, ranks = opened.configure(overrides), model_parallel_size
     refuse_existing(folder, CheckpointError)
     if reasons := _reasons(config, ranks, pipe_parallel_size):
-        raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
+        raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot represent the model: {'; '.join(reasons)}")
     weights = opened.weights()
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
@@ -112,24 +102,20 @@ def export_neox(
 
 
 def _read_back(step: Path, config: Config, weights: Weights) -> None:
-    """Compare what was written, as our import reads it, with the source. Raises CheckpointError."""
-    check_folder(step, config, weights)
-    part, back = excerpt(config, weights), open_checkpoint(step)
-    layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
-    found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
-    report(part, check_logits(part.logits(), found, OURS), OURS)
+    """Compare the written folder, as the import reads it, with the source. Raises CheckpointError."""
+    check_import(check_folder(step, open_step, config, weights), excerpt(config, weights))
 
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
-    """Return why GPT-NeoX has no such model, or would compute another one."""
+    """Return why GPT-NeoX has no such model, or would compute another function."""
     lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
     if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
-        lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set that to 1")
+        lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set pipe_parallel_size to 1")
     return lost + computed_differently(config, ranks) + cannot_hold(config, ranks)
 
 
 def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
-    """Yield the state dict of each layer on every rank, under the plugin's names where GPT-NeoX needs it."""
+    """Yield the state dict of each layer on every rank, with the plugin's names if GPT-NeoX needs the plugin."""
     foreign, entries = bool(foreign_keys(config)), table(config)
     dtype = next(iter(weights.entries.values())).dtype
     for layer in layers(config.model):
@@ -149,7 +135,7 @@ def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tupl
 
 
 def _write_weights(step: Path, config: Config, weights: Weights, state: dict[str, Any], in_files: bool) -> None:
-    """Write the files of the ranks, each with `state`: with all layers in it, or beside a file for each layer."""
+    """Write a file for each rank with `state` and all layers or, with `in_files`, each layer into its own file."""
     ranks = state["mp_world_size"]
     modules: list[dict[str, Tensor]] = [OrderedDict() for _ in range(ranks)]
     for layer, states in _layer_states(config, weights, ranks):
@@ -163,9 +149,9 @@ def _write_weights(step: Path, config: Config, weights: Weights, state: dict[str
 
 
 def _rank_state(config: Config, ranks: int, step: int) -> dict[str, Any]:
-    """Return what DeepSpeed and GPT-NeoX read from a rank's file beside the weights.
+    """Return the entries of a rank's file, beside the weights, that DeepSpeed and GPT-NeoX read.
 
-    `args` are compared with the running configuration: they hold only what the weights depend on.
+    GPT-NeoX compares `args` with its configuration, so they have only the keys that the weights depend on.
     """
     names = ["num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"]
     names += ["max_position_embeddings"] * (config.position.pos_emb == "learned")
@@ -186,5 +172,5 @@ def _rank_state(config: Config, ranks: int, step: int) -> dict[str, Any]:
 def _save(content: dict[str, Any], path: Path) -> None:
     try:
         torch.save(content, path)
-    except RuntimeError as error:  # PyTorch's writer raises it for a full disk
+    except RuntimeError as error:  # PyTorch's writer raises it if the disk is full
         raise OSError(f"{path.name}: {error}") from error

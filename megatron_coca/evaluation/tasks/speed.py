@@ -22,7 +22,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention, cache_bytes
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.identity import network_digest
-from megatron_coca.checkpoints.native.folder import code_versions
+from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GAU

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca import Attention, build_model, load_config
-from megatron_coca.checkpoints.refusals import lost_keys
+from megatron_coca.checkpoints.unsupported import lost_keys
 from megatron_coca.commands.estimate import main as estimate
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.model.cost import flops_per_token, parameter_count

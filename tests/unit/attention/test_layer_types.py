@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_coca import build_model, load_config
 from megatron_coca.attention.layer import LayerCache, cache_bytes
-from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.checkpoints.compare import check_same_model
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.model import GPT
@@ -159,11 +159,11 @@ def test_a_resolved_configuration_is_read_back(tmp_path: Any) -> None:
 def test_what_evaluation_may_change_in_a_type(tmp_path: Any) -> None:
     config = configured(**PATTERN)
     for keys in ({"sliding_window_width": 99}, {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}):
-        refuse_other_model(tmp_path, config, config.override({"layer_types": {"sliding": keys}}))
+        check_same_model(tmp_path, config, config.override({"layer_types": {"sliding": keys}}))
     with pytest.raises(CheckpointError, match=r"layer_types.nope.pos_emb \(saved 'none', now 'rotary'\)"):
-        refuse_other_model(tmp_path, config, config.override({"layer_types": {"nope": {"pos_emb": "rotary"}}}))
+        check_same_model(tmp_path, config, config.override({"layer_types": {"nope": {"pos_emb": "rotary"}}}))
     with pytest.raises(CheckpointError, match=r"layer_types.sliding.rope_scaling \(clex is learned in training"):
-        refuse_other_model(tmp_path, config, config.override({"layer_types": {"sliding": {"rope_scaling": "clex"}}}))
+        check_same_model(tmp_path, config, config.override({"layer_types": {"sliding": {"rope_scaling": "clex"}}}))
 
 
 def test_the_cache_of_a_window_holds_the_window() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_coca import methods
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.compare import TRAINED_CHOICES, refuse_other_model
+from megatron_coca.checkpoints.compare import TRAINED_CHOICES, check_same_model
 from megatron_coca.config import KEYS, Config, load_config
 
 CLEX = {"rope_scaling": {"rope_type": "clex"}}
@@ -33,23 +33,23 @@ def make(**keys: Any) -> Config:
     ],
 )
 def test_evaluation_may_extend(wanted: dict[str, Any]) -> None:
-    refuse_other_model(Path("run"), make(), make(**wanted))
-    refuse_other_model(Path("run"), make(**wanted), make())
+    check_same_model(Path("run"), make(), make(**wanted))
+    check_same_model(Path("run"), make(**wanted), make())
 
 
 @pytest.mark.parametrize("trained", [CLEX, INV_LEAKY, LOG_N, SSMAX, FOX, CABLE])
-def test_what_was_learned_stays(trained: dict[str, Any]) -> None:
+def test_learned_choices_stay(trained: dict[str, Any]) -> None:
     (key,) = trained
-    refuse_other_model(Path("run"), make(**trained), make(**trained))
+    check_same_model(Path("run"), make(**trained), make(**trained))
     with pytest.raises(CheckpointError, match=f"run: .*{key} .trained with .*belongs to the weights"):
-        refuse_other_model(Path("run"), make(**trained), make())
+        check_same_model(Path("run"), make(**trained), make())
     with pytest.raises(CheckpointError, match=f"run: .*{key} .*is learned in training, and these weights were trained"):
-        refuse_other_model(Path("run"), make(), make(**trained))
+        check_same_model(Path("run"), make(), make(**trained))
 
 
 def test_another_form_is_another_model() -> None:
     with pytest.raises(CheckpointError, match="pos_emb .saved 'coca', now 'rotary'"):
-        refuse_other_model(Path("run"), make(), make(pos_emb="rotary"))
+        check_same_model(Path("run"), make(), make(pos_emb="rotary"))
 
 
 def test_the_choices_of_training_are_these() -> None:
@@ -68,6 +68,6 @@ def test_the_choices_of_training_are_these() -> None:
         (CLEX, {"rotary_emb_base": 500.0}),
     ],
 )
-def test_what_was_learned_stays_with_its_options(trained: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_learned_choices_stay_with_their_options(trained: dict[str, Any], wanted: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="trained with other options, base or training length"):
-        refuse_other_model(Path("run"), make(**trained), make(**trained | wanted))
+        check_same_model(Path("run"), make(**trained), make(**trained | wanted))

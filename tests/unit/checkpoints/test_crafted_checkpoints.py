@@ -1,4 +1,4 @@
-"""Checkpoints whose manifest fits, but whose content no run wrote: refused by the name of the entry."""
+"""Checkpoints with a valid manifest and crafted content: an error names the entry."""
 
 import json
 import math
@@ -13,9 +13,8 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.inspection import describe, describe_text
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native.meta import Meta, checked_meta
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, StateReader
 from megatron_coca.config import load_config
@@ -103,7 +102,7 @@ def use(meta: Mapping[str, Any]) -> None:
     differing_stages(meta.get("stages") or [], WHOLE["stages"])
 
 
-def refusal(action: Callable[[], object]) -> str:
+def error_of(action: Callable[[], object]) -> str:
     """The message of a CheckpointError, empty without one."""
     try:
         action()
@@ -127,25 +126,25 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_a_run_writes_is_valid(folder: Path) -> None:
+def test_files_of_a_run_are_valid(folder: Path) -> None:
     native.verify(folder)
     assert native.read_meta(folder, resumable=True) == WHOLE
     use(WHOLE)
 
 
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
-def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> None:
+def test_every_entry_is_used_or_an_error_by_name(strange: Any, folder: Path) -> None:
     paths = list(entries(Meta))
     assert ("progress", "guard", "losses") in paths and ("counters",) in paths
     for path in paths:
         meta = changed(WHOLE, path, strange)
         name = ".".join(map(str, path))
-        error = refusal(lambda meta=meta: use(checked_meta(meta, "meta.json", resumable=True)))
+        error = error_of(lambda meta=meta: use(checked_meta(meta, "meta.json", resumable=True)))
         assert not error or str(path[0]) in error or (path[-1] == "guard" and "loss guard's state" in error), name
         assert len(error) < 500
         if len(path) == 1:
             craft(folder, native.META, json.dumps(meta).encode())
-            error = refusal(lambda: native.verify(folder))
+            error = error_of(lambda: native.verify(folder))
             assert not error or name in error or "rng/rank_" in error, f"{name}: {error}"
             assert describe_text(describe(folder))
 
@@ -158,7 +157,7 @@ def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> N
         (("topology",), {"data": 2**20}, "does not list rng/rank_1.pt"),
         (("counters",), {}, None),
         (("counters", "step"), 1e300, r"counters.step: expected less than or equal to 10+, got 1e\+300"),
-        (("counters", "step"), 2.5, "counters: step is no whole number"),
+        (("counters", "step"), 2.5, "counters: step is not a whole number"),
         (("progress",), [], "progress: expected a valid dictionary or .*, got \\[\\]"),
         (("progress", "guard", "losses"), [0.0], r"progress.guard.losses.0: expected greater than 0, got 0.0"),
         (("progress", "skipped"), -1, "progress.skipped: expected greater than or equal to 0, got -1"),
@@ -168,16 +167,16 @@ def test_every_entry_is_used_or_refused_by_name(strange: Any, folder: Path) -> N
 def test_messages(path: tuple[str, ...], value: Any, message: str | None, folder: Path) -> None:
     craft(folder, native.META, json.dumps(changed(WHOLE, path, value)).encode())
     if message is None:
-        with pytest.raises(CheckpointError, match="counters: has no step"):
+        with pytest.raises(CheckpointError, match="counters: step is missing"):
             native.read_meta(folder, resumable=True)
     else:
         with pytest.raises(CheckpointError, match=message):
             native.verify(folder)
 
 
-def test_a_key_given_twice_is_refused(folder: Path) -> None:
+def test_a_key_given_twice_is_an_error(folder: Path) -> None:
     craft(folder, native.META, b'{"step": 7, "progress": {"skipped": 0, "skipped": 1}}')
-    with pytest.raises(CheckpointError, match="meta.json: cannot be read as JSON: the key 'skipped' is given twice"):
+    with pytest.raises(CheckpointError, match="meta.json: cannot be read as JSON .the key 'skipped' is given twice"):
         native.verify(folder)
 
 
@@ -212,7 +211,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match=r"rank_0.pt: (is damaged|is a pickle|holds)"):
             load_rng_states(path)
     torch.save([1], path)
-    with pytest.raises(CheckpointError, match="rank_0.pt: holds a list, not a mapping"):
+    with pytest.raises(CheckpointError, match="rank_0.pt: has a list, not a mapping"):
         load_rng_states(path)
 
 
@@ -236,7 +235,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
 )
 def test_state_of_no_parameter(key: str, place: Any, tmp_path: Path) -> None:
     save_file({key: torch.ones(4)}, tmp_path / "rank_00000.safetensors", {"places": json.dumps({"a": place})})
-    with pytest.raises(CheckpointError, match="rank_00000.safetensors: cannot be read as a rank's state"):
+    with pytest.raises(CheckpointError, match="rank_00000.safetensors: is not a rank's state"):
         StateReader(tmp_path, ["rank_00000.safetensors"])
 
 
@@ -245,7 +244,7 @@ def test_a_parameter_of_another_shape_is_not_filled(tmp_path: Path) -> None:
     save_file({"weight:a:0": torch.ones(4)}, tmp_path / Path(NEEDED[0]).name, {"places": json.dumps(places)})
     piece = StatePiece("a", WEIGHT, 0, torch.zeros(4))
     with StateReader(tmp_path, [Path(NEEDED[0]).name]) as reader:
-        with pytest.raises(CheckpointError, match=r"a is \[1073741824, 512\], the model wants \[4\]"):
+        with pytest.raises(CheckpointError, match=r"a is \[1073741824, 512\], the model has \[4\]"):
             reader.fill(piece, ParameterSlice((4,)))
-        with pytest.raises(CheckpointError, match="holds no parameter b"):
+        with pytest.raises(CheckpointError, match="has no parameter b"):
             reader.fill(piece._replace(name="b"), ParameterSlice((4,)))

@@ -1,4 +1,4 @@
-"""The model card of an export, and what config.json says of positions."""
+"""The model card of an export, and the positions in its config.json."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.huggingface.read import position_keys
-from megatron_coca.checkpoints.huggingface.write import describe_position, export
+from megatron_coca.checkpoints.exporting import export
+from megatron_coca.checkpoints.huggingface.config_json import position_keys
+from megatron_coca.checkpoints.huggingface.write import describe_position
 from megatron_coca.config import load_config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
 
@@ -23,7 +24,7 @@ def card(tmp_path: Path, **keys: Any) -> tuple[dict[str, Any], str]:
     return yaml.safe_load(front), text
 
 
-def test_what_the_card_says(tmp_path: Path) -> None:
+def test_the_text_of_the_card(tmp_path: Path) -> None:
     front, text = card(tmp_path, **GROUPED, pos_emb="coca", **TRAINING)
     assert front["library_name"] == "transformers" and front["pipeline_tag"] == "text-generation"
     assert {"coca_dense", "coca", "custom_code"} <= set(front["tags"])
@@ -36,7 +37,7 @@ def test_what_the_card_says(tmp_path: Path) -> None:
         "| optimizer | Adam, peak learning rate 0.0003 |",
         'AutoModelForCausalLM.from_pretrained("my-model", trust_remote_code=True)',
         'AutoTokenizer.from_pretrained("my-model", trust_remote_code=True)',
-        "Texts of several lengths are padded on the left",
+        "pads on the left with the token that ends texts",
         'config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}',
         "arXiv:2309.08646",
         "author = {Zhu, Shiyi",
@@ -71,7 +72,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "
 
 
 @pytest.mark.parametrize(
-    ("scaling", "method", "alone"),
+    ("scaling", "method", "independent"),
     [
         (None, "rotary", True),
         ({"rope_type": "yarn", "factor": 4.0}, "rotary", True),
@@ -80,12 +81,12 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "
         ({"rope_type": "dynamic", "factor": 4.0}, "coca", True),
     ],
 )
-def test_what_a_text_gets_in_a_batch(scaling: Any, method: str, alone: bool, tmp_path: Path) -> None:
+def test_texts_in_a_batch(scaling: Any, method: str, independent: bool, tmp_path: Path) -> None:
     """Stock transformers extends a batch by its longest text; the modelling file extends each by its own length."""
     _, text = card(tmp_path, **LLAMA, pos_emb=method, rope_scaling=scaling)
-    assert ("Each text gets the numbers that it gets alone" in text) == alone
-    assert ("Give it one text at a time" in text) == (not alone) and "{" not in text.split("```")[2]
-    assert alone or (f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text)
+    assert ("do not depend on the other texts of a batch" in text) == independent
+    assert ("Use one text at a time" in text) == (not independent) and "{" not in text.split("```")[2]
+    assert independent or (f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text)
 
 
 @pytest.mark.parametrize(("kind", "told"), [("yarn", False), ("dynamic", True)])
@@ -98,10 +99,10 @@ def test_from_where_an_extension_is_measured(kind: str, told: bool, tmp_path: Pa
 
 
 ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "nothing set": ({}, "Beyond it, set how positions are extended", True),
+    "nothing set": ({}, "For longer texts, set an extension", True),
     "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "extends positions by `yarn`", True),
     "clex": ({"rope_scaling": {"rope_type": "clex", "max_factor": 4}}, "for up to\n4 times that length", False),
-    "a map": ({"relative_positions": {"type": "rerope"}}, "distances are mapped by `rerope`", False),
+    "a map": ({"relative_positions": {"type": "rerope"}}, "Beyond it, `rerope`", False),
     "a map that trains": (
         {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 64}},
         "with the map `inv_leaky_rerope`",
@@ -109,7 +110,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
     "both": (
         {"relative_positions": {"type": "rerope"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "distances are mapped by `rerope`",
+        "Beyond it, `rerope`",
         False,
     ),
 }
@@ -124,7 +125,7 @@ def test_advice_for_longer_texts(name: str, tmp_path: Path) -> None:
     assert ("`use_cache=False` than with the cache" in text) == ("a map" not in name and name != "both")
 
 
-def test_a_card_of_what_was_not_trained_here(tmp_path: Path) -> None:
+def test_a_card_of_an_imported_model(tmp_path: Path) -> None:
     once = export(random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "once").folder
     text = (export(once, tmp_path / "again").folder / "README.md").read_text()
     assert "trained for" not in text and "optimizer" not in text and "| training length | 32 tokens |" in text
@@ -147,7 +148,7 @@ def test_positions_there_and_back(keys: dict[str, Any], tmp_path: Path) -> None:
     back = load_config([], SHAPE | LLAMA | position_keys(told))
     again = describe_position(back, opened.weights())
     assert again == told["position"]
-    assert set(keys) <= set(position_keys(told)), "what was set is written"
+    assert set(keys) <= set(position_keys(told)), "the keys that were set are written"
     section = told["position"]["rope_scaling"] or {}
     assert set(section) == set(keys.get("rope_scaling", {})) | (set(section) & {"beta_fast", "beta_slow", "truncate"})
     if "relative_positions" in keys:
@@ -156,4 +157,4 @@ def test_positions_there_and_back(keys: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_folder_without_positions() -> None:
     with pytest.raises(KeyError, match="position"):
-        position_keys({"model_type": "coca_llama", "position": 3})
+        position_keys({"model_type": "coca_dense", "position": 3})

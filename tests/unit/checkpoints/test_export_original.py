@@ -1,4 +1,4 @@
-"""Tokenizer and generation files of the model's original beside an export, and what an import says is not kept."""
+"""Tokenizer and generation files of the original model in an export, and notes of an import about lost text."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ import tokenizers
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface.tokenizer_files import THEIRS
-from megatron_coca.checkpoints.huggingface.write import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands import export as export_command
 from megatron_coca.commands import import_checkpoint as import_tool
@@ -56,7 +56,7 @@ def test_an_export_of_the_folder_itself_keeps_everything(source: Path, tmp_path:
         assert same_files(source, folder) and ids(folder) == IDS
 
 
-def test_padding_stays_out_of_what_is_generated(source: Path, tmp_path: Path) -> None:
+def test_padding_is_never_generated(source: Path, tmp_path: Path) -> None:
     """The original knows nothing of rows that padding added; its other settings stay."""
     ours = load_tokenizer("HFTokenizer", source, eod="</s>")
     run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
@@ -86,23 +86,23 @@ def ending(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "other ids": (another, r"gives other ids than the checkpoint's \(HFTokenizer\) for 'The quick"),
-    "no tokenizer": (without, "cannot be used as the exported tokenizer: .* has none"),
+    "no tokenizer": (without, "has no tokenizer for the export .* has none"),
     "too many": (larger, "has 510 ids, the embedding has 500 rows"),
     "added outside": (
         lambda f: write(f / "added_tokens.json", {"<x>": 500}),
-        "contains token id 500, but the model has 500 tokens",
+        "has token id 500, but the model has 500 tokens",
     ),
     "declared outside": (
         lambda f: changed(f / "tokenizer_config.json", added_tokens_decoder={"511": {"content": "<x>"}}),
-        "contains token id 511",
+        "has token id 511",
     ),
-    "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "contains token id 700"),
-    "another end": (ending, r"its end-of-text tokens are \[3\], but 1 \('</s>'\) in the checkpoint"),
+    "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "has token id 700"),
+    "another end": (ending, r"its end-of-text tokens are \[3\], but the checkpoint uses 1 \('</s>'\)"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_tokenizer_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_an_error(name: str, source: Path, tmp_path: Path) -> None:
     change, message = REFUSED[name]
     ours = load_tokenizer("HFTokenizer", source, eod="</s>")
     run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
@@ -116,7 +116,7 @@ def test_another_tokenizer_is_refused(name: str, source: Path, tmp_path: Path) -
 def test_nothing_to_compare_with(source: Path, tmp_path: Path) -> None:
     run = random_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
     done = export(run, tmp_path / "kept", tokenizer=source)
-    assert done.tokenizer_note is not None and "no tokenizer to compare" in done.tokenizer_note
+    assert done.tokenizer_note is not None and "was not compared" in done.tokenizer_note
     assert ids(done.folder) == IDS
 
 
@@ -127,7 +127,7 @@ def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert export_command.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
-    assert cli.main(["export", *asked]) == 2 and "cannot be used as the exported tokenizer" in capsys.readouterr().err
+    assert cli.main(["export", *asked]) == 2 and "has no tokenizer for the export" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["rotary", "coca"])
@@ -173,4 +173,4 @@ def test_a_stock_model_keeps_the_length_that_it_reaches(kind: str, source: Path,
     for place in (folder, again):
         options = SubjectOptions(str(place), (Variant("as trained"),), "cpu", "float32", None, False)
         (subject,) = Evaluation(options, "perplexity").subjects()
-        assert subject.header.checkpoint.seq_length == 128, "what evaluation reports, truncates at and splits by"
+        assert subject.header.checkpoint.seq_length == 128, "the length at which evaluation truncates"

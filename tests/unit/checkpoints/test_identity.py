@@ -1,4 +1,4 @@
-"""The identity of a checkpoint is its content: what is another model has another one, and a copy has the same."""
+"""The identity of a checkpoint is its content: another model has another identity, and a copy has the same."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_coca.checkpoints import load_checkpoint, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.identity import RANGE, RANGES
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
 from megatron_coca.evaluation.cli import parser
@@ -23,7 +23,7 @@ from tests.parity.exported import LLAMA, random_checkpoint
 
 SINGLE = "model.safetensors"
 LARGE = LLAMA | {"num_layers": 1, "hidden_size": 128, "vocab_size": 4096, "intermediate_size": 312}
-"""With an embedding and a head of 2 MiB, twice what is read whole."""
+"""With an embedding and a head of 2 MiB, twice the size that is read whole."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def rounded(folder: Path) -> None:
 
 
 def fine_tuned(folder: Path) -> None:
-    """A large matrix alone, by a step as small as those of the end of a training."""
+    """Only one large matrix, by a step as small as at the end of a training."""
     tensors = load_file(folder / SINGLE)
     tensors["lm_head.weight"] *= 1 + 1e-6
     save_file(tensors, folder / SINGLE, {"format": "pt"})

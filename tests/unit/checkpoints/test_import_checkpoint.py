@@ -1,4 +1,4 @@
-"""Import: what is written, what it is good for, and how files are read."""
+"""Import: the written checkpoint, its use, and how files are read."""
 
 import json
 import shutil
@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_coca import cli, load_model
-from megatron_coca.checkpoints import CheckpointError, load_checkpoint, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.weights import open_pickles
 from megatron_coca.commands import import_checkpoint as tool
 from megatron_coca.config import load_config
@@ -118,8 +117,8 @@ def test_contents_are_compared_unless_asked_not_to(imported: Path, tmp_path: Pat
 
 def test_no_run_goes_on_from_it(imported: Path, tmp_path: Path) -> None:
     step = imported / "global_step0"
-    with pytest.raises(CheckpointError, match="global_step0: holds weights only, .* set finetune=true"):
-        native.refuse_weights_only(step)
+    with pytest.raises(CheckpointError, match="global_step0: has weights only .* set finetune=true"):
+        native.require_run_state(step)
     assert native.verify(step)["holds"] == "weights"
 
 
@@ -128,13 +127,13 @@ def test_a_run_may_go_on_from_others(tmp_path: Path) -> None:
         {"vocab_size": 64}
     )
     save = write_checkpoint(tmp_path / "run", config, tokenizer=None)
-    native.refuse_weights_only(native.locate(save))
+    native.require_run_state(native.locate(save))
     assert native.read_json(native.locate(save) / native.MANIFEST)["holds"] == "run"
 
 
 @pytest.mark.parametrize(
     ("holds", "message"),
-    [("run", "does not list state/"), ("everything", "holds 'everything' is not known; known: run, weights")],
+    [("run", "does not list state/"), ("everything", "holds: 'everything' is not supported")],
 )
 def test_a_manifest_that_says_something_else(holds: str, message: str, imported: Path, tmp_path: Path) -> None:
     step = shutil.copytree(imported / "global_step0", tmp_path / "global_step0")
@@ -149,7 +148,7 @@ def test_inspected(imported: Path) -> None:
     found = describe(step)
     assert found.damage is None and found.holds == "weights" and found.parameters == 82368
     text = describe_text(found)
-    assert "holds weights only: a run starts from them with finetune=true" in text
+    assert "weights only: finetune=true starts a run from them" in text
     assert "imported, source: coca_llama" in text and "no state" not in text
     json.dumps(found.facts())
 
@@ -223,7 +222,7 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_older_versions_of_transformers_saved_besides(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_buffers_that_older_versions_of_transformers_saved(dtype: torch.dtype, tmp_path: Path) -> None:
     """Masks and frequencies, which follow from config.json."""
     extra = {
         LLAMA: {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=dtype)},
@@ -260,7 +259,7 @@ def test_of_old_pickles_one_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: 
     load = torch.load
 
     def watched(*given: Any, **options: Any) -> Any:
-        assert not any(tensor() is not None for tensor in held), "what was read before is gone"
+        assert not any(tensor() is not None for tensor in held), "the weights that were read before are gone"
         content = load(*given, **options)
         held.extend(weakref.ref(tensor) for tensor in content.values())
         return content

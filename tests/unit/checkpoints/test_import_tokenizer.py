@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: which kind it becomes, what ends a text, and why there is none."""
+"""The tokenizer of a Hugging Face folder: its type, its end of text, and the reasons for having none."""
 
 import json
 import re
@@ -10,9 +10,8 @@ import pytest
 import tokenizers
 from safetensors.torch import load_file, save_file
 
-from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints import native, open_checkpoint
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.tokenizer import read_tokenizer
 from megatron_coca.data import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 from tests.checkpoint_files import beginning_tokenizer
@@ -72,7 +71,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "the usual one": ({"config": {"eos_token_id": 0}}, ENDS),
     "another": ({"config": {"eos_token_id": 1}}, OTHER),
     "several": ({"config": {"eos_token_id": [1, 0]}}, OTHER),
-    "for generation alone": ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": 1}}, OTHER),
+    "for generation only": ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": 1}}, OTHER),
     "by name": ({"tokenizer_config": {"eos_token": OTHER}}, OTHER),
     "by name with options": ({"tokenizer_config": {"eos_token": {"content": OTHER, "lstrip": False}}}, OTHER),
     "config first": ({"config": {"eos_token_id": 0}, "tokenizer_config": {"eos_token": OTHER}}, ENDS),
@@ -81,7 +80,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("said", SAID)
-def test_what_ends_a_text(said: str, files: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_text(said: str, files: Path, tmp_path: Path) -> None:
     configs, symbol = SAID[said]
     found = read_tokenizer(folder_with(files, tmp_path, ("tokenizer.json",), **configs), ROWS)
     assert found.tokenizer is not None and found.note is None

@@ -1,4 +1,4 @@
-"""`megatron-coca inspect checkpoint`: what a checkpoint is said to be, and whether damage is found."""
+"""`megatron-coca inspect checkpoint`: the description of a checkpoint, and whether it finds damage."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_coca import cli
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
@@ -76,9 +76,9 @@ def test_damage_is_found(inspect: Any, run: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "global_step4: step 4, valid" in text
     assert "rank_00001.safetensors: its content has changed" in text
-    assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum alone"
+    assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum only"
     text = capsys.readouterr().out
-    assert text.count("not verified: files and sizes are as written") == 2 and ", valid" not in text
+    assert text.count("not verified: only names and sizes of files were compared") == 2 and ", valid" not in text
     flip_size = run / "global_step4" / native.RNG / "rank_0.pt"
     flip_size.write_text("")
     assert inspect([str(run), "--no-verify"]) == 1 and "rank_0.pt: has 0 bytes" in capsys.readouterr().out

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import BLOCK, Comparison, UnreadableError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.neox.read import find_step
 from megatron_coca.checkpoints.weights import WeightEntry, Weights, write_safetensors
 from tests.checkpoint_files import refuse
@@ -39,7 +38,7 @@ def save(root: Path, step: int, content: str = "weights") -> Path:
 
 
 def found(root: Path) -> tuple[int, str]:
-    """Step and content of what `locate` returns, every file of which must be whole."""
+    """Return the step and the content of the checkpoint that `locate` finds; all its files must be whole."""
     folder = native.locate(root)
     manifest = native.verify(folder)
     assert set(manifest["files"]) == {*WRITTEN, native.META}
@@ -130,7 +129,7 @@ def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
         assert outcome in allowed, f"interrupted at change {limit}"
         outcomes.add(outcome)
         save(root, 9, "later")
-        assert found(root) == (9, "later") and not list(root.glob(".*")), "the next save clears what was left"
+        assert found(root) == (9, "later") and not list(root.glob(".*")), "the next save removes the partial files"
         if not interrupted:
             break
     assert limit > 15 and outcome[1] == "new" and outcomes >= {(1, "old"), outcome}
@@ -185,14 +184,16 @@ def test_damage_is_found(tmp_path: Path, name: str, damage: Callable[[Path], Non
 def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     manifest = native.read_json(folder / native.MANIFEST)
-    native.write_json(folder / native.MANIFEST, manifest | {"format": 3})
-    with pytest.raises(CheckpointError, match="checkpoint format 3, this version reads formats"):
-        native.verify(folder)
+    cases = (({"format": 1}, "format 1 is not"), ({"format": 3}, "format 3 is not"), ({"holds": 0}, "holds: 0"))
+    for changes, problem in cases:
+        native.write_json(folder / native.MANIFEST, manifest | changes)
+        with pytest.raises(CheckpointError, match=f"manifest.json: .*{problem}"):
+            native.verify(folder)
     (folder / native.MANIFEST).write_text('{"format"')
     with pytest.raises(CheckpointError, match="manifest.json: cannot be read as JSON"):
         native.verify(folder)
     (folder / native.MANIFEST).write_text("[]")
-    with pytest.raises(CheckpointError, match="manifest.json: is not a mapping"):
+    with pytest.raises(CheckpointError, match="manifest.json: is not a JSON mapping"):
         native.verify(folder)
 
 
@@ -206,7 +207,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
 def test_a_manifest_that_lists_too_little_is_damaged(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
     rewrite_manifest(folder, lambda manifest: manifest["files"].pop(name))
-    with pytest.raises(CheckpointError, match="manifest.json: does not list .*damaged"):
+    with pytest.raises(CheckpointError, match="manifest.json: is damaged .it does not list"):
         native.verify(folder)
     rewrite_manifest(folder, lambda manifest: manifest["files"].clear())
     with pytest.raises(CheckpointError, match="does not list config.yml"):
@@ -223,13 +224,7 @@ def test_every_rank_of_the_division_has_random_states(tmp_path: Path) -> None:
         native.verify(folder)
 
 
-def test_the_first_format_has_no_state(tmp_path: Path) -> None:
-    folder = save(tmp_path, 3)
-    rewrite_manifest(folder, lambda manifest: [manifest["files"].pop(STATE_FILE), manifest.update(format=1)])
-    native.verify(folder)
-
-
-def test_names_and_sizes_alone(tmp_path: Path) -> None:
+def test_names_and_sizes_only(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     rewrite(folder / native.WEIGHTS, lambda content: content[:-1] + b"#")
     native.verify(folder, contents=False)
@@ -252,12 +247,12 @@ def test_names_that_no_run_writes_are_left_alone(tmp_path: Path) -> None:
     assert native.begun_steps(tmp_path) == native.steps(tmp_path) == [3]
 
 
-def test_a_checkpoint_is_complete_whatever_becomes_of_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_is_complete_without_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / native.LATEST).mkdir()
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
         assert found(save(tmp_path, 3).parent) == (3, "weights")
-    assert "global_step3 is complete, but latest may not name it" in caplog.text
+    assert "global_step3: is complete, but latest may not name it" in caplog.text
     assert not list(tmp_path.glob(".*"))
 
 
@@ -277,7 +272,7 @@ def test_locate(tmp_path: Path) -> None:
     assert native.locate(tmp_path) == tmp_path / "global_step9", "a folder without a manifest is no checkpoint"
 
 
-def test_locate_says_what_is_missing(tmp_path: Path) -> None:
+def test_locate_names_the_missing_part(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint folder"):
         native.locate(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
@@ -337,13 +332,13 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
 def test_a_manifest_names_nothing_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
     rewrite_manifest(folder, lambda manifest: manifest["files"].update({name: {"size": 0, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="manifest.json: lists .*which is not a file inside the checkpoint"):
+    with pytest.raises(CheckpointError, match="manifest.json: is damaged .*is not a file inside the checkpoint"):
         native.verify(folder)
 
 
 @pytest.mark.parametrize("linked", [STATE_FILE, native.STATE])
 def test_links_in_the_place_of_files(tmp_path: Path, linked: str) -> None:
-    """A run never writes one, and what it leads to can change; a cache of downloads is nothing else."""
+    """A run never writes a link, because its target can change; a cache of downloads has links only."""
     folder = save(tmp_path, 3)
     (folder / linked).rename(tmp_path / "elsewhere")
     (folder / linked).symlink_to(tmp_path / "elsewhere")
@@ -352,7 +347,7 @@ def test_links_in_the_place_of_files(tmp_path: Path, linked: str) -> None:
     native.verify(folder, links=True)
 
 
-def test_what_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
+def test_files_that_the_manifest_does_not_list_are_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     (folder / "state/rank_0000.safetensors").write_text("of another run")
     (folder / "tokenizer").symlink_to(tmp_path)
@@ -368,9 +363,9 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("what", UNREADABLE)
-def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, method, number, reason = UNREADABLE[what]
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_unreadable_file_is_not_called_damaged(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, method, number, reason = UNREADABLE[case]
     folder = save(tmp_path, 3)
     refuse(monkeypatch, folder / name, method, number)
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \({reason}\)"):
@@ -396,11 +391,11 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
         native.locate(tmp_path)
 
 
-def test_a_folder_named_after_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_folder_named_after_another_step_is_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     other = folder.rename(tmp_path / "global_step8")
     with pytest.raises(
-        CheckpointError, match=r"global_step8: is named after another step .*meta.json says 3\); rename"
+        CheckpointError, match=r"global_step8: has the name of another step .*meta.json has 3\); rename"
     ):
         native.verify(other)
     native.verify(other.rename(tmp_path / "best"))

@@ -1,4 +1,4 @@
-"""What is refused of GPT-NeoX's folders, by name; which layout a folder is taken for; and what is made of odd ones."""
+"""GPT-NeoX's folders: errors by name, the detection of the layout, and unusual folders."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
     return written(tmp_path / "run", TWO)
 
 
-def refused(folder: Path, message: str) -> None:
+def fails(folder: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder).weights()
 
@@ -71,9 +71,9 @@ def test_code_in_a_pickle_is_named_and_not_run(keys: dict[str, Any], archive: bo
     folder, mark = written(tmp_path / "run", keys), tmp_path / "mark"
     path = layer(folder, 3) if keys is KEYS else folder / "mp_rank_00_model_states.pt"
     torch.save({"module": Evil(mark)}, path, _use_new_zipfile_serialization=archive)
-    refused(folder, f"{path.name}: holds more than tensors .posix.mkdir.. .*nothing in it was run")
+    fails(folder, f"{path.name}: holds more than tensors .posix.mkdir.; no code in it was run")
     path.write_bytes(pickle.dumps({"module": Evil(mark)}, protocol=2))
-    refused(folder, f"{path.name}: ")
+    fails(folder, f"{path.name}: ")
     assert not mark.exists()
 
 
@@ -84,38 +84,38 @@ def test_a_torn_file(keys: dict[str, Any], share: float, tmp_path: Path) -> None
     path = layer(folder, 3) if keys is KEYS else folder / "mp_rank_00_model_states.pt"
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    refused(folder, f"{path.name}: .*damaged")
+    fails(folder, f"{path.name}: .*damaged")
 
 
 def test_missing_files(run: Path) -> None:
     layer(run, 3, 1).unlink()
-    refused(run, r"layer_03-model_01-model_states.pt: is missing")
+    fails(run, r"layer_03-model_01-model_states.pt: is missing")
     layer(run, 3, 0).unlink()
-    refused(run, r"layer 03 \(layer_03-model_00-model_states.pt\) is in its files or .*; that says 2 blocks")
+    fails(run, r"layer 03 \(layer_03-model_00-model_states.pt\) is in its files or .*; the configuration has 2 blocks")
 
 
-def test_files_of_one_rank_alone(run: Path) -> None:
+def test_files_of_only_one_rank(run: Path) -> None:
     for path in run.glob("*_01*"):
         path.unlink()
-    refused(run, "has files of 1 tensor ranks, its configuration says model_parallel_size: 2")
+    fails(run, "has files of 1 tensor ranks, but its configuration has model_parallel_size: 2")
 
 
 def test_missing_files_of_a_rank(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", SEQUENTIAL | {"model_parallel_size": 2})
     (folder / "mp_rank_00_model_states.pt").unlink()
-    refused(folder, "mp_rank_00_model_states.pt: is missing")
+    fails(folder, "mp_rank_00_model_states.pt: is missing")
 
 
 def test_layers_that_the_configuration_does_not_know(run: Path) -> None:
     for rank in range(2):
         shutil.copy(layer(run, 3, rank), layer(run, 7, rank))
-    refused(run, "layer 07 .* not in both; that says 2 blocks")
+    fails(run, "layer 07 .* not in both; the configuration has 2 blocks")
 
 
 def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", KEYS)
     (folder / "configs" / "z.yml").write_text("no-weight-tying: false\n")
-    refused(folder, "layer 06 .* not in both; .* no_weight_tying False")
+    fails(folder, "layer 06 .* not in both; .* no_weight_tying False")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> N
 )
 def test_ranks_that_do_not_fit_together(run: Path, changes: dict[str, Any], message: str) -> None:
     change(layer(run, 2, 1), **changes)
-    refused(run, message)
+    fails(run, message)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_ranks_that_do_not_fit_together(run: Path, changes: dict[str, Any], mess
 def test_weights_of_another_model(run: Path, changes: dict[str, Any], message: str) -> None:
     for rank in range(2):
         change(layer(run, 2, rank), **changes)
-    refused(run, message)
+    fails(run, message)
 
 
 def test_whole_weights_are_compared_with_the_model(run: Path) -> None:
     for rank in range(2):
         change(layer(run, 3, rank), input_layernorm__weight=torch.zeros(8), mlp__linear2__bias=None)
-    with pytest.raises(CheckpointError, match=r"missing blocks.1.mlp.linear2.bias; .*is \[8\], the model wants \[16\]"):
+    with pytest.raises(CheckpointError, match=r"missing blocks.1.mlp.linear2.bias; .*is \[8\], the model has \[16\]"):
         load_model(run)
 
 
@@ -171,7 +171,7 @@ def test_copies_that_differ_are_averaged_with_a_warning(run: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         weight = open_checkpoint(run).weights().read("blocks.0.input_layernorm.weight")
     assert torch.equal(weight, torch.full((16,), 0.75))
-    assert "input_layernorm.weight of layer 02: the copies of its 2 tensor ranks differ" in caplog.text
+    assert "input_layernorm.weight of layer 02: the copies on its 2 tensor ranks differ" in caplog.text
 
 
 def test_a_table_that_is_not_one(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_table_that_is_not_one(tmp_path: Path) -> None:
 )
 def test_networks_that_are_not_here(run: Path, extra: dict[str, Any], message: str) -> None:
     (run / "configs" / "z.yml").write_text("".join(f"{name}: {value}\n" for name, value in extra.items()))
-    refused(run, message)
+    fails(run, message)
 
 
 def test_a_window_is_that_of_every_layer(run: Path) -> None:
@@ -216,12 +216,12 @@ def test_weights_of_the_plugin_under_a_plain_configuration(keys: dict[str, Any],
     assert "blocks.1.attention.query_key_value.weight" in dict(open_checkpoint(folder).weights())
     for path in (folder / "configs").iterdir():
         path.write_text(path.read_text().replace("coca", "rotary"))
-    refused(folder, "trained with the attention of the GPT-NeoX plugin, but its configs say pos_emb: rotary")
+    fails(folder, "trained with the attention of the GPT-NeoX plugin, but its configs have pos_emb: rotary")
 
 
 def test_without_a_configuration(run: Path) -> None:
     shutil.rmtree(run / "configs")
-    refused(run, "has no configs/.*put the YAML files that the model was trained with there")
+    fails(run, "has no configs/.*copy the YAML files of the training run there")
 
 
 def test_layers_are_opened_one_after_the_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_zero_3(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", SEQUENTIAL)
     rank = folder / "mp_rank_00_model_states.pt"
     rank.rename(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    refused(folder, "saved under ZeRO 3")
+    fails(folder, "saved with ZeRO 3")
 
 
 def test_which_step_is_meant(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_strange_values_of_a_configuration(key: str, value: str, run: Path) -> N
     if key in ("vocab_size", "make_vocab_size_divisible_by"):  # the embedding's rows count
         open_checkpoint(run)
     else:
-        refused(run, rf"(configs: {key}: expected|its configuration says {key}: {value})")
+        fails(run, rf"(configs: {key}: expected|its configuration has {key}: {value})")
 
 
 TRAINED_ON = {"train_data_paths": ["d"], "valid-data-paths": ["e"]}
@@ -296,7 +296,7 @@ TRAINED_ON = {"train_data_paths": ["d"], "valid-data-paths": ["e"]}
     ],
 )
 def test_evaluation_reads_the_test_data_of_the_run(recorded: dict[str, Any], found: Any, tmp_path: Path) -> None:
-    """Not the built-in corpus, whose tokenizer is another one."""
+    """Not the built-in corpus, which has another tokenizer."""
     run = written(tmp_path / "run", KEYS)
     file = next((run / "configs").iterdir())
     file.write_text(file.read_text() + yaml.safe_dump(recorded))

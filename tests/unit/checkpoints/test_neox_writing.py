@@ -9,7 +9,7 @@ import yaml
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.neox.write import export_neox
+from megatron_coca.checkpoints.exporting import export_neox
 from megatron_coca.commands.export import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
@@ -18,39 +18,51 @@ from tests.parity.exported import LLAMA, NEOX, SHAPE, random_checkpoint
 
 TWO_LENGTHS = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "GPT-NeoX's layout cannot hold it: pos_emb kerple_log: GPT-NeoX.s model"),
+    "KERPLE": (
+        {"pos_emb": "kerple_log"},
+        1,
+        "GPT-NeoX's layout cannot represent the model: pos_emb kerple_log: GPT-NeoX",
+    ),
     "CLEX": (
         {"rope_scaling": {"rope_type": "clex"}},
         1,
-        "GPT-NeoX's layout cannot hold it: rope_scaling clex: GPT-NeoX's model",
+        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX's model",
     ),
     "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
     "attention": (
         LLAMA | {"gpt_j_residual": True},
         1,
-        "with gpt_j_residual and without use_bias_in_mlp GPT-NeoX leaves attention out",
+        "gpt_j_residual: without use_bias_in_mlp GPT-NeoX leaves attention out",
     ),
-    "activation": ({"use_bias_in_mlp": False}, 1, "without use_bias_in_mlp GPT-NeoX computes gated activations only"),
-    "base": ({"rotary_emb_base": 5000.5}, 1, "its rotary_emb_base is a whole number"),
-    "width": ({"intermediate_size": 63}, 1, "its inner width is even"),
+    "activation": (
+        {"use_bias_in_mlp": False},
+        1,
+        "use_bias_in_mlp: without it GPT-NeoX computes gated activations only",
+    ),
+    "base": ({"rotary_emb_base": 5000.5}, 1, "rotary_emb_base: it must be a whole number"),
+    "width": ({"intermediate_size": 63}, 1, "its inner width must be even"),
     "heads": ({}, 3, r"num_attention_heads \(4\) is not a multiple of 3; .*vocabulary \(512\) is not a multiple of 3"),
-    "key heads": (LLAMA | {"num_kv_heads": 1}, 2, r"cannot hold it: num_kv_heads \(1\) is not a multiple of 2$"),
-    "ranks": ({}, 0, "model_parallel_size is 0"),
+    "key heads": (
+        LLAMA | {"num_kv_heads": 1},
+        2,
+        r"cannot represent the model: num_kv_heads \(1\) is not a multiple of 2$",
+    ),
+    "ranks": ({}, 0, "model_parallel_size: 0 must be"),
     "two lengths": (
         {"logit_scaling": "log_n", "rope_scaling": TWO_LENGTHS},
         1,
-        "logit_scaling .* measure against seq_length.*with the plugin in GPT-NeoX against .*original_max_position",
+        "logit_scaling .* refer to seq_length.*with the plugin to .*original_max_position",
     ),
     "two lengths, a map": (
         {"relative_positions": {"type": "rerope"}, "rope_scaling": TWO_LENGTHS},
         1,
-        "the defaults of relative_positions measure against seq_length",
+        "the defaults of relative_positions: here they refer to seq_length",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_layout_cannot_hold(name: str, tmp_path: Path) -> None:
+def test_models_that_the_layout_cannot_represent(name: str, tmp_path: Path) -> None:
     keys, ranks, message = REFUSED[name]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     with pytest.raises(CheckpointError, match=message):
@@ -91,8 +103,8 @@ def test_the_configuration_comes_back(keys: dict[str, Any], ranks: int, tmp_path
     assert before.position == after.position
 
 
-def test_what_stock_gpt_neox_reads(tmp_path: Path) -> None:
-    """Its types are exact, a key stands once, and its padding comes to our rows whatever the tokenizer counts."""
+def test_entries_that_stock_gpt_neox_reads(tmp_path: Path) -> None:
+    """Its types are exact, no key is repeated, and its padding gives our number of rows for any tokenizer."""
     checkpoint = random_checkpoint(tmp_path / "run", **LLAMA)
     done = export_neox(checkpoint, tmp_path / "neox", model_parallel_size=2)
     keys = yaml.safe_load((done.step / "configs" / "model.yml").read_text())
@@ -110,7 +122,7 @@ def test_weights_that_do_not_fit_their_configuration(tmp_path: Path) -> None:
     weights = build_model(config).state_dict()
     weights["norm.weight"] = weights.pop("norm.bias")[:8].clone()
     checkpoint = write_checkpoint(tmp_path / "run", config, weights)
-    with pytest.raises(CheckpointError, match=r"missing norm.bias; norm.weight is \[8\], the model wants \[32\]"):
+    with pytest.raises(CheckpointError, match=r"missing norm.bias; norm.weight is \[8\], the model has \[32\]"):
         export_neox(checkpoint, tmp_path / "neox")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -1,4 +1,4 @@
-"""Checkpoints on an object store: what is complete, what a failed transfer leaves, and what a run does with them."""
+"""Checkpoints on an object store: complete ones, failed transfers, and their use in a run."""
 
 import json
 import shutil
@@ -11,10 +11,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.checkpoints.inspection import checkpoints_in
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.checkpoints.native import object_store
 from megatron_coca.checkpoints.native.object_store import RemoteFolder, save_folder
 from megatron_coca.config import CheckpointConfig, load_config
@@ -38,7 +37,7 @@ def empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
 
 
 def checkpoint(save: Path, step: int, text: str = "weights") -> Path:
-    """A complete local checkpoint whose files are not real ones."""
+    """A complete local checkpoint with placeholder files."""
     partial = native.begin(save, step)
     for folder in (native.STATE, native.RNG):
         (partial / folder).mkdir()
@@ -105,7 +104,7 @@ def test_an_upload_replaces_all_of_an_earlier_checkpoint_of_its_step(tmp_path: P
         (lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b"{"), "cannot be read as JSON"),
         (
             lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b'{"format": 2, "files": {"../../x": {}}}'),
-            "lists .../../x., which is not a file inside",
+            "is damaged ..../../x. is not a file inside",
         ),
     ],
 )
@@ -136,10 +135,10 @@ def test_failed_transfers_are_repeated(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_transfer_that_keeps_failing_names_url_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+    def fail(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
     remote = RemoteFolder(URL, timeout=0.1)
     with pytest.raises(ServiceError, match=f"{URL}: .* cannot be uploaded for .* s .TimeoutError: no answer"):
         remote.upload(checkpoint(tmp_path, 3))
@@ -150,13 +149,13 @@ def test_a_transfer_in_a_hurry_is_not_repeated(tmp_path: Path, monkeypatch: pyte
     """A run that was preempted during an outage must exit before the grace period is over."""
     remote, calls = RemoteFolder(URL, timeout=1e6), []
 
-    def refuse(self: MemoryFileSystem, path: str, value: bytes, **more: object) -> None:
+    def fail(self: MemoryFileSystem, path: str, value: bytes, **more: object) -> None:
         calls.append(path)
         if len(calls) == 2:
             remote.hurry.set()
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
     with pytest.raises(ServiceError):
         remote.require_writable()
     assert len(calls) == 2
@@ -168,10 +167,10 @@ def test_a_store_that_does_not_answer_is_not_a_damaged_checkpoint(
     remote = RemoteFolder(URL, timeout=0.0)
     remote.upload(checkpoint(tmp_path / "a", 10))
 
-    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+    def fail(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(MemoryFileSystem, "get_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", fail)
     with pytest.raises(ServiceError, match="global_step10/.* cannot be downloaded now"):
         remote.download(10, tmp_path / "b")
 
@@ -208,7 +207,7 @@ def test_the_local_folder_of_a_url_is_below_the_cache() -> None:
             local_folder(url, "cache", CheckpointError)
 
 
-def test_an_unknown_scheme_says_what_to_install() -> None:
+def test_an_unknown_scheme_names_the_package_to_install() -> None:
     with pytest.raises(CheckpointError, match="s3:// needs the package s3fs"):
         RemoteFolder("nowhere://bucket/run")
 
@@ -241,12 +240,6 @@ def test_a_manifest_that_is_not_valid_is_named(
     with pytest.raises(CheckpointError, match=message):
         RemoteFolder(URL).download(10, tmp_path / "b")
     assert native.begun_steps(tmp_path / "b") == []
-
-
-def test_a_download_keeps_the_format_of_its_manifest(tmp_path: Path, empty_store: MemoryFileSystem) -> None:
-    RemoteFolder(URL).upload(checkpoint(tmp_path / "a", 10))
-    change_json(empty_store, "global_step10/manifest.json", format=1)
-    assert native.read_json(object_store.fetch(URL, cache=tmp_path) / native.MANIFEST)["format"] == 1
 
 
 def test_a_checkpoint_is_downloaded_once_by_step_or_as_the_newest(tmp_path: Path) -> None:
@@ -329,13 +322,13 @@ def test_checkpoints_stay_on_the_disk_and_in_order_while_the_store_is_away(
     put, away = MemoryFileSystem.put_file, threading.Event()
     order: list[str] = []
 
-    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+    def fail(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
         if not away.is_set():
             raise TimeoutError("no answer")
         order.append(target)
         put(self, source, target, **more)
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
     for step in (2, 4, 6, 8):
         checkpoint(save, step)
         remotes.deliver(step)
@@ -348,7 +341,7 @@ def test_checkpoints_stay_on_the_disk_and_in_order_while_the_store_is_away(
     assert manifests == [2, 4, 6, 8]
 
 
-def test_a_start_uploads_and_prunes_what_the_last_launch_left_behind(tmp_path: Path) -> None:
+def test_a_start_uploads_and_prunes_checkpoints_of_the_last_launch(tmp_path: Path) -> None:
     save, remotes = remotes_of(tmp_path, keep_last_n_checkpoints=2)
     for step in (2, 4, 6, 8):
         RemoteFolder(URL).upload(checkpoint(save, step)) if step < 6 else checkpoint(save, step)
@@ -387,7 +380,7 @@ def test_a_step_that_is_named_is_downloaded(tmp_path: Path) -> None:
     assert native.steps(save) == [4]
 
 
-def test_the_store_loses_what_a_rollback_leaves(tmp_path: Path) -> None:
+def test_the_store_loses_checkpoints_of_an_abandoned_branch(tmp_path: Path) -> None:
     save, remotes = remotes_of(tmp_path / "cache")
     for step in (4, 8, 12):
         RemoteFolder(URL).upload(checkpoint(save, step))

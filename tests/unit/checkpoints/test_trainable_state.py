@@ -1,4 +1,4 @@
-"""The state of a run that trains some rows of a packed projection: moments of these rows alone, in any division."""
+"""The state of a run that trains some rows of a packed projection: moments of these rows only, in every layout."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -49,7 +49,7 @@ def shard(key_heads: int, index: int, count: int) -> TensorShard | None:
 
 
 def held(key_heads: int, data: int, tensor: int) -> Iterator[tuple[list[StatePiece], dict[str, ParameterSlice]]]:
-    """What every rank has: each part of its rows in `data` stretches, moments of the trained parts alone."""
+    """The pieces of every rank: each part of its rows in `data` stretches, moments of the trained parts only."""
     for index in range(tensor):
         part_rows = rows_of(key_heads)
         local = {part: rows.chunk(tensor)[index] for part, rows in part_rows.items()}
@@ -97,7 +97,7 @@ def test_any_grid_reads_what_any_other_wrote(
 
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("saved", GRIDS)
-def test_the_packed_weight_and_the_moments_of_what_trains(
+def test_the_packed_weight_and_the_moments_of_its_trained_rows(
     tmp_path: Path, key_heads: int, saved: tuple[int, int]
 ) -> None:
     write(tmp_path / "state", key_heads, *saved)
@@ -139,7 +139,7 @@ def test_moments_that_are_not_there_are_not_taken_for_zeros(tmp_path: Path, save
     write(tmp_path / "state", 4, *saved)
     with open_state(tmp_path / "state") as reader:
         wanted = StatePiece(f"{NAME}.weight", "exp_avg", 0, torch.zeros(4))
-        with pytest.raises(CheckpointError, match="exp_avg of .* is incomplete: no file has the elements from 0 on"):
+        with pytest.raises(CheckpointError, match="exp_avg of .* is incomplete, no file has the elements from 0 on"):
             reader.fill(wanted, ParameterSlice((24, WIDTH)))
 
 

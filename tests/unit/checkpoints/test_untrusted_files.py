@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from megatron_coca.ablation.grid import read_ablation
 from megatron_coca.checkpoints import CheckpointError, load_model
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.neox.optimizer import TYPES
 from megatron_coca.checkpoints.weights import RANDOM_STATE, load_pickle
 from megatron_coca.config import ConfigError, load_config
@@ -77,9 +77,9 @@ def test_pickles(allowed: Any, place: Callable[[Any], Any], marker: Path, tmp_pa
         lambda content: path.write_bytes(pickle.dumps(content)),
     ):
         write(place(Payload(marker)))
-        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something else"):
+        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something other"):
             load_pickle(path, allowed)
-        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something else"):
+        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something other"):
             load_rng_states(path)
 
 
@@ -231,13 +231,14 @@ BUILTIN = ("eval", "exec", "compile", "__import__")
 RUNNING: dict[str, tuple[str, ...]] = {
     "exec_module": (
         "methods/user_methods.py",
-        "checkpoints/huggingface/read_back.py",
-    ),  # the latter what it has just written
-    "spec_from_file_location": ("methods/user_methods.py", "checkpoints/huggingface/read_back.py"),
-    "from_pretrained": ("checkpoints/huggingface/read_back.py",),
+        "checkpoints/huggingface/transformers_check.py",
+    ),  # the latter for the file that it has just written
+    "spec_from_file_location": ("methods/user_methods.py", "checkpoints/huggingface/transformers_check.py"),
+    "from_pretrained": ("checkpoints/huggingface/transformers_check.py",),
     "run_path": ("neox_plugin/__main__.py",),
     "import_module": (
         "__init__.py",
+        "checkpoints/__init__.py",
         "cli.py",
         "evaluation/__init__.py",
         "evaluation/cli.py",
@@ -251,7 +252,7 @@ RUNNING: dict[str, tuple[str, ...]] = {
     "full_load": (),
     "load_checkpoint": ("checkpoints/load.py",),
 }
-"""Functions that can run what a file says, and the only files of the package that may call them."""
+"""Functions that can run code of a file, and the only files of the package that may call them."""
 
 
 def test_no_other_way_from_a_file_to_code() -> None:

@@ -10,9 +10,8 @@ import yaml
 
 from megatron_coca import cli, load_model, methods
 from megatron_coca.ablation.grid import expand, read_ablation
-from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.results import EvaluationError
@@ -110,7 +109,7 @@ PLACES = {
 def test_a_file_of_a_checkpoint_or_of_data_as_configuration(
     place: str, beside: str, by: str, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such files come with what they describe; the same key in one's own file, or as an override, is run."""
+    """Such files come with a checkpoint or data. The same key in the user's own file or override is run."""
     file = tmp_path / place
     file.parent.mkdir(parents=True)
     if beside:
@@ -134,7 +133,7 @@ def test_inspect_shows_it_without_running_it(marker: Path, tmp_path: Path, capsy
     run = crafted(tmp_path, imports=["../evil.py"], logit_scaling="mine")
     assert cli.main(["inspect", "checkpoint", str(run), "--json", str(tmp_path / "facts.json")]) == 0
     text = capsys.readouterr().out
-    assert "imports: ../evil.py: a file of methods (Python), which was not run" in text
+    assert "imports: ../evil.py (Python, not run)" in text
     assert "logit_scaling: mine" in text and "hidden_size: 32" in text
     assert json.loads((tmp_path / "facts.json").read_text())[0]["imports"] == ["../evil.py"]
     assert not marker.exists()
@@ -179,7 +178,7 @@ def test_a_hugging_face_model(marker: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     load_model(folder)
     (folder / "config.json").write_text(json.dumps(config | {"imports": [str(tmp_path / "evil.py")]}))
-    with pytest.raises(CheckpointError, match="imports: not understood here"):
+    with pytest.raises(CheckpointError, match="imports: is not supported"):
         load_model(folder)
     assert not marker.exists()
 

@@ -13,9 +13,9 @@ import torch
 
 from megatron_coca import build_model, load_config, load_model, methods, register
 from megatron_coca.attention.positions.bias import AlibiBias, BiasSource
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
-from megatron_coca.checkpoints.neox.write import export_neox
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from megatron_coca.config import ConfigError, load_saved_config
 from tests.checkpoint_files import write_checkpoint
 

@@ -1,4 +1,4 @@
-"""The plugin for GPT-NeoX against a stub of what it relies on: attention, schedule, lengths, activation."""
+"""The plugin for GPT-NeoX against a stub of the functions that it needs: attention, schedule, lengths, activation."""
 
 import sys
 from types import SimpleNamespace
@@ -114,7 +114,7 @@ def test_the_first_pass_checks_that_our_attention_is_called_and_no_later_one(stu
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_forward_that_calls_another_method_is_refused(
+def test_a_forward_that_calls_another_method_is_an_error(
     training: bool, stub: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a change of GPT-NeoX's that no signature shows."""
@@ -127,7 +127,7 @@ def test_a_forward_that_calls_another_method_is_refused(
     assert TESTED_COMMIT in str(caught.value) and "use the tested commit" in str(caught.value)
 
 
-def test_a_layer_that_rotates_by_itself_is_refused(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_rotates_by_itself_is_an_error(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = stub["model.transformer"].ParallelSelfAttention
     monkeypatch.setattr(kind, "rotary_emb", torch.nn.Identity(), raising=False)
     activate()
@@ -166,7 +166,7 @@ def test_rates_are_upstreams_elsewhere(stub: Upstream) -> None:
     assert rates(stub, lr_decay_style="cosine") == [1e-3] * 25
 
 
-def test_a_schedule_follows_what_a_checkpoint_set(stub: Upstream) -> None:
+def test_a_schedule_follows_the_values_of_a_checkpoint(stub: Upstream) -> None:
     activate()
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=9.0)
     made = stub.arguments(lr_decay_style="linear_to_min_lr", lr_warmup_init=1e-6)
@@ -208,7 +208,7 @@ def test_a_longer_run_names_the_trained_length_where_it_matters(
         bands = [[(band.low, band.high) for band in method.bands] for method in methods]
         assert bands[0] == bands[1], "maps and logits measure against it too"
     check(longer, SAVED)
-    check(stub.arguments(**keys), SAVED)  # no longer than what was saved
+    check(stub.arguments(**keys), SAVED)  # no longer than the saved length
     with pytest.raises(AssertionError, match="hidden_size"):
         check(longer, SAVED | {"hidden_size": 64})
 
@@ -240,7 +240,7 @@ def test_every_prompt_begins_with_an_empty_cache(stub: Upstream) -> None:
 
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_validation_reads_a_loss_and_its_metrics(pipeline: bool, stub: Upstream) -> None:
-    """Upstream's pipeline gives the loss alone, and its validation unpacks two values."""
+    """GPT-NeoX's pipeline returns only the loss, but its validation unpacks two values."""
     activate()
     loss = torch.tensor(2.0)
     given = SimpleNamespace(is_pipe_parallel=pipeline)
@@ -265,24 +265,24 @@ def test_activation_twice_is_activation_once(stub: Upstream) -> None:
         ("mpu", "get_cuda_rng_tracker"),
     ],
 )
-def test_a_missing_name_is_told(owner: str, name: str, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_an_error(owner: str, name: str, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, kind = owner.partition(".NeoX")
     monkeypatch.delattr(getattr(stub[module], f"NeoX{kind}") if kind else stub[module], name)
-    with pytest.raises(IncompatibleError, match=f"lacks what .*{name}") as caught:
+    with pytest.raises(IncompatibleError, match=f"lacks a part .*{name}") as caught:
         activate()
     assert "ea7aefd8" in str(caught.value) and str(stub["mpu"].__file__.rsplit("/megatron", 1)[0]) in str(caught.value)
 
 
-def test_a_missing_key_is_told(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_an_error(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = sys.modules["megatron.neox_arguments.neox_args"].NeoXArgsLRScheduler.__dataclass_fields__
     monkeypatch.delitem(fields, "lr_decay_style")
-    with pytest.raises(IncompatibleError, match="lacks what .*lr_decay_style"):
+    with pytest.raises(IncompatibleError, match="lacks a part .*lr_decay_style"):
         activate()
 
 
-def test_another_package_in_its_place_is_told(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_in_its_place_is_an_error(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
-        del sys.modules[name]  # the fixture brings back what was there
+        del sys.modules[name]  # the fixture restores it
     monkeypatch.setattr(sys, "path", [place for place in sys.path if "neox/stub" not in place])
-    with pytest.raises(IncompatibleError, match="cannot be imported .* root of a GPT-NeoX checkout.*megatron-core"):
+    with pytest.raises(IncompatibleError, match="cannot be imported .* root of its checkout.*megatron-core"):
         activate()

@@ -1,4 +1,4 @@
-"""The plugin for GPT-NeoX against a stub: what checkpoints say about positions, and what misreads them."""
+"""The plugin for GPT-NeoX against a stub: the record of positions in checkpoints, and programs without it."""
 
 import os
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_coca.checkpoints.neox.names import RECORD
 from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin import activate
-from megatron_coca.neox_plugin.checkpoints import RECORD
 from tests.neox.stubbed import Upstream, stub
 
 __all__ = ["stub"]
@@ -48,7 +48,7 @@ def load(stub: Upstream, content: dict[str, Any], **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("keys", [COCA, YARN], ids=["coca", "yarn"])
-def test_what_is_not_the_plugin_finds_no_projection(keys: dict[str, Any], stub: Upstream, tmp_path: Path) -> None:
+def test_stock_gpt_neox_finds_no_projection(keys: dict[str, Any], stub: Upstream, tmp_path: Path) -> None:
     """Neither upstream's converter, which reads names one by one, nor its own strict load."""
     upstream = stub["model.transformer"].ParallelSelfAttention
     plain = upstream(stub.arguments(**ROTARY), None, None, None, 0)
@@ -72,8 +72,10 @@ def test_a_plain_run_is_saved_as_without_the_plugin(stub: Upstream, tmp_path: Pa
 
 @pytest.mark.parametrize("keys", [COCA, YARN], ids=["coca", "yarn"])
 @pytest.mark.parametrize("renamed", [True, False])
-def test_the_plugin_loads_what_it_saved(renamed: bool, keys: dict[str, Any], stub: Upstream, tmp_path: Path) -> None:
-    """Also what it saved before names were changed."""
+def test_the_plugin_loads_its_own_checkpoints(
+    renamed: bool, keys: dict[str, Any], stub: Upstream, tmp_path: Path
+) -> None:
+    """Under both names of the projection."""
     activate()
     content = saved(stub, tmp_path, **keys)
     if not renamed:
@@ -101,18 +103,18 @@ def test_weights_end_up_where_they_were(stub: Upstream, tmp_path: Path) -> None:
         (
             COCA,
             ROTARY,
-            r"^pos_emb: rotary, but the checkpoint runs/old was trained with the attention of megatron_coca",
+            r"^pos_emb: rotary does not fit runs/old, which was trained with the attention of megatron_coca",
         ),
         (
             YARN,
             ROTARY,
-            r"^pos_emb: rotary, but the checkpoint runs/old was trained with the attention of megatron_coca",
+            r"^pos_emb: rotary does not fit runs/old, which was trained with the attention of megatron_coca",
         ),
         (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; set it as in"),
         (COCA, COCA | {"rotary_pct": 0.5}, r"^rotary_pct: 0.5, but runs/old was trained with 1.0"),
     ],
 )
-def test_other_positions_are_refused_except_to_train_further(
+def test_other_positions_are_an_error_except_to_train_further(
     trained: dict[str, Any],
     now: dict[str, Any],
     message: str,
@@ -129,7 +131,7 @@ def test_other_positions_are_refused_except_to_train_further(
     assert "was trained with" in caplog.text
 
 
-def test_another_extension_is_only_told(stub: Upstream, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_extension_is_a_warning(stub: Upstream, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     activate()
     content = saved(stub, tmp_path, **COCA)
     load(stub, content, **COCA)
@@ -138,11 +140,11 @@ def test_another_extension_is_only_told(stub: Upstream, tmp_path: Path, caplog: 
     assert "rope_scaling: {'rope_type': 'ntk', 'factor': 2.0}, but runs/old was trained with None" in caplog.text
 
 
-def test_a_checkpoint_that_says_nothing_is_told(
+def test_a_checkpoint_without_a_record_is_a_warning(
     stub: Upstream, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     activate()
     content = saved(stub, tmp_path, **COCA)
     del content["args"][RECORD]
     load(stub, content, **COCA)
-    assert "runs/old has no record of its position method; using pos_emb: coca" in caplog.text
+    assert "runs/old: has no record of its position method; using pos_emb: coca" in caplog.text

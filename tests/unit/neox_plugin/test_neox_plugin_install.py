@@ -1,4 +1,4 @@
-"""What the GPT-NeoX plugin needs: Python 3.10, PyTorch 2.3, PyYAML and pydantic, which GPT-NeoX's environment has.
+"""Requirements of the GPT-NeoX plugin: Python 3.10, PyTorch 2.3, PyYAML and pydantic, which GPT-NeoX installs too.
 
 `NEOX_PLUGIN_OLDEST_PYTHON` names an interpreter of such an environment; without it, imports and names are looked at.
 """
@@ -27,7 +27,7 @@ from tests.neox.stubbed import STUB, Upstream, stub
 __all__ = ["stub"]
 
 OLDEST = "NEOX_PLUGIN_OLDEST_PYTHON"
-"""An environment variable of this test alone."""
+"""An environment variable that only this test reads."""
 
 CASES: dict[str, dict[str, Any]] = {
     "coca": {"pos_emb": "coca"},
@@ -110,7 +110,7 @@ def run(python: str, cases: dict[str, Any], folder: Path, *denied: str) -> dict[
 
 
 @pytest.mark.slow
-def test_it_runs_with_only_what_gpt_neox_has(stub: Upstream, tmp_path: Path) -> None:
+def test_it_runs_with_only_the_packages_of_gpt_neox(stub: Upstream, tmp_path: Path) -> None:
     activate()
     expected, found = outputs(CASES), run(sys.executable, CASES, tmp_path, *ABSENT)
     for name, values in expected.items():
@@ -173,6 +173,13 @@ def test_every_module_is_in_the_grammar_and_the_library_of_python_3_10() -> None
     assert not any(found.values()), {name: newer for name, newer in found.items() if newer}
 
 
+def test_it_imports_the_names_of_the_checkpoint_format_only() -> None:
+    """Readers and writers of checkpoints need packages that GPT-NeoX does not install."""
+    package = f"{PACKAGE}.checkpoints"
+    imported = {name for name in loaded() if f"{name}.".startswith(f"{package}.")}
+    assert imported == {package, f"{package}.neox", f"{package}.neox.names"}
+
+
 def test_every_name_of_torch_is_in_torch_2_3() -> None:
     found = set().union(*(names(tree, ("torch",)) for _, tree in parsed()))
     leaves = {name.removeprefix("torch.") for name in found if not any(other.startswith(f"{name}.") for other in found)}
@@ -187,7 +194,7 @@ def test_modules_import_nothing_else_at_their_top() -> None:
         assert {target.split(".")[0] for target in imported} <= HAS | sys.stdlib_module_names, name
 
 
-def test_a_backend_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{PACKAGE}.attention.backends.reference.find_spec", lambda name: None)
     with pytest.raises(BackendError, match="opt_einsum is not installed"):
         select_backend("reference", Needs("cpu", 8, None, (CAUSAL,), 0.0))

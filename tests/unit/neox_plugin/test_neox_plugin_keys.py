@@ -1,4 +1,4 @@
-"""The plugin for GPT-NeoX against a stub of what it relies on: keys, messages, launchers."""
+"""The plugin for GPT-NeoX against a stub of the functions that it needs: keys, messages, launchers."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_without_a_key_of_ours_nothing_changes(stub: Upstream) -> None:
     }
 
 
-def test_keys_of_our_recipe_mean_here_what_they_mean_there(stub: Upstream) -> None:
+def test_keys_of_our_recipe_have_the_same_meaning(stub: Upstream) -> None:
     activate()
     keys = yaml.safe_load((ROOT / "configs/350M/roformer_coca.yml").read_text())
     fields = stub["neox_arguments"].NeoXArgs.__dataclass_fields__
@@ -39,7 +39,7 @@ def test_keys_of_our_recipe_mean_here_what_they_mean_there(stub: Upstream) -> No
     made = stub.arguments(**{name: value for name, value in keys.items() if name in fields})
     assert made.pos_emb == "coca" and made.lr_warmup_init == 1e-7 and made.lr_decay_style == "linear_to_min_lr"
     assert made.optimizer_type == "Adam", "the name that GPT-NeoX has for decoupled weight decay"
-    assert made.gradient_accumulation_steps == 256 // 16, "what two sizes leave"
+    assert made.gradient_accumulation_steps == 256 // 16, "the quotient of the two sizes"
     assert made.max_position_embeddings == made.seq_length == 512, "GPT-NeoX has no default for it"
 
 
@@ -57,12 +57,12 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
             {"pos_emb": "coca", "sliding_window_width": 8, "relative_positions": {"type": "rerope"}},
             "sliding_window_width: contradicts relative_positions",
         ),
-        ({"pos_emb": "coca", "use_mup": True}, "use_mup: not supported with"),
+        ({"pos_emb": "coca", "use_mup": True}, "use_mup: the plugin's attention"),
         ({"pos_emb": "coca", "te_mha": True}, "te_mha: Transformer Engine"),
         ({"pos_emb": "coca", "attention_config": ["global", "gmlp"]}, "attention_config: gmlp is not supported"),
         ({"pos_emb": "coca", "rope_scaling": {"type": "clex"}}, "rope_scaling: clex: GPT-NeoX's model"),
-        ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is a bias of GPT-NeoX's own"),
-        ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is a bias of GPT-NeoX's own"),
+        ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is computed by GPT-NeoX's own"),
+        ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is computed by GPT-NeoX's own"),
         ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: GPT-NeoX's model does not have its weights"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_type": "linear"}}, "^rope_scaling: rope_type linear needs factor"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
@@ -82,7 +82,7 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(keys: dict[str, Any], message: str, stub: Upstream) -> None:
+def test_unsupported_keys_are_an_error_with_the_reason(keys: dict[str, Any], message: str, stub: Upstream) -> None:
     activate()
     with pytest.raises(ValueError, match=message):
         stub.arguments(**keys)
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(keys: dict[str, Any], me
         ({"lr_decay_style": "liner", "pos_emb": "ROTARY"}, ["lr_decay_style: `liner` is not one of constant | linear"]),
     ],
 )
-def test_what_is_misspelt_is_told_with_what_was_meant(keys: dict[str, Any], lines: list[str], stub: Upstream) -> None:
+def test_a_misspelt_key_is_an_error_with_a_suggestion(keys: dict[str, Any], lines: list[str], stub: Upstream) -> None:
     activate()
     with pytest.raises(ConfigError) as caught:
         stub.arguments(**keys)
@@ -137,9 +137,9 @@ def test_rows_of_the_embedding(vocabulary: int | None, ranks: int, rows: int, st
     assert made.padded_vocab_size == rows
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(stub: Upstream) -> None:
+def test_a_vocabulary_that_is_too_small_is_an_error(stub: Upstream) -> None:
     activate()
-    with pytest.raises(ValueError, match="vocab_size: 99, but the tokenizer has 100 tokens"):
+    with pytest.raises(ValueError, match="vocab_size: 99 is too small, the tokenizer has 100 tokens"):
         stub.arguments(vocab_size=99).build_tokenizer()
 
 

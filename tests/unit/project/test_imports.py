@@ -18,9 +18,9 @@ LAYERS = (
     {"methods"},
     {"config", "kernels"},
     {"attention", "data"},
-    {"model", "neox_plugin"},
+    {"model"},
     {"checkpoints"},
-    {"text_generation"},
+    {"text_generation", "neox_plugin"},
     {"training", "evaluation"},
     {"ablation"},
     {"__init__"},
@@ -31,6 +31,8 @@ LAYERS = (
 )
 """A module may import from layers above its own in this table and from its own package, nothing else."""
 
+ENTRIES = ("load", "importing", "exporting", "inspection")
+"""Modules of `checkpoints` that import all layouts."""
 FORBIDDEN = (
     ("config", ("torch", f"{PACKAGE}.attention")),
     ("data", ("torch", f"{PACKAGE}.config", f"{PACKAGE}.attention")),
@@ -39,6 +41,10 @@ FORBIDDEN = (
         tuple(f"{PACKAGE}.{name}" for name in ("config", "attention.backends", "attention.inputs")),
     ),
     ("attention.backends", (f"{PACKAGE}.config", f"{PACKAGE}.attention.positions")),
+    *(
+        (f"checkpoints.{layout}", tuple(f"{PACKAGE}.checkpoints.{name}" for name in ENTRIES))
+        for layout in ("native", "huggingface", "neox")
+    ),
     ("tests.reference", (PACKAGE,)),
 )
 """(module or package below the package, what it must not import)."""

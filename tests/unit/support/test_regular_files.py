@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.inspection import describe, describe_text
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.preparation.manifest import read_manifest

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.training.collectives import FolderLock
 from megatron_coca.training.corpus import Corpus
 from tests.one_rank import changed

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.huggingface.write import export
+from megatron_coca.checkpoints.exporting import export, export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.checkpoints.neox.write import export_neox
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.model import build_model

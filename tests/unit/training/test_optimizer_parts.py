@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_coca.attention.layer import PARTS as PACKED
 from megatron_coca.attention.layer import SplitProjection, packed_rows
-from megatron_coca.checkpoints.compare import differing_keys, refuse_other_model
+from megatron_coca.checkpoints.compare import check_same_model, differing_keys
 from megatron_coca.checkpoints.huggingface.weight_map import BY_HEAD, Heads
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.optimization import TrainablePart
@@ -119,7 +119,7 @@ def test_the_order_of_parts_means_nothing() -> None:
 def test_a_resumed_run_trains_the_same_and_evaluation_does_not_ask(tmp_path: Path) -> None:
     one, other = tiny(["key"]), tiny(None)
     assert len(differing_keys(one, other, FREE_KEYS, FREE_GROUPS)) == 1
-    refuse_other_model(tmp_path, one, other)
+    check_same_model(tmp_path, one, other)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

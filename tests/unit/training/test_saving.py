@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, write_pieces
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.corpus import Corpus

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_coca.checkpoints.native import folder as native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.data import Batch
 from megatron_coca.training.corpus import Corpus

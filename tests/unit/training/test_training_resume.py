@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import UnreadableError
-from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.corpus import Corpus, open_corpus

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.huggingface import read_back
+from megatron_coca.checkpoints import CheckpointError, export_check, open_checkpoint
+from megatron_coca.checkpoints.exporting import export, export_neox
+from megatron_coca.checkpoints.huggingface import transformers_check
 from megatron_coca.checkpoints.huggingface import write as huggingface_export
-from megatron_coca.checkpoints.huggingface.write import EXPORTERS, OURS, export
+from megatron_coca.checkpoints.huggingface.write import EXPORTERS, OURS
 from megatron_coca.checkpoints.neox import write as neox
-from megatron_coca.checkpoints.neox.write import export_neox
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, TRAINED, modules_cache, random_checkpoint, tokens
@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Describe], Describe], str]] = {
         "window_width is 6",
     ),
     "tied weights": (LLAMA | TIED, with_keys(tie_word_embeddings=False), "cannot read it.*lm_head|no_weight_tying is"),
-    "untied weights": (LLAMA, with_keys(tie_word_embeddings=True), "cannot read it.*though config.json ties them"),
+    "untied weights": (LLAMA, with_keys(tie_word_embeddings=True), "cannot read it.*but config.json ties them"),
     "a factor": (
         LLAMA | YARN,
         with_keys(rope_parameters__factor=8.0, rope_scaling__factor=8.0),
@@ -109,7 +109,7 @@ def test_another_configuration_is_no_export(case: str, tmp_path: Path, monkeypat
     keys, change, problem = WRONG[case]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setattr(huggingface_export, "describe", change(huggingface_export.describe))
-    with pytest.raises(CheckpointError, match=f"(?s)does not compute what its source does: .*{problem}"):
+    with pytest.raises(CheckpointError, match=f"(?s)export: it differs from its source: .*{problem}"):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -117,16 +117,16 @@ def test_another_configuration_is_no_export(case: str, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "case", [case for case in WRONG if case != "untied weights"]
 )  # transformers 5 takes the head that is there
-def test_logits_alone_find_it_too(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_find_it_too(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What our import would read as it was written, transformers computes."""
     keys, change, _ = WRONG[case]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setattr(huggingface_export, "describe", change(huggingface_export.describe))
-    monkeypatch.setattr(read_back, "check_folder", lambda *given: None)
+    monkeypatch.setattr(huggingface_export, "check_folder", lambda *given: None)
     if case == "tied weights":  # transformers draws a head
         monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *given, **named: tensor.fill_(0.01))
     with pytest.raises(
-        CheckpointError, match="does not compute what its source does: transformers .* (other logits|load)"
+        CheckpointError, match="export: it differs from its source: transformers .* (other logits|load)"
     ):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -175,7 +175,7 @@ def test_a_weight_that_was_written_otherwise(layout: str, tmp_path: Path, monkey
                 path,
             ),
         )
-    with pytest.raises(CheckpointError, match="blocks.1.mlp.linear1.weight is not what was written"):
+    with pytest.raises(CheckpointError, match="blocks.1.mlp.linear1.weight has other values"):
         (export if layout == "huggingface" else export_neox)(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -187,7 +187,7 @@ def test_the_function_of_a_folder_of_gpt_neox(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(neox, "model_yaml", wrong)
     with pytest.raises(CheckpointError, match=r"positions\[0\].rotary_pct is 0.25, not 0.5"):
         export_neox(checkpoint, tmp_path / "exported")
-    monkeypatch.setattr(neox, "check_folder", lambda *given: None)
+    monkeypatch.setattr(neox, "check_folder", lambda folder, read, *given: read(folder))
     with pytest.raises(CheckpointError, match="this project's import gives other logits"):
         export_neox(checkpoint, tmp_path / "exported")
 
@@ -201,8 +201,8 @@ def test_without_transformers_our_import_compares(
 ) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert export(checkpoint, tmp_path / "exported").compared == read_back.OURS
-    assert "compared with its source by this project's import only: transformers is not installed" in caplog.text
+    assert export(checkpoint, tmp_path / "exported").compared == export_check.IMPORT
+    assert "only this project's import compares it with its source: transformers is not installed" in caplog.text
 
 
 def test_a_class_that_the_installed_version_lacks(
@@ -210,7 +210,7 @@ def test_a_class_that_the_installed_version_lacks(
 ) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **LLAMA)
     monkeypatch.setitem(EXPORTERS, "llama", EXPORTERS["llama"]._replace(architecture="NextForCausalLM"))
-    assert export(checkpoint, tmp_path / "exported").compared == read_back.OURS
+    assert export(checkpoint, tmp_path / "exported").compared == export_check.IMPORT
     assert "has no NextForCausalLM" in caplog.text
 
 
@@ -224,13 +224,13 @@ def test_a_model_that_the_installed_version_cannot_load(
         raise TypeError("no such layers")
 
     checkpoint = random_checkpoint(tmp_path / "run", **LLAMA)
-    monkeypatch.setattr(read_back, "OLDEST", oldest)
+    monkeypatch.setattr(transformers_check, "OLDEST", oldest)
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
     if oldest == 1:
         with pytest.raises(CheckpointError, match="cannot load it"):
             export(checkpoint, tmp_path / "exported")
         return
-    assert export(checkpoint, tmp_path / "exported").compared == read_back.OURS
+    assert export(checkpoint, tmp_path / "exported").compared == export_check.IMPORT
     assert "cannot load it (TypeError: no such layers)" in caplog.text
 
 
@@ -243,11 +243,11 @@ def test_a_large_model_is_compared_in_part(
     keys = {"pos_emb": "coca", "num_layers": 5, "attention_config": [[names, 1]], "layer_types": {"full": own}} | WINDOW
     checkpoint = random_checkpoint(tmp_path / "run", **GROUPED | keys)
     opened = open_checkpoint(checkpoint)
-    whole = read_back.excerpt(opened.trained, opened.weights())
+    whole = export_check.excerpt(opened.trained, opened.weights())
     assert whole.config.model.num_layers == 5 and whole.weights.entries == opened.weights().entries
-    monkeypatch.setattr(read_back, "MEMORY", 1)
-    monkeypatch.setattr(read_back, "ROWS", 100)
-    part = read_back.excerpt(opened.trained, opened.weights())
+    monkeypatch.setattr(export_check, "MEMORY", 1)
+    monkeypatch.setattr(export_check, "ROWS", 100)
+    part = export_check.excerpt(opened.trained, opened.weights())
     assert part.config.model.num_layers == 3 and part.config.model.padded_vocab_size == 100
     assert part.weights.entries["final_linear.weight"].shape == (100, 32)
     assert not any(name.startswith("blocks.3") for name in part.weights.entries)
@@ -268,6 +268,6 @@ def test_a_large_model_is_compared_in_part(
     ],
     ids=str,
 )
-def test_the_text_crosses_what_is_near(keys: dict[str, Any], length: int, tmp_path: Path) -> None:
+def test_the_text_crosses_near_limits(keys: dict[str, Any], length: int, tmp_path: Path) -> None:
     opened = open_checkpoint(random_checkpoint(tmp_path / "run", **LLAMA | keys))
-    assert read_back.excerpt(opened.trained, opened.weights()).ids.shape == (1, length)
+    assert export_check.excerpt(opened.trained, opened.weights()).ids.shape == (1, length)

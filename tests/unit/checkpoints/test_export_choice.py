@@ -1,4 +1,4 @@
-"""What an export refuses, with the reason and without a trace on disk; packed weights and their way back."""
+"""The architecture that an export chooses, its errors, which leave nothing on disk, and packed weights."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,11 @@ import torch
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface import tokenizer_files as export_tokenizer
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.model_source import modelling_file
-from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface.write import MODELLING_FILE
 from megatron_coca.commands.export import main
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
@@ -39,7 +40,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_it_is_written_as(name: str, tmp_path: Path) -> None:
+def test_the_written_architecture(name: str, tmp_path: Path) -> None:
     keys, kind = WRITTEN[name]
     done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model")
     config = json.loads((done.folder / "config.json").read_text())
@@ -97,7 +98,7 @@ def test_packing_by_head_and_back(heads: weight_map.Heads, trailing: tuple[int, 
         assert torch.equal(packed[6:12], parts[1][:6]), "the first head's key follows its query"
 
 
-def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_told(
+def test_a_tokenizer_that_cannot_be_expressed_is_copied_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = train_sentencepiece(["the sea was calm and a boat lay near"] * 9, 280, tmp_path / "spm")
@@ -113,7 +114,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     assert main(["huggingface", str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
     said = capsys.readouterr()
-    assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
+    assert "model: a llama model" in said.out and "the checkpoint has none" in said.err
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "trust_remote_code" not in said.out
     assert config["dtype"] == "bfloat16" and config["rope_parameters"]["rope_type"] == "dynamic"

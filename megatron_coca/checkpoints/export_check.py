@@ -1,0 +1,222 @@
+"""Compare an export with its source before the export counts as complete.
+
+1. Configuration: the import reads a configuration that computes the same model (`comparable`).
+2. Weights: every weight that the import reads has the same bits as the source. Only one weight is in memory at a time.
+3. Logits: on a short text, both sides compute the same float32 logits. Transformers computes those of a Hugging Face
+   folder if it is installed and has the class. Otherwise, and for GPT-NeoX, the import computes them.
+
+The logits are those of a part of the model: the first 4,096 rows of the vocabulary and as many layers as fit into
+512 MiB, with at least one layer of every type. For a model of 7 billion parameters this is one layer of 0.2 billion
+parameters, which takes 0.8 GB of memory for each side, one side after the other. Models of up to about 100 million
+parameters are compared whole. The text has 64 tokens, or up to 1,024 if that many are needed to cross a window, a chunk
+or the training length. Effects that only longer texts show are covered by step 1 only.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_coca.checkpoints.compare import comparable
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.opened import OpenedCheckpoint, load_weights
+from megatron_coca.checkpoints.weights import WeightEntry, Weights
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
+from megatron_coca.config.schema import default_of
+from megatron_coca.model import empty_model
+
+logger = logging.getLogger(__name__)
+
+MEMORY, ROWS = 1 << 29, 4096
+"""Largest size of the compared layers in float32, in bytes, and number of compared rows of the vocabulary."""
+SHORT, LONG = 64, 1024
+"""Tokens of the text, and the most tokens to cross a limit."""
+TOLERANCE = 1e-3
+"""Largest allowed difference of logits, as a share of the largest logit. Both sides compute in float32 but in different
+orders, so they differ by up to 1e-5 in small models. A wrong key changes the logits by more than 1e-2.
+"""
+IMPORT = "this project's import"
+VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight")
+"""Our weights that have a row for each token."""
+
+
+class Excerpt(NamedTuple):
+    """The compared part of a model: its first layers, the first rows of the vocabulary, and the text."""
+
+    config: Config
+    weights: Weights
+    ids: Tensor  # int64 [1, length]
+
+    def logits(self) -> Tensor:
+        """Return the logits of our model, float32 [length, rows]."""
+        return own_logits(self.config, self.weights, self.ids)
+
+
+def excerpt(config: Config, weights: Weights, longest: int = LONG) -> Excerpt:
+    """Return the part of a model to compare. `weights` have our names; the text has at most `longest` tokens."""
+    rows, layers = min(config.model.padded_vocab_size, ROWS), _layers(config, weights)
+    text = torch.randint(rows, (1, min(_length(config), longest)), generator=torch.Generator().manual_seed(0))
+    return Excerpt(reduced(config, layers, rows), first(weights, layers, rows), text)
+
+
+def first(weights: Weights, layers: int, rows: int) -> Weights:
+    """Return the weights of the first layers and of the first rows of the vocabulary."""
+    kept = (name for name in weights.entries if (number := _layer(name)) is None or number < layers)
+    entries = {name: _cut(name, weights.entries[name], rows) for name in kept}
+    return Weights(
+        entries,
+        lambda name: weights.read(name)[: rows if name in VOCABULARY else None],
+        weights.source,
+        weights.origins,
+    )
+
+
+def _cut(name: str, entry: WeightEntry, rows: int) -> WeightEntry:
+    return entry._replace(shape=(rows, *entry.shape[1:])) if name in VOCABULARY else entry
+
+
+def _layer(name: str) -> int | None:
+    """Return the number of the block of a weight, or None."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blocks" else None
+
+
+def _layers(config: Config, weights: Weights) -> int:
+    """Return the number of layers to compare: as many as fit into MEMORY, with at least one of every type."""
+    sizes = [0] * config.model.num_layers
+    for name, entry in weights.entries.items():
+        if (number := _layer(name)) is not None:
+            sizes[number] += 4 * prod(entry.shape)
+    names = config.model.layer_names
+    needed = max(names.index(name) for name in set(names)) + 1
+    fitting = [count for count in range(1, len(sizes) + 1) if sum(sizes[:count]) <= MEMORY]
+    return max(needed, *fitting, 1)
+
+
+def _length(config: Config) -> int:
+    limits = [config.model.seq_length, config.position.original_length(config.model.seq_length)]
+    for kind in config.layer_types.values():
+        limits += [limit + 1 for limit in (kind.sliding_window_width, kind.attention_chunk_size) if limit is not None]
+        settings = kind.relative_positions.settings(config.model.seq_length) if kind.relative_positions else {}
+        limits += [limit for limit in settings.values() if isinstance(limit, int)]
+    crossed = max((limit + limit // 2 for limit in limits if limit + limit // 2 <= LONG), default=0)
+    length = max(SHORT, crossed)
+    if config.position.embedding.weights == "table":
+        length = min(length, config.model.max_position_embeddings - config.model.opt_pos_emb_offset)
+    return length
+
+
+def reduced(config: Config, layers: int, rows: int) -> Config:
+    """Return the configuration of the first layers of a model, without keys of its run."""
+    flat, names = config.flat(), config.model.layer_names[:layers]
+    keys = {
+        key: flat[key]
+        for key, place in KEYS.items()
+        if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
+    }
+    keys.pop("imports", None)  # the methods are registered already
+    keys |= {"num_layers": layers, "attention_config": [[list(names), 1]]}
+    return load_config([], keys | {"vocab_size": rows, "make_vocab_size_divisible_by": 1})
+
+
+@torch.no_grad()
+def own_logits(config: Config, weights: Weights, ids: Tensor) -> Tensor:
+    """Return the logits of our model in float32 [length, rows]."""
+    model = empty_model(config, "cpu", training=False)
+    load_weights(model, weights)
+    return model.eval()(ids)[0]
+
+
+# Comparison -----------------------------------------------------------------------------------------------------------
+
+
+def check_folder(
+    folder: Path, read: Callable[[Path], OpenedCheckpoint], config: Config, weights: Weights
+) -> OpenedCheckpoint:
+    """Compare the configuration and the weights of an export with the source. Return the export as the import opens it.
+
+    Args:
+        folder: the export.
+        read: opens it.
+        config: configuration of the source.
+        weights: the weights that were to be written, by our names.
+
+    Raises CheckpointError if they differ.
+    """
+    try:
+        back = read(folder)
+        found = back.weights()
+    except CheckpointError as error:
+        raise fault(f"{IMPORT} cannot read it: {error}") from error
+    if differing := list(_differing(comparable(config), comparable(back.trained))):
+        raise fault(f"its configuration describes another model: {'; '.join(differing)}")
+    if names := sorted(found.entries.keys() ^ weights.entries.keys()):
+        raise fault(f"{names[0]} is in the source or in the export, but not in both")
+    with weights.shown(f"reading {folder.name.strip('.').removesuffix('.partial')} back") as shown:
+        for name, tensor in shown:
+            if not _same_bits(tensor, found.read(name)):
+                raise fault(f"{name} has other values than the source")
+    return back
+
+
+def _differing(wanted: Any, found: Any, place: str = "") -> Iterator[str]:
+    """Yield a line for every value in which two configurations differ."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        for key in wanted.keys() | found.keys():
+            yield from _differing(wanted.get(key), found.get(key), f"{place}.{key}" if place else key)
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            yield from _differing(one, other, f"{place}[{number}]")
+    elif wanted != found:
+        yield f"{place} is {found!r}, not {wanted!r}"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
+
+
+def check_logits(expected: Tensor, found: Tensor, by: str) -> float:
+    """Return the largest difference of logits as a share of the largest logit.
+
+    Raises CheckpointError above TOLERANCE.
+    """
+    if found.shape != expected.shape:
+        raise fault(f"{by} gives logits of shape {list(found.shape)}, the source of shape {list(expected.shape)}")
+    if not torch.equal(expected.isfinite(), found.isfinite()):
+        raise fault(f"{by} gives infinite logits at different places than the source")
+    finite = expected.isfinite()
+    largest = float(expected[finite].abs().max()) if finite.any() else 0.0
+    apart = float((expected - found)[finite].abs().max()) if finite.any() else 0.0
+    if apart > TOLERANCE * max(largest, 1e-3):
+        raise fault(
+            f"{by} gives other logits: they differ by {apart:.3g}, and the largest logit of the source is {largest:.3g}"
+        )
+    return apart / max(largest, 1e-3)
+
+
+def fault(problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"export: it differs from its source: {problem}; nothing was written, report this with the checkpoint's "
+        "configuration"
+    )
+
+
+def report(part: Excerpt, share: float, by: str) -> str:
+    """Log the result of a comparison. Return `by`, the program that computed the logits."""
+    layers, tokens = part.config.model.num_layers, part.ids.shape[1]
+    text = f"{by}, {layers} layers, {tokens} tokens, within {share:.1e} of the largest logit"
+    logger.info("the export computes the same logits as its source: %s", text)
+    return by
+
+
+def check_import(back: OpenedCheckpoint, part: Excerpt) -> None:
+    """Compare the logits that the import computes from an export with those of the source. Raises CheckpointError."""
+    layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
+    found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
+    report(part, check_logits(part.logits(), found, IMPORT), IMPORT)

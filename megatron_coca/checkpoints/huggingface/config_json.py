@@ -1,0 +1,414 @@
+"""The configuration of a model from a Hugging Face config.json.
+
+`READERS` has GPT-NeoX, LLaMA and the type of our exports with a modelling file (model_source.py); every other
+architecture is a row of `families.FAMILIES`.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface import families, weight_map
+from megatron_coca.checkpoints.huggingface.family_keys import read_keys
+from megatron_coca.checkpoints.huggingface.rope import (
+    MAXIMUM,
+    TRAINING_LENGTH,
+    check_spellings,
+    rope_keys,
+    rope_section,
+)
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
+from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
+
+Json = Mapping[str, Any]
+
+CONFIG = "config.json"
+POSITION, NETWORK = "position", "network"
+"""Keys of an exported config.json that describe the position method and the block of a `coca_dense` model."""
+OURS = "coca_dense"
+"""`model_type` of a folder with our modelling file."""
+
+POSITION_KEYS = (
+    *("pos_emb", "rotary_pct", "rotary_emb_base", "rope_scaling", "relative_positions", "logit_scaling"),
+    *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
+)
+"""Position keys that the modelling file of our exports computes."""
+LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
+"""Position keys that are written only if they are set."""
+LAYERS = "layers"
+"""In `position`: the type of every layer, if they differ. `layer_types` has the keys of each type except `global`."""
+LEARNED_ROWS = "max_position_embeddings"
+"""In `position`: rows of the table of learned positions. At the top level this key is the training length."""
+NETWORK_KEYS = (
+    *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
+    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
+    *("qk_norm", "use_qk_layernorm", "use_bias_in_qkv", "zero_centered_norms", "norm_position", "use_embedding_norm"),
+    *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
+)
+"""Keys of the block that the modelling file computes; all of them are written."""
+QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
+"""Parameters of a norm of queries or keys, by `qk_norm`."""
+
+THEIR_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_kv_heads": "num_key_value_heads",
+    "seq_length": "max_position_embeddings",
+    "kv_channels": "head_dim",
+    "rotary_pct": "partial_rotary_factor",
+    "rotary_emb_base": "rope_theta",
+    "layernorm_epsilon": "layer_norm_eps",
+    "rms_norm_epsilon": "rms_norm_eps",
+    "gpt_j_residual": "use_parallel_residual",
+    "use_bias_in_attn_linear": "attention_bias",
+    "use_bias_in_mlp": "mlp_bias",
+}
+"""Our keys that config.json has under another name; for messages."""
+
+
+HARMLESS = frozenset(
+    {
+        *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("_commit_hash", "_attn_implementation_autoset", "attn_implementation", "tokenizer_class", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("initializer_range", "pretraining_tp", "classifier_dropout", "id2label", "label2id", "problem_type"),
+        *("return_dict", "output_attentions", "output_hidden_states", "is_decoder", "is_encoder_decoder"),
+        *("chunk_size_feed_forward", "torchscript", "use_bfloat16", "prefix", "task_specific_params"),
+        *("finetuning_task", "max_sequence_length", "max_length", "min_length", "do_sample", "temperature", "top_k"),
+        *("top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams"),
+        *("num_beam_groups", "diversity_penalty", "early_stopping", "num_return_sequences", "bad_words_ids"),
+        *("encoder_no_repeat_ngram_size", "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id"),
+        *("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "output_scores"),
+        *("return_dict_in_generate", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
+        *("pruned_heads", "tf_legacy_loss", "rope_theta", "rotary_emb_base", "rope_parameters", "rope_scaling"),
+        *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
+        *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
+        *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    }
+)
+"""Keys of config.json that do not change a causal language model, and keys of rotation, which not all classes read."""
+UNSUPPORTED = {
+    "quantization_config": "quantized weights are not supported",
+    "rope_interleaved": "weights for a rotation of neighbouring features are not supported",
+}
+"""Keys that must be false, null or empty -> the reason."""
+ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
+"""Keys that a class with its own names for them also accepts; they take precedence over its own."""
+
+
+def parse_config(
+    values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
+) -> Config:
+    """Return the configuration of the model that `values`, the contents of config.json, describe.
+
+    `source` is for messages, `generation` is generation_config.json, and `weights` returns the names of the weights.
+    Raises CheckpointError if the model is not supported.
+    """
+    family = families.FAMILIES.get(str(values.get("model_type")))
+    first = family.first if family is not None else {}
+    values = {name: value for name, value in values.items() if name not in first} | {
+        common: values[name] for name, common in first.items() if values.get(name) is not None
+    }
+    # Keys of a section within config.json, which MPT has, are read as `attn_config.NAME`.
+    inner = values.get("attn_config")
+    if isinstance(inner, Mapping):
+        values = {name: value for name, value in values.items() if name != "attn_config"} | {
+            f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS
+        }
+    names = family.names if family is not None else {}
+    renamed = {name: own for name, own in names.items() if name in ALIASES and own is not None}
+    aliases = {own: values[name] for name, own in renamed.items() if name in values}
+    config = _Read({name: value for name, value in values.items() if name not in renamed} | aliases, names)
+    reader = None if family is not None else find_reader(config, source)
+    for name, reason in UNSUPPORTED.items():
+        if config.get(name):
+            raise CheckpointError(f"{source}: {name}: {reason}; use another version of the model")
+    try:
+        if family is not None:
+            keys = _common_keys(config, generation or {}, family.tied, family.length)
+            keys |= read_keys(family, config, source)
+        elif reader is not None:
+            keys = _common_keys(config, generation or {}) | reader.shape(config, source)
+            keys |= reader.position(config, source, weights())
+    except KeyError as missing:
+        raise CheckpointError(f"{source}: is missing {missing}; add it, or download the folder again") from missing
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{source}: has an invalid value ({error}); download the folder again") from error
+    known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
+    unread = sorted(name for name, value in config.items() if value is not None and name not in known)
+    if unread:
+        raise CheckpointError(
+            f"{source}: {', '.join(unread)}: is not supported and may change the model; remove it from {CONFIG} if it "
+            "does not"
+        )
+    try:
+        return load_config([], keys)
+    except ConfigError as error:
+        theirs = {ours: names.get(common) or common for ours, common in THEIR_NAMES.items()}
+        theirs |= {"seq_length": TRAINING_LENGTH} if config.get(TRAINING_LENGTH) else {}
+        problems = []
+        for line in error.problems:
+            key, problem = line.removeprefix(f"{OVERRIDES}: ").removeprefix(f"{COMMAND_LINE}: ").split(": ", 1)
+            name = f"{theirs[key]} (here {key})" if key in theirs else key
+            problems.append(f"{name}: {problem}")
+        raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
+
+
+class _Read(dict[str, Any]):
+    """config.json, read by common names of keys. `names` maps them to the names of an architecture.
+
+    Attributes:
+        read: the keys of config.json that were read.
+    """
+
+    def __init__(self, values: Json, names: Mapping[str, str | None]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+        self._names = names
+
+    def _own(self, name: str) -> str:
+        own = self._names.get(name, name) or ""
+        self.read.add(own)
+        return own
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._own(name))
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(self._own(str(name)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(self._own(name), default)
+
+
+def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
+    rows, trained, maximum = config["vocab_size"], config.get(TRAINING_LENGTH), config.get(MAXIMUM)
+    # Padding of the vocabulary: the rows at its end that generation suppresses, as our export writes it.
+    listed = generation.get("suppress_tokens")
+    suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
+    first = min(suppressed, default=rows)
+    padded = 0 < first < rows == max(suppressed) + 1 and len(suppressed) == rows - first
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "seq_length": trained or maximum or length or config[MAXIMUM],
+        "no_weight_tying": not config.get("tie_word_embeddings", tied),
+        "attention_dropout": float(config.get("attention_dropout") or 0),
+        "vocab_size": first if padded else rows,
+        "make_vocab_size_divisible_by": rows if padded else 1,
+    }
+
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+
+class Reader(NamedTuple):
+    """How one architecture is read.
+
+    Attributes:
+        shape: config.json, its path -> our keys of the network's shape.
+        position: config.json, its path, the names of the weights -> our keys of the position method.
+        rows: config.json, the names of the weights -> the table of weights.
+        unneeded: names of masks and frequencies that older versions of transformers saved, and that nothing reads.
+    """
+
+    shape: Callable[[Json, Path], dict[str, Any]]
+    position: Callable[[Json, Path, Collection[str]], dict[str, Any]]
+    rows: Callable[[Json, Collection[str]], tuple[weight_map.Row, ...]]
+    unneeded: re.Pattern[str]
+
+
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    **dict.fromkeys(TANH_GELU, "gelu"),
+}
+LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
+NEOX_POSITIONS = ("rotary", "coca")
+"""Values of `pos_emb` in the config.json of a stock GPT-NeoX folder. Only our exports have the key."""
+
+
+def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
+    name = config.get("hidden_act", "gelu")
+    if name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{source}: hidden_act: {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        )
+    return {
+        "activation": ACTIVATIONS[name],
+        "bias_gelu_fusion": name in TANH_GELU,
+        "intermediate_size": config["intermediate_size"],
+        "norm": "layernorm",
+        "layernorm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
+        "gpt_j_residual": config.get("use_parallel_residual", True),
+        "use_bias_in_attn_linear": config.get("attention_bias", True),
+        "hidden_dropout": float(config.get("hidden_dropout") or 0),
+    }
+
+
+def _neox_rotary_pct(config: Json) -> float:
+    return float(rope_section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
+
+
+def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    method = config.get("pos_emb", "rotary")
+    if method not in NEOX_POSITIONS:
+        raise CheckpointError(
+            f"{source}: pos_emb: {method!r} is not supported; supported are {', '.join(NEOX_POSITIONS)}"
+        )
+    keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
+    check_spellings(config, source, ("rotary_emb_base", 10000.0), ("rotary_pct", 0.25))
+    return keys | rope_keys(config, source, "rotary_emb_base")
+
+
+def may_be_coca(config: Json) -> bool:
+    """Return whether a folder that is read as RoPE could be a CoCA model of CoCA's authors.
+
+    Their config.json and weights have the names of plain GPT-NeoX. Their code rotates all features, unlike Pythia and
+    GPT-NeoX-20B.
+    """
+    return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
+
+
+def _head_dim(config: Json) -> dict[str, Any]:
+    given = config.get("head_dim")
+    return {} if given in (None, config["hidden_size"] // config["num_attention_heads"]) else {"kv_channels": given}
+
+
+def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
+    if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
+        raise CheckpointError(
+            f"{source}: hidden_act: {config['hidden_act']!r} is not supported for LLaMA; supported are "
+            f"{', '.join(LLAMA_ACTIVATIONS)}"
+        )
+    return _head_dim(config) | {
+        "activation": "swiglu",
+        "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX counts both halves of a gated layer, times 3/2
+        "norm": "rmsnorm",
+        "rms_norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "use_bias_in_attn_linear": config.get("attention_bias") or False,
+        "use_bias_in_mlp": config.get("mlp_bias") or False,
+        "use_bias_in_norms": False,
+    }
+
+
+def _has_t_projection(names: Iterable[str]) -> bool:
+    """Return whether the weights are a LLaMA model of CoCA's authors, who call the key projection `t_proj`."""
+    return any(name.endswith("self_attn.t_proj.weight") for name in names)
+
+
+def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    check_spellings(config, source, ("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
+    share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor: {share} is not supported, LLaMA rotates all features; remove it"
+        )
+    return {"pos_emb": "coca" if _has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
+
+
+def _section(config: Json, name: str) -> Json:
+    """Return a mapping of config.json. Raises KeyError if there is none."""
+    if not isinstance(config[name], Mapping):
+        raise KeyError(name)
+    return config[name]
+
+
+def position_keys(config: Json) -> dict[str, Any]:
+    """Return our keys of the position method from an exported config.json. Raises KeyError without `position`."""
+    position = _section(config, POSITION)
+    keys = (*POSITION_KEYS, *LIMITS, LEARNED_ROWS, "layer_types")
+    layers = {"attention_config": [[position[LAYERS], 1]]} if LAYERS in position else {}
+    return {name: position[name] for name in keys if name in position} | layers
+
+
+def _exported_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    return position_keys(config)
+
+
+def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
+    section = _section(config, NETWORK)
+    network = {name: section[name] for name in NETWORK_KEYS}
+    for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
+        if network[name] not in known:
+            raise CheckpointError(
+                f"{source}: network.{name}: {network[name]!r} is not supported; supported are {', '.join(known)}"
+            )
+    for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's values; `network` has the model's
+        config.get(name)
+    return (
+        network
+        | _head_dim(config)
+        | {
+            # GPT-NeoX counts both halves of a gated layer, times 3/2.
+            "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
+            "use_bias_in_attn_linear": config["attention_bias"],
+            "use_bias_in_mlp": config["mlp_bias"],
+        }
+    )
+
+
+def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
+    """Return the names of the weights in a `coca_dense` folder; `network` has NETWORK_KEYS."""
+    gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
+    names: list[str] = []
+    if (kind := network["qk_norm"]) is not None:
+        names = [f"{module}_layernorm{QK_NORMS[kind]}" for module in ("query", "key")]
+    elif network["use_qk_layernorm"]:
+        names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
+    position = network["norm_position"]
+    places = [] if position == "post" else ["input_layernorm", "post_attention_layernorm"][: 1 if one_norm else 2]
+    places += [] if position == "pre" else ["attention_output_layernorm", "mlp_output_layernorm"]
+    norms = weight_map.DENSE_NORMS[network["norm"]] if network["use_embedding_norm"] else ()
+    of_embedding = (f"embedding_layernorm.{parameter}" for parameter in norms)
+    return (
+        *weight_map.dense(network["norm"], gated, places, names),
+        *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
+        *weight_map.LEARNED_POSITIONS,
+    )
+
+
+NEOX_UNNEEDED = re.compile(
+    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"
+    r"|gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
+UNNEEDED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+LLAMA_UNNEEDED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+READERS: dict[str, Reader] = {
+    "gpt_neox": Reader(_neox_shape, _neox_position, lambda config, names: weight_map.GPT_NEOX, NEOX_UNNEEDED),
+    "llama": Reader(
+        _llama_shape,
+        _llama_position,
+        lambda config, names: weight_map.llama("t_proj" if _has_t_projection(names) else "k_proj"),
+        LLAMA_UNNEEDED,
+    ),
+    OURS: Reader(
+        _dense_shape, _exported_position, lambda config, names: dense_rows(_section(config, NETWORK)), LLAMA_UNNEEDED
+    ),
+}
+"""Every architecture that is read, by `model_type`."""
+
+
+_EXPERTS = "it has mixtures of experts, and only dense MLPs are supported"
+_IMAGES = "it reads images too; save its language model as a separate folder, as docs/models.md shows"
+UNSUPPORTED_TYPES = dict.fromkeys(
+    ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
+) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
+"""Architectures that are often asked for, and why they are not supported."""
+
+
+def find_reader(config: Json, source: Path) -> Reader:
+    """Return the reader of the architecture in config.json. Raises CheckpointError if it is not supported."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in READERS:
+        known = ", ".join(sorted(READERS.keys() | families.FAMILIES.keys()))
+        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported are {known}")
+        raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
+    return READERS[kind]

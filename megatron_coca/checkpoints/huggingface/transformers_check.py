@@ -1,0 +1,163 @@
+"""Compare the logits of a Hugging Face folder, as transformers computes them, with those of its source."""
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_coca.checkpoints.export_check import (
+    IMPORT,
+    VOCABULARY,
+    Excerpt,
+    check_logits,
+    fault,
+    own_logits,
+    reduced,
+    report,
+)
+from megatron_coca.checkpoints.files import read_json, write_json
+from megatron_coca.checkpoints.huggingface.config_json import CONFIG
+from megatron_coca.checkpoints.huggingface.read import open_folder
+from megatron_coca.checkpoints.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+OLDEST = 5
+"""The first version of transformers that can load every export. Version 4 has no layers with their own rotary base."""
+
+
+class Written(NamedTuple):
+    """A folder for transformers.
+
+    Attributes:
+        folder: its location.
+        architecture: the class.
+        modelling_file: the file with the class, or None if transformers has the class.
+        tensors: its weights by their names.
+        names: our name of each weight -> their names.
+        keys: their names of num_hidden_layers and vocab_size.
+        attention: the attention implementation that computes the model correctly.
+    """
+
+    folder: Path
+    architecture: str
+    modelling_file: str | None
+    tensors: Weights
+    names: Mapping[str, tuple[str, ...]]
+    keys: tuple[str, str]
+    attention: str = "eager"
+
+
+def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, Weights], None]) -> str:
+    """Compare the logits that transformers computes from a written folder with those of the source.
+
+    `write` writes a file of weights. Return the program that computed the logits. Raises CheckpointError.
+    """
+    expected, layers = part.logits(), part.config.model.num_layers
+    with TemporaryDirectory(dir=written.folder, prefix=".excerpt") as name:
+        folder = Path(name)
+        write(folder, _first_written(written, part))
+        settings = read_json(written.folder / CONFIG)
+        write_json(folder / CONFIG, _first_settings(settings, written.keys, part))
+        found, by = _their_logits(written, folder, part.ids)
+        if found is None:
+            reason, by = by, IMPORT
+            logger.warning("export: only %s compares it with its source: %s", by, reason)
+            back = open_folder(folder)
+            found = own_logits(reduced(back.trained, layers, len(expected[0])), back.weights(), part.ids)
+    return report(part, check_logits(expected, found, by), by)
+
+
+def _first_written(written: Written, part: Excerpt) -> Weights:
+    """Return their tensors of the first layers, as they are in the file."""
+    rows = part.config.model.padded_vocab_size
+    cut = {name for ours in VOCABULARY for name in written.names.get(ours, ())}
+    kept = [name for ours in part.weights.entries for name in written.names[ours]]
+    entries = {name: written.tensors.entries[name] for name in kept}
+    entries |= {name: entries[name]._replace(shape=(rows, *entries[name].shape[1:])) for name in kept if name in cut}
+    return Weights(
+        entries, lambda name: written.tensors.read(name)[: rows if name in cut else None], written.folder
+    ).to(torch.float32)
+
+
+def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Excerpt) -> dict[str, Any]:
+    """Return the config.json of the first layers."""
+    count, layers = settings[keys[0]], part.config.model.num_layers
+    kept = {
+        name: value[:layers] if isinstance(value, list) and len(value) == count and "layer" in name else value
+        for name, value in settings.items()
+    }
+    kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
+    kept |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if "layers" in (position := settings.get("position") or {}):
+        kept["position"] = {**position, "layers": position["layers"][:layers]}
+    return kept
+
+
+@torch.no_grad()
+def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor | None, str]:
+    """Return float32 logits [length, rows] and the program that computed them, or None and the reason."""
+    try:
+        import transformers
+    except ImportError as error:
+        return None, f"transformers is not installed ({error})"
+    by = f"transformers {transformers.__version__}"
+    with _class_of(written, transformers) as found:
+        if isinstance(found, str):
+            return None, f"{by} {found}"
+        try:
+            with _no_progress(transformers):
+                model = found.from_pretrained(folder, local_files_only=True, attn_implementation=written.attention)
+            return model.eval()(input_ids=ids, use_cache=False).logits[0].float(), by
+        except Exception as error:  # classes raise many types of errors for a configuration that they cannot use
+            if int(transformers.__version__.partition(".")[0]) < OLDEST:
+                return None, f"{by} cannot load it ({type(error).__name__}: {error})"
+            raise fault(f"{by} cannot load it ({type(error).__name__}: {error})") from error
+
+
+@contextmanager
+def _no_progress(transformers: Any) -> Iterator[None]:
+    """Hide the progress bar of the library while it loads a few weights."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
+class _Uncached(SourceFileLoader):
+    """Writes no compiled copy into the exported folder."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        pass
+
+
+@contextmanager
+def _class_of(written: Written, transformers: Any) -> Iterator[Any]:
+    """Yield the class of a folder, or the reason if there is none. The file is not copied to transformers' cache."""
+    if written.modelling_file is None:
+        yield getattr(transformers, written.architecture, f"has no {written.architecture}")
+        return
+    name, path = "megatron_coca_read_back", str(written.folder / written.modelling_file)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, path))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            yield f"is not a version that its modelling file supports ({error})"
+        else:
+            yield getattr(module, written.architecture)
+    finally:
+        del sys.modules[name]

@@ -1,0 +1,140 @@
+"""Write checkpoints of ours: create, commit, move and remove a step's folder. `read.py` shows the layout."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Container, Mapping, Sequence
+from importlib.metadata import version
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints.files import describe, files, write_json
+from megatron_coca.checkpoints.native.read import (
+    EVERYTHING,
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    QUARANTINE,
+    read_latest,
+    step_folder,
+    steps,
+)
+from megatron_coca.support import atomic_write
+from megatron_coca.support.atomic_write import flush, remove, write_file
+
+logger = logging.getLogger(__name__)
+
+
+def code_versions() -> dict[str, str]:
+    """Return the versions of libraries that affect results, and the commit of this code if it is a git checkout."""
+    versions = {name: version(name) for name in ("torch", "deepspeed")}
+    source = Path(__file__).resolve().parents[3]
+    git = shutil.which("git")
+    if git and (source / ".git").exists():
+        command = [git, "-C", str(source), "rev-parse", "HEAD"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            versions["commit"] = answer.stdout.strip()
+    return versions
+
+
+def partial_folder(save: Path, step: int) -> Path:
+    """Return the hidden folder in which the checkpoint of `step` is written."""
+    return atomic_write.partial_folder(step_folder(save, step))
+
+
+def begin(save: Path, step: int) -> Path:
+    """Create the empty hidden folder for a checkpoint and remove the remains of interrupted saves."""
+    sweep(save)
+    partial = partial_folder(save, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def sweep(save: Path) -> None:
+    """Remove the partial files and folders of interrupted saves and removals."""
+    for leftover in (*save.glob(".global_step*.partial"), *save.glob(f".{LATEST}*.partial")):
+        remove(leftover)
+
+
+def commit(
+    save: Path,
+    step: int,
+    described: Mapping[str, Mapping[str, Any]] | None = None,
+    holds: str = EVERYTHING,
+) -> Path:
+    """Hash, flush and rename the filled folder of `step`, then update `latest`. Returns the final folder.
+
+    An existing folder of this step is moved to `quarantine/`. Failures after the rename are only warnings, because the
+    checkpoint is complete.
+
+    Args:
+        described: manifest entries (see `describe`) of files that are already flushed; they are not read again.
+        holds: a key of `REQUIRED`.
+    """
+    partial, final = partial_folder(save, step), step_folder(save, step)
+    listed = dict(described or {})
+    others = [name for name in files(partial) if name not in listed]
+    listed |= {name: describe(partial / name) for name in others}
+    write_json(partial / MANIFEST, {"format": FORMAT, "holds": holds, "files": listed})
+    folders = (path for path in partial.rglob("*") if path.is_dir())
+    for path in (*(partial / name for name in (*others, MANIFEST)), partial, *folders):
+        flush(path)
+    if os.path.lexists(final):
+        logger.warning("%s: exists and is written again; the existing folder was moved to %s", final, set_aside(final))
+    partial.rename(final)
+    flush(save)
+    try:
+        write_file(save / LATEST, final.name)
+    except OSError as error:
+        logger.warning("%s: is complete, but %s may not name it: %s", final, LATEST, error)
+    return final
+
+
+def abandon(save: Path, step: int) -> None:
+    """Remove the hidden folder of a checkpoint after a failed write."""
+    shutil.rmtree(partial_folder(save, step), ignore_errors=True)
+
+
+def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep: Container[int] = ()) -> None:
+    """Remove superseded checkpoints, but not those of steps in `keep` and not the one that `latest` names."""
+    for step in superseded(steps(save), keep_last, keep_every):
+        folder, to_delete = step_folder(save, step), partial_folder(save, step)
+        if step not in keep and folder.name != read_latest(save):
+            folder.rename(to_delete)
+            remove(to_delete)
+
+
+def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Return those of the ascending `steps` that are neither among the last `keep_last` nor multiples of `keep_every`.
+
+    The result is empty if `keep_last` is None.
+    """
+    older = steps[:-keep_last] if keep_last else []
+    return [step for step in older if not (keep_every and step % keep_every == 0)]
+
+
+def set_aside(folder: Path) -> Path:
+    """Move a checkpoint to `quarantine/` under an unused name. Return the new path.
+
+    The folder is renamed in place if it has no write permission, because it cannot be moved then, or if `quarantine` is
+    a link, because that may lead out of `save`.
+    """
+    quarantine = folder.parent / QUARANTINE
+    try:
+        if quarantine.is_symlink():
+            raise PermissionError(errno.EPERM, "is a link", str(quarantine))
+        quarantine.mkdir(exist_ok=True)
+        target = folder.rename(_unused_name(quarantine / folder.name))
+    except PermissionError:
+        target = folder.rename(_unused_name(folder.with_name(f"{folder.name}.{QUARANTINE}")))
+    flush(folder.parent)
+    return target
+
+
+def _unused_name(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in chain([path], numbered) if not os.path.lexists(name))

@@ -1,0 +1,162 @@
+"""An opened checkpoint of any layout, and the models that are built from it."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from megatron_coca.checkpoints.compare import check_same_model, extension_note
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
+from megatron_coca.checkpoints.weights import Weights
+from megatron_coca.config import Config
+from megatron_coca.config.source import Overrides, given_values
+from megatron_coca.model import GPT, empty_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode.
+
+    Attributes:
+        model: on the requested device; float32 unless another dtype was requested.
+        config: the resolved configuration with overrides.
+        tokenizer_folder: the tokenizer saved with the weights, or None.
+        step: completed optimizer steps, or None for a Hugging Face folder.
+        identify: computes `identity`.
+    """
+
+    model: GPT
+    config: Config
+    tokenizer_folder: Path | None
+    step: int | None
+    identify: Callable[[], str] = field(repr=False, compare=False)
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of the content.
+
+        For our checkpoints it is the sha256 of the weights file. For other layouts it is a digest of the configuration
+        and the weights, of which large ones are sampled (identity.py).
+        """
+        return self.identify()
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A valid checkpoint, from which models with any config overrides are built.
+
+    Attributes:
+        folder: its location.
+        trained: its configuration.
+        tokenizer_folder, step, identify, identity: as in `LoadedModel`.
+        weights: opens the state dict, in the dtype on disk.
+        also_free: further keys that may differ from `trained`, beside those that may differ for every checkpoint.
+        guessed: keys of `trained` that were guessed -> a warning, which is logged once if no override sets the key.
+        document_end: the token that ended documents in training, or None if it is not known.
+        imported: for an imported checkpoint, facts about its source.
+        changed_imports: the user's files of methods that have changed since training.
+    """
+
+    folder: Path
+    trained: Config
+    tokenizer_folder: Path | None
+    step: int | None
+    identify: Callable[[], str] = field(repr=False, compare=False)
+    weights: Callable[[], Weights]
+    also_free: frozenset[str] = frozenset()
+    guessed: dict[str, str] = field(default_factory=dict)
+    document_end: str | None = None
+    imported: Mapping[str, Any] = field(default_factory=dict)
+    changed_imports: tuple[str, ...] = ()
+
+    @cached_property
+    def identity(self) -> str:
+        """As in `LoadedModel`. It is computed on first use."""
+        return self.identify()
+
+    def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
+        """Apply YAML files, then overrides, to the trained configuration. Log if they change an extension.
+
+        Raises CheckpointError if the result is another model, ConfigError if it is invalid.
+        """
+        config = self.trained.override(overrides, files)
+        check_same_model(self.folder, self.trained, config, self.also_free)
+        given = given_values(overrides, files).keys()
+        for key in self.guessed.keys() - given:
+            logger.warning(self.guessed.pop(key))
+        if (note := extension_note(self.trained, config)) is not None:
+            logger.warning("%s: %s", self.folder, note)
+        model = self.trained.model
+        if model.make_vocab_size_divisible_by > 1:
+            return config
+        known, rows = self.known_ids(overrides, files), model.padded_vocab_size
+        return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
+
+    def known_ids(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> int:
+        """Return the number of token ids; further rows of the embedding are padding. Raises as `find_tokenizer`."""
+        model = self.trained.model
+        if model.make_vocab_size_divisible_by > 1 and model.vocab_size is not None:
+            return model.vocab_size
+        # Other layouts record the rows of the embedding. Only the tokenizer has the number of tokens.
+        tokenizer = self.tokenizer(overrides, files).tokenizer
+        if tokenizer is None:
+            return model.padded_vocab_size
+        return min(model.padded_vocab_size, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
+
+    def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
+        """Return the tokenizer, or None with the reason. Overrides may name another one. Raises as `find_tokenizer`."""
+        given = given_values(overrides, files)
+        return find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
+
+    def load(
+        self,
+        overrides: Overrides = (),
+        files: Sequence[str | Path] = (),
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        show: bool = False,
+    ) -> LoadedModel:
+        """Build the model with config overrides and parameters in `dtype`. With `show` show progress.
+
+        Raises as `load_model`.
+        """
+        config = self.configure(overrides, files)
+        model = empty_model(config, device, training=False, dtype=dtype)
+        with self.weights().shown(f"loading {self.folder}", show) as weights:
+            load_weights(model, weights)
+        return LoadedModel(model.eval(), config, self.tokenizer_folder, self.step, self.identify)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
+    """Copy `weights` into `model` one at a time. Names in `drawn` may be missing; the model keeps its values for them.
+
+    Raises CheckpointError, which names every key and shape that does not fit; the model is then unchanged.
+    """
+    own, given = model.state_dict(), weights.entries
+    problems = [f"missing {name}" for name in own if name not in given and name not in drawn]
+    problems += [f"unexpected {name}" for name in given if name not in own]
+    problems += [
+        f"{weights.origin(name)} is {list(given[name].shape)}, the model has {list(own[name].shape)}"
+        for name in own
+        if name in given and given[name].shape != own[name].shape
+    ]
+    if problems:
+        raise CheckpointError(f"{weights.source}: the weights do not fit the model: {'; '.join(problems)}")
+    for name, tensor in weights:
+        own[name].copy_(tensor)
+
+
+def check_fit(config: Config, weights: Weights) -> None:
+    """Raise CheckpointError, which names every weight that is missing, unexpected or of another shape in the model."""
+    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # nothing is computed
+    model = empty_model(plain, "cpu", training=False, memory="meta")
+    load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))
