@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.shards import SUFFIXES, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import Tokenizer

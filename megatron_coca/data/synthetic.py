@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_coca.data.blend import Blend, SourceShare, UncheckedBatch
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import Blend, SourceShare, UncheckedBatch, derive_key, random_words
+from megatron_coca.data.permutation import derive_key, random_words
 
 
 @dataclass(frozen=True)

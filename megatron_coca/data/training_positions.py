@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_coca.data.order import derive_key, random_words
+from megatron_coca.data.permutation import derive_key, random_words
 
 
 def _subset(words: np.ndarray, length: int, largest: int) -> np.ndarray:

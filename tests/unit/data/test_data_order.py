@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, DataError, Loader, Shard
-from megatron_coca.data.order import SourceSamples, derive_key, permute
+from megatron_coca.data.blend import SourceSamples
+from megatron_coca.data.permutation import derive_key, permute
 from megatron_coca.data.shards import ShardWriter
 
 ROOT = Path(__file__).parents[3]

@@ -12,6 +12,7 @@ from megatron_coca import cli
 from megatron_coca.commands import inspect as inspect_data
 from megatron_coca.config import load_config
 from megatron_coca.data import inspection
+from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import (
     SAMPLE_BOUNDARY,
@@ -24,7 +25,6 @@ from megatron_coca.data.inspection import (
     token_blocks,
     view_sample,
 )
-from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers import load_tokenizer
