@@ -1,6 +1,5 @@
 """Building a model from its configuration: layers, initial weights, compilation."""
 
-import ctypes
 import logging
 import math
 from collections.abc import Callable
@@ -10,89 +9,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.backends.gated import QUERY_ROWS
 from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError, Needs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
 from megatron_coca.config import Config, ConfigError, ModelConfig
-from megatron_coca.config.checks import compile_refusal
+from megatron_coca.model.compilation import compile_blocks, reason_not_compiled
 from megatron_coca.model.gpt import GPT, resolve_positions
 from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
 
 logger = logging.getLogger(__name__)
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-LARGEST_THRESHOLD = 32 << 20
-"""glibc takes no larger M_MMAP_THRESHOLD on 64-bit machines."""
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; return False if the C library has no such setting.
-
-    Memory returned to the kernel costs a page fault per page, 10 to 20% of a training step of small models
-    (docs/training.md). Peak memory does not change.
-    """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):
-        return False
-    settings = {M_MMAP_THRESHOLD: LARGEST_THRESHOLD, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 << 20}
-    accepted = [library.mallopt(name, value) for name, value in settings.items()]
-    return all(accepted)
-
-
-def missing_compiler(device_type: str) -> str | None:
-    """None, or why torch.compile cannot make kernels for "cpu" or "cuda" here."""
-    # Not at the top: the compiler takes seconds to import and few runs use it.
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "no C++ compiler was found (install g++, or set CXX to one)"
-    return "Triton cannot be used here (pip install triton)" if device_type == "cuda" and not has_triton() else None
-
-
-COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
-"""PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
-
-UNCOMPILED = {
-    "reference": "it is the measure of the others, one operation after the other",
-    "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
-}
-"""Attention backends whose blocks are not compiled, with the reason."""
-
-
-def refuses_compilation(config: Config, backend: str, device_type: str) -> str | None:
-    """None, or why the blocks of a training run with this attention backend are not compiled.
-
-    A block is compiled once, so nothing in it may depend on the data but through tensors of fixed shapes.
-    """
-    if backend in UNCOMPILED:
-        return f"attention_backend {backend}: {UNCOMPILED[backend]}"
-    if config.data.reset_attention_mask and backend != "triton":
-        return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
-    if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
-        return f"attention_chunk_size: {backend} is called once per chunk, from Python"
-    dense = [f"pos_emb {kind.pos_emb}" for kind in config.layer_types.values() if kind.embedding.by_query]
-    dense += ["attn_logit_softcapping"] * (config.model.attn_logit_softcapping is not None)
-    if dense:
-        return f"{dense[0]}: its scores are contracted by opt_einsum, which is not traced"
-    gated = any(kind.gate for kind in config.layer_types.values()) and config.model.seq_length > QUERY_ROWS
-    if gated and backend == "sdpa" and device_type == "cuda":
-        return (
-            "forgetting_gate: PyTorch's mask of the later blocks of queries is not traced; set attention_backend=triton"
-        )
-    return compile_refusal(config) or missing_compiler(device_type)
-
-
-def compile_blocks(blocks: nn.ModuleList) -> None:
-    """Compile every block in place for training, keeping parameter names; all share the code compiled for the first."""
-    logger.info("torch_compile: the first step compiles the blocks and takes longer")
-    for block in blocks:
-        block.compile(options=COMPILE_OPTIONS)
-
 
 Initializer = Callable[[Tensor], Tensor]
 
@@ -272,7 +197,7 @@ def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     if not training or not wanted or (wanted == "auto" and device_type != "cuda"):
         return model
     backends = dict.fromkeys(choose_backends(config, device).values())
-    reasons = (refuses_compilation(config, backend, device_type) for backend in backends)
+    reasons = (reason_not_compiled(config, backend, device_type) for backend in backends)
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is None:
         compile_blocks(model.blocks)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn as nn
@@ -16,17 +16,8 @@ from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_f
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.layers import (
-    IGNORED,
-    Block,
-    Embedding,
-    OutputHead,
-    absolute,
-    build_norm,
-    linear_cross_entropy,
-    next_token_loss,
-    soft_capped,
-)
+from megatron_coca.model.layers import Block, Embedding, absolute, build_norm, soft_capped
+from megatron_coca.model.loss import IGNORED, linear_cross_entropy, next_token_loss
 
 Recomputing = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -79,6 +70,29 @@ def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tenso
     for block in group:
         x = block(x, contexts[str(block.layer_type)])
     return x
+
+
+class OutputHead(nn.Linear):
+    """An untied output matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels their loss.
+
+    The loss is computed in this module's forward, because ZeRO stage 3 gathers its weights only there.
+    """
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunk: int | Literal["auto"] | None = None,
+        kernel: str = "auto",
+        cap: float | None = None,
+    ) -> Tensor:
+        """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
+        if labels is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap)
 
 
 class GPT(ShardedModule):

@@ -16,8 +16,9 @@ from megatron_coca.checkpoints.load import find_native
 from megatron_coca.checkpoints.native import folder as native
 from megatron_coca.config import BatchSizes, Config, RunStage, stage_at
 from megatron_coca.data import Batch, Loader
-from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
+from megatron_coca.model import assemble_model, choose_backends
 from megatron_coca.support.console import set_up_logging
+from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.program import InputError
 from megatron_coca.training import launch, saving
 from megatron_coca.training.collectives import FolderLock, from_main, require_writable

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_coca.config import load_config
 from megatron_coca.model import LanguageModelLoss, build_model, next_token_loss
-from megatron_coca.model.layers import IGNORED, linear_cross_entropy
+from megatron_coca.model.loss import IGNORED, linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 70, 24, 130
 CHUNKS = (1, 16, 64, 70, 1000)

@@ -1,6 +1,5 @@
 """The model: shapes, residual forms, norms, activations, causality, dropout, recomputation."""
 
-import ctypes
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from megatron_coca import methods
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
-from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, layers, next_token_loss
+from megatron_coca.model import GPT, LanguageModelLoss, build_model, layers, next_token_loss
 from megatron_coca.model.layers import GATED, NORMS, UNGATED
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 90}
@@ -246,7 +245,3 @@ def test_grouped_query_heads_read_their_group() -> None:
         state[name] = torch.stack((q, k, v), dim=1).flatten(0, 2)
     full.load_state_dict(state)
     torch.testing.assert_close(full(tokens()), grouped(tokens()))
-
-
-def test_freed_memory_is_kept_where_the_c_library_can() -> None:
-    assert keep_freed_memory() == hasattr(ctypes.CDLL(None), "mallopt")
