@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
 from tests.parity.test_harness import flat
-from tests.unit.data.test_chat import CHATML
+from tests.unit.data.tokenizers.test_chat import CHATML
 from tests.unit.evaluation.harness_cases import WORDS, adapter, command, read, requests, write_tasks
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>"]

@@ -15,15 +15,7 @@ import pytest
 
 from megatron_coca.data import Blend, DataError, Shard
 from megatron_coca.data.shards import ShardWriter
-
-
-def make_shard(prefix: Path, lengths: list[int], first: int = 0) -> Shard:
-    """Documents of consecutive numbers."""
-    writer = ShardWriter(prefix, 60000)
-    for begin, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
-        writer.add(np.arange(begin, begin + length) + first)
-    writer.finish()
-    return Shard(prefix)
+from tests.unit.data.shard_files import make_shard
 
 
 def digest(blend: Blend, first: int = 0) -> str:

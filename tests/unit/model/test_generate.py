@@ -1,16 +1,15 @@
 """Greedy generation: which token is taken, when a row ends, what is never generated, what is refused."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.layer import Cache
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, NOT_GENERATED, build_model, generate
+from tests.unit.model.stand_in import StandIn
 
 SHAPE = {
     "num_layers": 1,
@@ -31,25 +30,11 @@ def prompts(batch: int = 3, length: int = 20) -> Tensor:
     return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-class Counting:
-    """Says after each token the next number; notes how many positions it was asked for logits of."""
-
-    training = False
-    _config = SimpleNamespace(vocab_size=None)
+class Counting(StandIn):
+    """Gives the next number after each token, and counts the positions that it was asked for logits of."""
 
     def __init__(self, size: int = 100) -> None:
         self.size, self.asked = size, 0
-
-    def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        return Cache([None], length, capacity)
-
-    def outgrown(self, cache: Cache, new: int) -> bool:
-        return False
-
-    def hidden_states(
-        self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
-    ) -> Tensor:
-        return input_ids[..., None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.asked += hidden[..., 0].numel()

@@ -10,7 +10,7 @@ from megatron_coca.data.preparation.preparation_plan import Rules, shard_name
 from megatron_coca.data.preparation.recipe import read_recipe, resolve_recipe
 from megatron_coca.data.readers.source import Filters
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "data"
+CONFIGS = Path(__file__).resolve().parents[4] / "configs" / "data"
 BASE = "tokenizer_type: CharLevelTokenizer\nsources:\n  a:\n    paths: [x]\n"
 
 
