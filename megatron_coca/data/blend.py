@@ -27,7 +27,7 @@ class SourceShare:
         weight: requested share of the samples; the weights of a blend sum to 1.
         samples: samples taken.
         fraction: achieved share of the samples.
-        tokens: tokens read as inputs, ``samples * seq_length``.
+        tokens: tokens read as inputs, `samples * seq_length`.
         epochs: passes over the source's samples.
     """
 
@@ -87,7 +87,7 @@ class _SampledShard:
         return starts
 
     def tokens(self, starts: np.ndarray) -> np.ndarray:
-        """The samples at ``starts`` int64 [n]: [n, seq_length + 1]."""
+        """The samples at `starts` int64 [n]: [n, seq_length + 1]."""
         return self.shard.windows(starts, self._seq_length + 1)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
@@ -95,8 +95,8 @@ class _SampledShard:
         return self.shard.document_begins(starts, self._seq_length)
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
-        """Mask of their inputs whose target counts in the loss, bool [n, seq_length], None for all; ``tokens`` is what
-        ``tokens(starts)`` returned.
+        """Mask of their inputs whose target counts in the loss, bool [n, seq_length], None for all; `tokens` is what
+        `tokens(starts)` returned.
         """
         labels = self.shard.labels
         return None if labels is None else self._answers(labels.windows(starts, self._seq_length + 1), tokens)
@@ -113,8 +113,8 @@ class _SampledShard:
 
 
 class _WholeDocuments(_SampledShard):
-    """One shard whose samples are whole documents: one each, or with ``together`` as many as fit, in a fixed random
-    order. Too long documents are cut, or left out without ``allow_chopped``, and so are those that are masked from
+    """One shard whose samples are whole documents: one each, or with `together` as many as fit, in a fixed random
+    order. Too long documents are cut, or left out without `allow_chopped`, and so are those that are masked from
     their second token on.
     """
 
@@ -142,7 +142,7 @@ class _WholeDocuments(_SampledShard):
         self._edges, self.samples = np.array(edges), len(edges) - 1
 
     def _parts(self, starts: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield row, first and last column, and document of each part of the samples ``starts``."""
+        """Yield row, first and last column, and document of each part of the samples `starts`."""
         for row, sample in enumerate(starts.tolist()):
             column = 0
             for document in self._documents[self._edges[sample] : self._edges[sample + 1]].tolist():
@@ -179,7 +179,7 @@ class _WholeDocuments(_SampledShard):
 
 
 def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Mask of the documents, bool [documents], with a label that is not negative among the first ``longest`` tokens
+    """Mask of the documents, bool [documents], with a label that is not negative among the first `longest` tokens
     but the first.
     """
     ends = np.cumsum(lengths)
@@ -203,10 +203,10 @@ class Blend:
         weights: positive, one per shard; normalised to sum 1.
         seq_length: tokens of a model's input; a sample has one more, the last target.
         seed: selects the order.
-        pack_impl, allow_chopped: GPT-NeoX's keys: ``packed`` cuts the concatenated documents into samples,
-            ``pack_until_overflow`` fills samples with whole documents, ``unpacked`` has a document in each.
+        pack_impl, allow_chopped: GPT-NeoX's keys: `packed` cuts the concatenated documents into samples,
+            `pack_until_overflow` fills samples with whole documents, `unpacked` has a document in each.
 
-    Raises ``DataError`` for a shard too short for one sample, and weights that are not positive or not as many as the
+    Raises `DataError` for a shard too short for one sample, and weights that are not positive or not as many as the
     shards.
     """
 
@@ -253,7 +253,7 @@ class Blend:
     def _share_slots(self, exact: np.ndarray) -> list[tuple[int, int, float]]:
         """Source, slot and samples per block of every source too rare for a slot of its own.
 
-        In some blocks it takes one of the largest source, which then leaves out a sample. ``exact`` float64 [sources]
+        In some blocks it takes one of the largest source, which then leaves out a sample. `exact` float64 [sources]
         are slots per block.
         """
         rare, largest = np.flatnonzero(self._quotas == 0), int(np.argmax(self._quotas))
@@ -267,7 +267,7 @@ class Blend:
         return list(zip(rare.tolist(), slots.tolist(), exact[rare].tolist(), strict=True))
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
-        """Return the same blend with numbers from ``first`` on, each source behind the ``tokens`` read by prefix."""
+        """Return the same blend with numbers from `first` on, each source behind the `tokens` read by prefix."""
         later = copy(self)
         read = [-(-tokens.get(shard.name, 0) // self.seq_length) for shard in self.shards]
         later.first, later._read = first, np.asarray(read, dtype=np.int64)
@@ -295,14 +295,14 @@ class Blend:
         return [SourceSamples(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
 
     def tokens(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """The ``located`` samples: int64 [samples, seq_length + 1]."""
+        """The `located` samples: int64 [samples, seq_length + 1]."""
         tokens = np.empty((sum(len(samples.rows) for samples in located), self.seq_length + 1), dtype=np.int64)
         for samples in located:
             tokens[samples.rows] = self._sources[samples.source].tokens(samples.starts)
         return tokens
 
     def document_begins(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """Mask of the inputs of the ``located`` samples that start a document: bool [samples, seq_length]."""
+        """Mask of the inputs of the `located` samples that start a document: bool [samples, seq_length]."""
         begins = np.empty((sum(len(samples.rows) for samples in located), self.seq_length), dtype=bool)
         for samples in located:
             begins[samples.rows] = self._sources[samples.source].begins(samples.starts)
@@ -310,7 +310,7 @@ class Blend:
 
     def loss_mask(self, located: Sequence[SourceSamples], tokens: np.ndarray) -> np.ndarray | None:
         """Mask of the inputs whose target counts in the loss, bool [samples, seq_length], None for all of them;
-        ``tokens`` is what ``tokens(located)`` returned.
+        `tokens` is what `tokens(located)` returned.
         """
         found = [self._sources[samples.source].loss_mask(samples.starts, tokens[samples.rows]) for samples in located]
         if all(rows is None for rows in found):
@@ -321,7 +321,7 @@ class Blend:
         return mask
 
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
-        """Samples by global number, with the beginnings of documents if ``boundaries``."""
+        """Samples by global number, with the beginnings of documents if `boundaries`."""
         located = self.by_source(indices)
         tokens = self.tokens(located)
         begins = self.document_begins(located) if boundaries else None
@@ -348,7 +348,7 @@ class Blend:
         return [source.samples for source in self._sources]
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """Shares of the sources in ``n_samples`` samples from ``first`` on."""
+        """Shares of the sources in `n_samples` samples from `first` on."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         for rare, slot, share in self._rare:
@@ -368,7 +368,7 @@ class Blend:
 
 
 class Samples(Protocol):
-    """The order of training data: `Blend`, or `SyntheticSamples`. Samples have numbers from ``first`` on."""
+    """The order of training data: `Blend`, or `SyntheticSamples`. Samples have numbers from `first` on."""
 
     seq_length: int
     seed: int

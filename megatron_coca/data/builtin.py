@@ -1,7 +1,7 @@
 """The built-in corpus: English and code from the running Python installation, without a download.
 
 It is written as JSONL and then prepared like any other corpus. The split key is the name of the top-level package in
-both sources, so that neighbouring modules, which share passages, are on the same side. The topics of ``help()`` quote
+both sources, so that neighbouring modules, which share passages, are on the same side. The topics of `help()` quote
 one another and share one key.
 """
 
@@ -62,7 +62,7 @@ def docstrings(tree: ast.Module) -> str:
 
 
 def without_docstrings(source: str, tree: ast.Module) -> str:
-    """The source with every docstring removed; an otherwise empty body gets ``pass``."""
+    """The source with every docstring removed; an otherwise empty body gets `pass`."""
     lines = source.encode().split(b"\n")
     offsets = [0]
     for line in lines:
@@ -106,7 +106,7 @@ def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
 
 
 def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (source, record) of every document: the language reference behind ``help()``, then the standard library."""
+    """Yield (source, record) of every document: the language reference behind `help()`, then the standard library."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -133,7 +133,7 @@ def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[st
 
 
 def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
-    """Write ``<source>.jsonl``, without very short documents and exact duplicates."""
+    """Write `<source>.jsonl`, without very short documents and exact duplicates."""
     seen: set[bytes] = set()
     problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
@@ -153,10 +153,10 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
 
 
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
-    """Make ``<root>/builtin``: text.jsonl, code.jsonl, tokenizer.model, shards/. It appears only when complete.
+    """Make `<root>/builtin`: text.jsonl, code.jsonl, tokenizer.model, shards/. It appears only when complete.
 
-    Returns the path of the manifest, ``<root>/builtin/shards/manifest.json``. Raises ``DataError`` where
-    ``<root>/builtin`` exists or cannot be written.
+    Returns the path of the manifest, `<root>/builtin/shards/manifest.json`. Raises `DataError` where
+    `<root>/builtin` exists or cannot be written.
     """
     final = Path(root) / FOLDER
     with atomic_dir(final, DataError) as folder:
@@ -170,9 +170,9 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
 
 
 def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
-    """The manifest of the built-in corpus under ``root``; of several processes, the first one prepares it.
+    """The manifest of the built-in corpus under `root`; of several processes, the first one prepares it.
 
-    Raises ``DataError`` where an existing one has another vocabulary size or is damaged.
+    Raises `DataError` where an existing one has another vocabulary size or is damaged.
     """
     folder = Path(root) / FOLDER
     if not folder.exists():

@@ -20,7 +20,7 @@ BLOCK_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard and its entry in the manifest; ``split`` is empty and the rest None without a manifest.
+    """A shard and its entry in the manifest; `split` is empty and the rest None without a manifest.
 
     Attributes:
         source: its name in the manifest, or that of its files.
@@ -47,7 +47,7 @@ class ShardEntry:
 def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
     """Shards by prefix, by one of their files, or all those of a folder.
 
-    Raises ``DataError`` for a folder without shards, a missing shard and a damaged manifest.
+    Raises `DataError` for a folder without shards, a missing shard and a damaged manifest.
     """
     entries: dict[Path, ShardEntry] = {}
     for name in map(Path, names):
@@ -69,7 +69,7 @@ def _folder_entries(folder: Path) -> list[ShardEntry]:
 
 
 def shard_entry(prefix: Path) -> ShardEntry:
-    """The shard at ``prefix`` with its entry in the folder's manifest. ``DataError`` for a damaged manifest."""
+    """The shard at `prefix` with its entry in the folder's manifest. `DataError` for a damaged manifest."""
     known = manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
     return next((entry for entry in known if entry.prefix == prefix), ShardEntry(prefix.name, "", prefix))
 
@@ -97,7 +97,7 @@ def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[
     """Yield blocks of whole documents: (tokens in the shard's dtype, length of each document).
 
     A block has up to BLOCK_TOKENS tokens, or one longer document. The file is read, not mapped: mapped pages would
-    count as memory of the process. ``show`` shows progress with the shard's ``label``.
+    count as memory of the process. `show` shows progress with the shard's `label`.
     """
     path, total = shard_paths(shard.prefix)[0], shard.len_tokens * shard.dtype.itemsize
     with path.open("rb", buffering=0) as stream, Progress(f"reading {label}", total, "B", show=show) as progress:
@@ -125,7 +125,7 @@ def _check_sample_number(number: int) -> None:
 
 
 def mixture(blend: Blend, samples: int) -> list[dict[str, Any]]:
-    """For each source its size in tokens and its share of the first ``samples`` samples of a run."""
+    """For each source its size in tokens and its share of the first `samples` samples of a run."""
     _check_sample_number(samples)
     shares = blend.mixture(samples)
     return [
@@ -144,7 +144,7 @@ class SampleView:
         first_token: offset in the shard.
         parts: tokens of each document in it, int64 [any].
         starts_document: the sample begins with the first token of a document.
-        counted: for data with labels, which tokens count in the loss, bool like ``parts``.
+        counted: for data with labels, which tokens count in the loss, bool like `parts`.
     """
 
     number: int
@@ -164,7 +164,7 @@ class SampleView:
 
 
 def view_sample(blend: Blend, number: int) -> SampleView:
-    """Sample ``number`` as training reads it. ``DataError`` below 0 and beyond ``MAX_SAMPLES``."""
+    """Sample `number` as training reads it. `DataError` below 0 and beyond `MAX_SAMPLES`."""
     _check_sample_number(number)
     located = blend.by_source([number])[0]
     shard, start, count = blend.shards[located.source], int(located.starts[0]), blend.seq_length + 1
@@ -180,9 +180,9 @@ def view_sample(blend: Blend, number: int) -> SampleView:
 
 
 def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = False) -> str:
-    """A heading and the text, or with ``pieces`` each token, with a line between documents.
+    """A heading and the text, or with `pieces` each token, with a line between documents.
 
-    ``DataError`` without a tokenizer.
+    `DataError` without a tokenizer.
     """
     if tokenizer is None:
         raise DataError("No tokenizer is saved with the shards. Name theirs in the configuration (vocab_file).")
@@ -239,7 +239,7 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, dict[str, Any]]:
-    """``length_facts`` of each source, all its splits together. ``DataError`` for a damaged shard."""
+    """`length_facts` of each source, all its splits together. `DataError` for a damaged shard."""
     blocks: dict[str, list[np.ndarray]] = {}
     for entry in entries:
         of_source = blocks.setdefault(entry.source, [])

@@ -19,7 +19,7 @@ class Batch:
         tokens: int64 [samples, seq_length + 1], inputs and, shifted by one, targets.
         documents: int32 [samples, seq_length]: inputs attend only within the same number; None where attention crosses
             documents.
-        positions: int64 [samples, seq_length]; None for 0, 1, ... through the sample or, with ``documents``, through
+        positions: int64 [samples, seq_length]; None for 0, 1, ... through the sample or, with `documents`, through
             each document.
         loss_mask: bool [samples, seq_length], inputs whose target counts in the loss; None for all of them. Of the
             same data, either all batches have one or none has.
@@ -31,7 +31,7 @@ class Batch:
     loss_mask: np.ndarray | None = None
 
     def split(self, size: int) -> Iterator["Batch"]:
-        """Yield batches of ``size`` samples, views of the same memory."""
+        """Yield batches of `size` samples, views of the same memory."""
         for begin in range(0, len(self.tokens), size):
             rows = slice(begin, begin + size)
             rest = (self.documents, self.positions, self.loss_mask)
@@ -46,7 +46,7 @@ class Packing:
         reset_attention_mask: attention does not cross from one document into another.
         reset_position_ids: positions start at 0 in every document.
         masked_token: the input id whose target does not count in the loss (Megatron's and GPT-NeoX's
-            ``eod_mask_loss``: the first token of a document is not predicted from the end of another), or None.
+            `eod_mask_loss`: the first token of a document is not predicted from the end of another), or None.
     """
 
     reset_attention_mask: bool = False
@@ -59,8 +59,8 @@ class Packing:
         return self.reset_attention_mask or self.reset_position_ids
 
     def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
-        """The batch of samples [samples, seq_length + 1] whose documents begin at ``begins``, bool [samples,
-        seq_length], which may be None without ``needs_documents``; ``mask`` is the loss mask of the data, if any.
+        """The batch of samples [samples, seq_length + 1] whose documents begin at `begins`, bool [samples,
+        seq_length], which may be None without `needs_documents`; `mask` is the loss mask of the data, if any.
         """
         if self.masked_token is not None:
             kept = tokens[:, :-1] != self.masked_token
@@ -80,7 +80,7 @@ class PositionDraw(Protocol):
     """Draws positions of samples: `DrawnPositions`."""
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Positions int64 [n, length] of the samples of ``step`` by number int64 [n], for each document that ``begins``
+        """Positions int64 [n, length] of the samples of `step` by number int64 [n], for each document that `begins`
         marks.
         """
 
@@ -88,8 +88,8 @@ class PositionDraw(Protocol):
 class Loader:
     """Cuts the global batch of each step into this rank's micro-batches. A context manager.
 
-    Sample ``i`` of accumulation step ``a`` on rank ``r`` is number ``step * global_batch + (a * world_size + r) *
-    micro_batch + i`` of the blend: all ranks together read the same samples regardless of their number. With ``start``
+    Sample `i` of accumulation step `a` on rank `r` is number `step * global_batch + (a * world_size + r) *
+    micro_batch + i` of the blend: all ranks together read the same samples regardless of their number. With `start`
     (a step and its first sample) the steps before it do not exist, and had other batches.
 
     Args:
@@ -102,10 +102,10 @@ class Loader:
         packing: treatment of document boundaries; by default they have no effect.
         num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
         length: inputs of each sample, its last ones; None for all.
-        positions: draws the positions of the inputs; None for those of ``packing``.
+        positions: draws the positions of the inputs; None for those of `packing`.
 
-    Raises ``DataError`` if the global batch is not a multiple of ``micro_batch * world_size``, or if the rank
-    is not below ``world_size``.
+    Raises `DataError` if the global batch is not a multiple of `micro_batch * world_size`, or if the rank
+    is not below `world_size`.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Loader:
         self.close()
 
     def indices(self, step: int) -> np.ndarray:
-        """Global sample numbers of this rank at ``step``: int64 [accumulation, micro_batch]."""
+        """Global sample numbers of this rank at `step`: int64 [accumulation, micro_batch]."""
         first, sample = self._start
         if step < first:
             raise DataError(f"Step {step} must be at least {first}.")
@@ -152,7 +152,7 @@ class Loader:
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The micro-batches of ``step``, in the order of accumulation; starts reading the following steps.
+        """The micro-batches of `step`, in the order of accumulation; starts reading the following steps.
 
         An error of a reading thread is raised here, at the step it belongs to.
         """

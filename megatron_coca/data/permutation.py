@@ -30,7 +30,7 @@ def random_words(numbers: np.ndarray, count: int, key: int, first: int = 0) -> n
 
 
 def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """Permute ``[0, 2**bits)``. The halves may differ in width, as each round changes one of them in place."""
+    """Permute `[0, 2**bits)`. The halves may differ in width, as each round changes one of them in place."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -45,9 +45,9 @@ def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Images of ``indices`` (any shape, in [0, n), n up to 2^62) under the permutation that a 64-bit ``key`` selects.
+    """Images of `indices` (any shape, in [0, n), n up to 2^62) under the permutation that a 64-bit `key` selects.
 
-    Returns int64 of the same shape. Nothing of size ``n`` is stored: a Feistel network over the next power of two,
+    Returns int64 of the same shape. Nothing of size `n` is stored: a Feistel network over the next power of two,
     applied again to images outside the range (cycle walking).
     """
     given = np.asarray(indices)

@@ -24,10 +24,10 @@ NOTE = ".remote"
 
 
 def local_prefix(prefix: str, root: str | Path = "data") -> str:
-    """The prefix of a shard; for one on a store that of its copy below ``root``/remote, whose tokens stay there.
+    """The prefix of a shard; for one on a store that of its copy below `root`/remote, whose tokens stay there.
 
     Processes of a host share the copy; its files are fetched again where those of the store have changed. Raises
-    ``DataError``.
+    `DataError`.
     """
     if not is_url(prefix):
         return prefix
@@ -90,9 +90,9 @@ class RemoteTokens:
         return self._size // self._dtype.itemsize
 
     def windows(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``count`` tokens from each of ``starts`` int64 [n] on: [n, count] in the shard's dtype.
+        """`count` tokens from each of `starts` int64 [n] on: [n, count] in the shard's dtype.
 
-        Raises ``DataError`` where the object is shorter than it was.
+        Raises `DataError` where the object is shorter than it was.
         """
         begins = starts * self._dtype.itemsize
         ends = begins + count * self._dtype.itemsize

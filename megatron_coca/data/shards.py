@@ -1,4 +1,4 @@
-"""Shards: tokenized documents on disk as ``.bin``/``.idx`` pairs, in the format of Megatron and GPT-NeoX."""
+"""Shards: tokenized documents on disk as `.bin`/`.idx` pairs, in the format of Megatron and GPT-NeoX."""
 
 import copy
 import errno
@@ -70,7 +70,7 @@ class ShardHeader(NamedTuple):
 
 
 def read_header(prefix: str | Path) -> ShardHeader:
-    """Read the header of a shard. ``DataError`` for a file that is missing, of another format, truncated or empty."""
+    """Read the header of a shard. `DataError` for a file that is missing, of another format, truncated or empty."""
     bin_path, idx_path = shard_paths(prefix)
     remote = remote_size(bin_path)
     for path in (idx_path,) if remote is not None else (bin_path, idx_path):
@@ -109,9 +109,9 @@ def _bin_size(path: Path) -> int:
 
 
 def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
-    """Check that the documents fill the ``.bin`` file without gaps; return True if each of them is one sequence.
+    """Check that the documents fill the `.bin` file without gaps; return True if each of them is one sequence.
 
-    Raises ``DataError`` if they do not, or if the file differs in size from what the index records.
+    Raises `DataError` if they do not, or if the file differs in size from what the index records.
     """
     bin_path, idx_path = shard_paths(prefix)
     end = 0
@@ -142,7 +142,7 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
 
 
 def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
-    """Yield ``count`` numbers from byte ``offset`` on in blocks.
+    """Yield `count` numbers from byte `offset` on in blocks.
 
     Read, not mapped: mapped pages would count as memory of the process, and the format puts the numbers at odd
     addresses, where arithmetic is slow.
@@ -157,13 +157,13 @@ def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterato
 
 
 class Shard:
-    """A ``.bin``/``.idx`` pair, opened for reading and checked.
+    """A `.bin`/`.idx` pair, opened for reading and checked.
 
-    Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
-    only the size is checked: ``megatron-coca inspect verify`` finds altered tokens.
+    Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the `.bin` file
+    only the size is checked: `megatron-coca inspect verify` finds altered tokens.
 
-    ``prefix`` is the path of the pair without ``.bin`` and ``.idx``; ``labels`` is that of a shard with the same
-    documents, whose negative ids mark the tokens that no loss is computed for. Raises ``DataError`` if a file is
+    `prefix` is the path of the pair without `.bin` and `.idx`; `labels` is that of a shard with the same
+    documents, whose negative ids mark the tokens that no loss is computed for. Raises `DataError` if a file is
     missing, truncated, of another format, or the two do not belong together.
     """
 
@@ -206,7 +206,7 @@ class Shard:
         return np.array_equal(self.document_lengths(*every), other.document_lengths(*every))
 
     def part(self, first: int, last: int) -> Self:
-        """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
+        """Documents `first` to `last`, exclusive, as a shard of their own on the same memory map."""
         if not 0 <= first < last <= self.documents:
             raise DataError(
                 f"{self.prefix}: documents {first} to {last} are out of range; the shard has {self.documents}."
@@ -231,18 +231,18 @@ class Shard:
         return self.tokens(begin, end - begin)
 
     def document_lengths(self, first: int, last: int) -> np.ndarray:
-        """Tokens of documents ``first`` to ``last``, exclusive, each with its separator: int64 [last - first]."""
+        """Tokens of documents `first` to `last`, exclusive, each with its separator: int64 [last - first]."""
         self._check_size()
         return np.diff(self._document_starts(self._first_document + np.arange(first, last + 1)))
 
     def tokens(self, offset: int, count: int) -> np.ndarray:
-        """``count`` tokens from ``offset`` on, across documents: int64 [count], a copy."""
+        """`count` tokens from `offset` on, across documents: int64 [count], a copy."""
         if count < 0:
             raise DataError(f"{self.prefix}: {count} tokens cannot be read; give a count of at least 0.")
         return self.windows(np.array([offset]), count)[0].astype(np.int64)
 
     def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """``count`` tokens from each of ``offsets`` [n], across documents: [n, count] in the shard's dtype, a copy."""
+        """`count` tokens from each of `offsets` [n], across documents: [n, count] in the shard's dtype, a copy."""
         starts = self._within_file(offsets, count)
         if not count:
             return np.empty((len(starts), 0), dtype=self.dtype)
@@ -262,7 +262,7 @@ class Shard:
             self._map.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Mask of the document starts among ``count`` tokens from each of ``offsets`` [n] on: bool [n, count].
+        """Mask of the document starts among `count` tokens from each of `offsets` [n] on: bool [n, count].
 
         Read from the index: shards of other programs may have no separators.
         """
@@ -277,7 +277,7 @@ class Shard:
         return begins
 
     def _check_size(self) -> None:
-        """Raise ``DataError`` where a file was truncated since it was opened: reading beyond its end from the memory
+        """Raise `DataError` where a file was truncated since it was opened: reading beyond its end from the memory
         map would kill the process with SIGBUS. Two system calls per batch.
         """
         for path, mapped in zip(shard_paths(self.prefix), (self._map, self._index_map), strict=True):
@@ -288,7 +288,7 @@ class Shard:
                 )
 
     def _within_file(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Offsets in the file of offsets in this part, from which ``count`` tokens must lie in the part."""
+        """Offsets in the file of offsets in this part, from which `count` tokens must lie in the part."""
         outside = np.flatnonzero((offsets < 0) | (offsets + count > self.len_tokens))
         if outside.size:
             offset = int(offsets[outside[0]])
@@ -298,7 +298,7 @@ class Shard:
         return offsets + self._first_token
 
     def _document_offset(self, index: int) -> int:
-        """Offset in this part of a document, or of the end for ``index`` == ``documents``."""
+        """Offset in this part of a document, or of the end for `index` == `documents`."""
         return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
     def _document_starts(self, documents: np.ndarray) -> np.ndarray:
@@ -323,7 +323,7 @@ class Shard:
 
 
 def _token_map(path: Path, dtype: np.dtype) -> tuple[mmap.mmap | None, np.ndarray | RemoteTokens]:
-    """The map of a ``.bin`` file and the tokens in it; without a map those that a note of a store stands for."""
+    """The map of a `.bin` file and the tokens in it; without a map those that a note of a store stands for."""
     if remote_size(path) is not None:
         return None, RemoteTokens(path.with_name(path.name + NOTE), dtype)
     mapped = _mapped(path)
@@ -341,7 +341,7 @@ DIGEST_TOKENS = 4096
 
 
 def sampled_digest(shard: Shard) -> str:
-    """SHA-256 of tokens and document starts in ``DIGEST_WINDOWS`` windows spread evenly over a shard or its part.
+    """SHA-256 of tokens and document starts in `DIGEST_WINDOWS` windows spread evenly over a shard or its part.
 
     Reads at most 2 MB: another corpus differs, a change between the windows is not noticed. Independent of dtype, name
     and manifest.
@@ -360,15 +360,15 @@ _LENGTH = np.dtype("<i4")
 
 
 class ShardWriter:
-    """Appends documents to one shard, which can be read after ``finish``, byte for byte as megatron-core's builder.
+    """Appends documents to one shard, which can be read after `finish`, byte for byte as megatron-core's builder.
 
     Unlike that builder it keeps the document lengths in a temporary file, not in a Python list (gigabytes for 10^8
     documents).
 
     Args:
-        prefix: path of the pair without ``.bin`` and ``.idx``.
+        prefix: path of the pair without `.bin` and `.idx`.
         vocab_size: decides the dtype; ids at or above it are refused.
-        labels: write int32 labels, which may be ``MASKED``.
+        labels: write int32 labels, which may be `MASKED`.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int, labels: bool = False) -> None:
@@ -388,7 +388,7 @@ class ShardWriter:
     def extend(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents given as concatenated tokens and the length of each.
 
-        Raises ``DataError`` for an id outside the vocabulary, which the dtype could not hold.
+        Raises `DataError` for an id outside the vocabulary, which the dtype could not hold.
         """
         if tokens.size and (int(tokens.min()) < self._smallest or int(tokens.max()) >= self._vocab_size):
             raise DataError(f"{self._bin_path}: a token id lies outside the vocabulary of {self._vocab_size}.")

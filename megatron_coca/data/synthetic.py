@@ -193,7 +193,7 @@ class SyntheticSamples:
         seed: with `split` selects the samples.
         text: for `settings.text`, the filler.
 
-    Raises ``DataError`` if a sample has no room for the task.
+    Raises `DataError` if a sample has no room for the task.
     """
 
     shards, weights, first = (), (), 0
@@ -233,12 +233,12 @@ class SyntheticSamples:
         return f"synthetic task {self.settings.task}"
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "SyntheticSamples":
-        """Return the same samples, for numbers from ``first`` on."""
+        """Return the same samples, for numbers from `first` on."""
         later = type(self)(self.settings, self.seq_length, self.seed, self._split, self.text)
         later.first = first
         return later
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """The one source of ``n_samples`` samples, which are all new."""
+        """The one source of `n_samples` samples, which are all new."""
         name = f"synthetic {self.settings.task}"
         return [SourceShare(name, 1.0, n_samples, 1.0, n_samples * self.seq_length, 0.0)]

@@ -36,7 +36,7 @@ def verify_shards(entries: Sequence[ShardEntry], show: bool = False) -> list[Ver
     """Read all files of all shards and their tokenizers once; a fault in one does not stop the others.
 
     In a shard with a manifest every document must end with the separator, which finds an altered index. Raises
-    ``DataError`` for a damaged manifest.
+    `DataError` for a damaged manifest.
     """
     folders = {entry.prefix.parent: _verify_folder(entry.prefix.parent) for entry in entries}
     results = [result for result, _ in folders.values() if result.faults]
@@ -73,7 +73,7 @@ def _verify_folder(folder: Path) -> tuple[Verified, int | None]:
 
 
 def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bool) -> None:
-    """Check one shard, adding to ``result``. ``DataError`` for a shard that cannot be opened."""
+    """Check one shard, adding to `result`. `DataError` for a shard that cannot be opened."""
     shard = Shard(entry.prefix, entry.labels)
     result.tokens, path = shard.len_tokens, shard_paths(entry.prefix)[0]
     if entry.documents is not None and entry.sha256 is None:

@@ -290,7 +290,7 @@ def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
     return Activations(hidden / group + selected, group * (block - selected), ends)
 
 
-def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> float:
+def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
     """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size

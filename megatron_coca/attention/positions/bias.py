@@ -284,7 +284,7 @@ class LearnedBias(nn.Module, ABC):
     """
 
     @abstractmethod
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """Initialise the weights."""
 
     @abstractmethod
@@ -304,7 +304,7 @@ class HeadWeights(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """The initial value, and a bias of 0; draws nothing."""
         self.weight.fill_(self.initial)
         if self.bias is not None:
@@ -322,10 +322,10 @@ class _LearnedKerple(LearnedBias):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """p ~ U(0, 2) and a ~ U(0, 1), as the authors' code draws them."""
-        self.bias_p.uniform_(0, 2, generator=generator)
-        self.bias_a.uniform_(0, 1, generator=generator)
+        self.bias_p.uniform_(0, 2)
+        self.bias_a.uniform_(0, 1)
 
 
 class LearnedKerpleLog(_LearnedKerple):
@@ -361,11 +361,11 @@ class LearnedFire(LearnedBias):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """c = 0.1, a = 1, and weights uniform within 1 / sqrt(inputs), PyTorch's default, as in the authors' code."""
         for weights in (self.hidden_weight, self.hidden_bias):
-            weights.uniform_(-1.0, 1.0, generator=generator)
-        self.output_weight.uniform_(-(FIRE_WIDTH**-0.5), FIRE_WIDTH**-0.5, generator=generator)
+            weights.uniform_(-1.0, 1.0)
+        self.output_weight.uniform_(-(FIRE_WIDTH**-0.5), FIRE_WIDTH**-0.5)
         self.c.fill_(0.1)
         self.a.fill_(1.0)
 
@@ -392,9 +392,9 @@ class LearnedBuckets(LearnedBias):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """Xavier-normal: standard deviation sqrt(2 / (buckets + heads))."""
-        nn.init.xavier_normal_(self.weight, generator=generator)
+        nn.init.xavier_normal_(self.weight)
 
     def forward(self) -> Tensor:
         """The table, multiplied by sqrt(head_dim), [heads, buckets]."""

@@ -47,10 +47,10 @@ class Clex(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """`up` uniform within 1/sqrt(dim), `down` zero, as the authors draw them: training starts at NTK-aware."""
         bound = 1 / math.sqrt(self.dim)
-        self.up.uniform_(-bound, bound, generator=generator)
+        self.up.uniform_(-bound, bound)
         self.down.zero_()
 
     def factor_for(self, length: int) -> int:

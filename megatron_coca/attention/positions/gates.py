@@ -38,9 +38,9 @@ class HeadGates(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """Normal weights and a bias of 0, as in both papers' code: gates begin near 1/2."""
-        self.projection.weight.normal_(0.0, self._std, generator=generator)
+        self.projection.weight.normal_(0.0, self._std)
         self.projection.bias.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:

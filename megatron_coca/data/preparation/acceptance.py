@@ -15,7 +15,7 @@ EARLY_PASSAGES, EARLY_FACTOR = 64, 5.0
 
 
 def check_tokenizer(name: str, sample: Sample, tokenizer: Tokenizer, rules: Rules, factor: float = 1.0) -> None:
-    """``DataError`` if a tokenizer loses text of the source ``name``, unless the rules accept that."""
+    """`DataError` if a tokenizer loses text of the source `name`, unless the rules accept that."""
     if not rules.accept_tokenizer and (loss := sample.loss(tokenizer.vocab_size, factor)):
         raise DataError(
             f"{name}: the tokenizer ({tokenizer.tokenizer_type}) loses text: {loss}. Use one with byte fallback and "
@@ -41,7 +41,7 @@ class Watch:
         self._found = [_SoFar() for _ in sources]
 
     def see(self, number: int, documents: int, problems: ReadingProblems, sample: Sample) -> None:
-        """Count a chunk of source ``number``. ``DataError`` if nearly everything so far is faulty or lost."""
+        """Count a chunk of source `number`. `DataError` if nearly everything so far is faulty or lost."""
         source, found = self._sources[number], self._found[number]
         found.documents += documents
         found.problems.merge(problems)

@@ -1,6 +1,6 @@
 """Blocks: consecutive units of a corpus, or pieces of a large one, tokenized by any process of any host.
 
-A block is a zip file in ``.<output>.blocks``, complete or absent, with the tokenized chunks of its units. Its name is a
+A block is a zip file in `.<output>.blocks`, complete or absent, with the tokenized chunks of its units. Its name is a
 digest of all that its content depends on: settings, tokenizer, units. So a preparation that was killed resumes behind
 the blocks that are made, and one whose files or settings have changed makes those again that depend on them.
 """
@@ -82,9 +82,9 @@ def _digest(content: object) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block holds: the ``units``, or a piece of one.
+    """What a block holds: the `units`, or a piece of one.
 
-    The piece has the chunks that begin at ``begin`` or later and before ``end``, in bytes on disk as in ``Chunk.read``.
+    The piece has the chunks that begin at `begin` or later and before `end`, in bytes on disk as in `Chunk.read`.
     """
 
     units: range
@@ -120,7 +120,7 @@ class ChunkStream:
         self._damage: DataError | None = None
 
     def piece(self, block: Block) -> Iterator[Chunk]:
-        """Yield the chunks of a piece, which must not be before the last one. ``DataError`` where the unit is damaged,
+        """Yield the chunks of a piece, which must not be before the last one. `DataError` where the unit is damaged,
         also for the pieces behind that.
         """
         if self._damage is not None:
@@ -147,14 +147,14 @@ class Blocks:
     Args:
         sources, inputs, rules: of the preparation.
         output: the folder that is prepared; the blocks are beside it, on storage that all hosts share.
-        tokenizer: as for ``prepare``.
-        settings: from ``settings_of``.
+        tokenizer: as for `prepare`.
+        settings: from `settings_of`.
 
     Attributes:
         tokenizer: of the preparation, without a set time.
         chat_time: the time of all chats, in ISO 8601; None if their template does not ask for it.
 
-    Raises ``DataError`` for chats without a template.
+    Raises `DataError` for chats without a template.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Blocks:
     def make(self, numbers: Sequence[int], execution: Execution) -> None:
         """Tokenize blocks, in order; a large unit is read once for all its pieces.
 
-        Raises ``DataError`` as ``prepare`` does; for damaged files after the other blocks are made, with all reasons.
+        Raises `DataError` as `prepare` does; for damaged files after the other blocks are made, with all reasons.
         """
         if not numbers:
             return
@@ -269,7 +269,7 @@ class Blocks:
     def _tokenized(
         self, numbers: Sequence[int], pool: Pool
     ) -> Iterator[tuple[int, int, TokenizedChunk | DataError | None]]:
-        """As ``_chunks``, with the chunks tokenized; as many as the pool takes are in progress at once."""
+        """As `_chunks`, with the chunks tokenized; as many as the pool takes are in progress at once."""
         waiting: deque[tuple[int, int, Callable[[], TokenizedChunk | DataError | None]]] = deque()
         watch = Watch(self._sources, self.tokenizer, self._rules)
 
@@ -323,28 +323,26 @@ class Blocks:
         return ""
 
     def read(self, number: int) -> Iterator[tuple[int, TokenizedChunk]]:
-        """Yield (unit, chunk) of a block in order. ``DataError`` for a damaged block."""
-        path, units = self._paths[number], self._blocks[number].units
+        """Yield (unit, chunk) of a block in order. `DataError` for a damaged block."""
+        path, first = self._paths[number], self._blocks[number].units.start
         try:
             with zipfile.ZipFile(path) as file:
-                if file.comment not in (b"", path.name.encode()):  # earlier versions wrote none
+                if file.comment != path.name.encode():
                     raise ValueError(f"it is a copy of {file.comment.decode(errors='replace')}")
                 for name in file.namelist():
-                    unit = units.start + int(name.partition("/")[0])
-                    if unit not in units:
-                        raise ValueError("it is a copy of another block")
+                    unit = first + int(name.partition("/")[0])
                     yield unit, _decoded(file.read(name))  # checks the CRC
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: cannot be read ({error}). Remove this file; it is made again.") from error
 
 
 def blocks_folder(output: Path) -> Path:
-    """The folder of the blocks of ``output``."""
+    """The folder of the blocks of `output`."""
     return output.with_name(f".{output.name}.blocks")
 
 
 def remove_blocks(output: Path, unused: bool = False) -> None:
-    """Remove the blocks of ``output``; with ``unused`` only a folder in which none is made or in progress."""
+    """Remove the blocks of `output`; with `unused` only a folder in which none is made or in progress."""
     folder = blocks_folder(output)
     if not (unused and any(folder.glob("*.block*"))):
         shutil.rmtree(folder, ignore_errors=True)

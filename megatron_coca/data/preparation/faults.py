@@ -28,9 +28,9 @@ REMEDIES = {
 
 
 def check_faults(name: str, documents: int, problems: ReadingProblems, most: float, early: bool = False) -> None:
-    """``DataError`` if more than the share ``most`` of the records of source ``name`` is faulty.
+    """`DataError` if more than the share `most` of the records of source `name` is faulty.
 
-    ``documents`` counts the usable records. With ``early``, before all is read, nearly all so far must be faulty.
+    `documents` counts the usable records. With `early`, before all is read, nearly all so far must be faulty.
     """
     faulty = sum(count for kind, count in problems.counts.items() if kind not in NOT_COUNTED)
     records = documents + problems.total + problems.filtered.total()

@@ -1,4 +1,4 @@
-"""Files that describe prepared shards: ``manifest.json`` (what was read and written) and ``data.yml`` (data keys)."""
+"""Files that describe prepared shards: `manifest.json` (what was read and written) and `data.yml` (data keys)."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 @dataclass(frozen=True)
 class ShardState:
-    """A written shard: number of its source, set, split, and its size; ``bytes`` are of the text."""
+    """A written shard: number of its source, set, split, and its size; `bytes` are of the text."""
 
     source: int
     part: str
@@ -59,7 +59,7 @@ def build_manifest(
     findings: Sequence[Findings],
     folder: Path,
 ) -> dict[str, Any]:
-    """The manifest of finished shards in ``folder``; checks and hashes all of them."""
+    """The manifest of finished shards in `folder`; checks and hashes all of them."""
     entries: dict[tuple[int, str], dict[str, Any]] = {}
     for shard in shards:
         spec = sources[shard.source].spec
@@ -119,7 +119,7 @@ def _sha256(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest that ``prepare`` wrote. ``DataError`` where it is missing, damaged or of another format."""
+    """The manifest that `prepare` wrote. `DataError` where it is missing, damaged or of another format."""
     try:
         manifest = json.loads(read_regular(path))
         version_read = manifest["format"]
@@ -137,7 +137,7 @@ def write_run_config(
     entries: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write ``data.yml`` into ``folder``, which will be ``final``, with paths relative to it.
+    """Write `data.yml` into `folder`, which will be `final`, with paths relative to it.
 
     A split without documents has no shards; no split replaces another.
     """

@@ -16,7 +16,7 @@ from megatron_coca.data.readers.source import ReadingProblems, ReadUnit, SourceS
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
-"""The largest ``SourceSpec.max_record_mib``: larger records do not fit an index of 32-bit lengths."""
+"""The largest `SourceSpec.max_record_mib`: larger records do not fit an index of 32-bit lengths."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class CorpusSource:
         spec: its files and how they are read.
         weight: share of the training tokens, relative to the other sources; None counts by tokens.
         set_weights: relative weights of its sets, for a source that is divided into them.
-        duplicates: drop documents whose text occurred before (``exact``), or none (``keep``).
+        duplicates: drop documents whose text occurred before (`exact`), or none (`keep`).
         fraction: of the documents, chosen by a hash of their text.
         split: put all documents into one split instead of splitting by the hash of their key.
         max_faulty: the largest share of records that may be faulty.
@@ -78,7 +78,7 @@ def hash_fraction(key: str) -> float:
 
 
 def split_of(key: str, rules: Rules) -> str:
-    """The split of a document: "test" below ``test_fraction``, then "valid", else "train"."""
+    """The split of a document: "test" below `test_fraction`, then "valid", else "train"."""
     fraction = hash_fraction(key)
     if fraction < rules.test_fraction:
         return "test"
@@ -86,7 +86,7 @@ def split_of(key: str, rules: Rules) -> str:
 
 
 def shard_name(source: str, part: str, split: str) -> str:
-    """Name of a shard's files: the source, the set in lower case with ``-`` for all but letters and digits, the split.
+    """Name of a shard's files: the source, the set in lower case with `-` for all but letters and digits, the split.
 
     >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
     ('pile_openwebtext2_train', 'pile_pubmed-central_test')
@@ -101,7 +101,7 @@ def has_labels(source: CorpusSource) -> bool:
 
 
 def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
-    """Raise ``DataError`` for sources and rules that cannot be prepared."""
+    """Raise `DataError` for sources and rules that cannot be prepared."""
     names = [source.spec.name for source in sources]
     if not names or len(set(names)) != len(names):
         raise DataError(f"Sources need unique names; given are {names}.")
@@ -153,7 +153,7 @@ class Inputs:
 
 
 def find_inputs(sources: Sequence[CorpusSource]) -> Inputs:
-    """List the inputs of the sources. ``DataError`` for a path that is missing or unreadable."""
+    """List the inputs of the sources. `DataError` for a path that is missing or unreadable."""
     readers = [open_reader(source.spec) for source in sources]
     units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
     return Inputs(units, [reader.unread() for reader in readers])
@@ -164,10 +164,10 @@ PARSED_BYTES = 1 << 30
 
 
 def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: int) -> Iterator[str]:
-    """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
+    """Yield about `characters` characters of training text, an equal share per source, or all text if it is less.
 
     The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
-    preparation reads the same files. Raises ``DataError`` for a source without one usable document or with too many
+    preparation reads the same files. Raises `DataError` for a source without one usable document or with too many
     faulty records, where everything is held out, and for a file that is damaged or changes.
     """
     held_out = True

@@ -38,7 +38,7 @@ class _Strict(BaseModel):
 
 
 _UNCHANGED = ("reader", "fields", "documents", "filters", "options", "max_record_mib", "messages")
-"""Keys of a source that a ``SourceSpec`` has too."""
+"""Keys of a source that a `SourceSpec` has too."""
 
 
 class _Source(_Strict):
@@ -59,7 +59,7 @@ class _Source(_Strict):
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
     def resolve(self, name: str, root: Path | str) -> CorpusSource:
-        """The source with its paths below ``root``, a folder or a URL; patterns become what they match."""
+        """The source with its paths below `root`, a folder or a URL; patterns become what they match."""
         paths: list[Path | str] = []
         for text in self.paths:
             path = joined(root, text)
@@ -124,9 +124,9 @@ class _Recipe(_Strict):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with its paths resolved; files of a tokenizer are local, where ``root`` is a URL too.
+    """A recipe with its paths resolved; files of a tokenizer are local, where `root` is a URL too.
 
-    ``tokenizer`` has the arguments of ``load_tokenizer``; it or ``training`` is None.
+    `tokenizer` has the arguments of `load_tokenizer`; it or `training` is None.
     """
 
     sources: list[CorpusSource]
@@ -140,7 +140,7 @@ class Recipe:
 
 
 def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
-    """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every wrong key."""
+    """Read a recipe; `root` replaces its own. Raises `DataError` that names every wrong key."""
     try:
         values = read_yaml(Path(path))
     except OSError as error:
@@ -153,7 +153,7 @@ def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
 
 
 def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> Recipe:
-    """The recipe of the keys of a file, which ``place`` names in errors. Raises as ``read_recipe``."""
+    """The recipe of the keys of a file, which `place` names in errors. Raises as `read_recipe`."""
     try:
         recipe = _Recipe.model_validate(values)
     except ValidationError as error:

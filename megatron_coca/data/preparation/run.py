@@ -41,12 +41,12 @@ def prepare(
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Path:
-    """Tokenize ``sources`` into ``<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}``.
+    """Tokenize `sources` into `<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}`.
 
-    The folder also gets the tokenizer, ``manifest.json`` and ``data.yml``, the data keys of a run. Every document ends
-    with ``tokenizer.eod``. The result depends neither on ``execution`` nor on interruptions.
+    The folder also gets the tokenizer, `manifest.json` and `data.yml`, the data keys of a run. Every document ends
+    with `tokenizer.eod`. The result depends neither on `execution` nor on interruptions.
 
-    The tokenized blocks are kept in ``.<output>.blocks`` until the folder is complete, which appears at once; the same
+    The tokenized blocks are kept in `.<output>.blocks` until the folder is complete, which appears at once; the same
     call after a kill or an error resumes with them.
 
     Args:
@@ -57,8 +57,8 @@ def prepare(
         execution: settings without effect on the result.
         notes: further settings that decide the result, such as those of the tokenizer's training.
 
-    Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document or
-    too many faulty records, the tokenizer loses text, a file is damaged or changes, ``output`` exists or cannot be
+    Returns the path of `manifest.json`. Raises `DataError` if a path is missing, a source has no usable document or
+    too many faulty records, the tokenizer loses text, a file is damaged or changes, `output` exists or cannot be
     written, or another process is preparing it.
     """
     rules, execution = rules or Rules(), execution or Execution()
@@ -100,8 +100,8 @@ def prepare_part(
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
 ) -> str:
-    """Make every block of ``prepare`` whose number leaves ``part`` when divided by ``parts``; return how many there
-    are. Raises ``DataError`` as ``prepare``.
+    """Make every block of `prepare` whose number leaves `part` when divided by `parts`; return how many there
+    are. Raises `DataError` as `prepare`.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -115,7 +115,7 @@ def prepare_part(
 
 @contextmanager
 def _work_is_kept(output: Path) -> Iterator[None]:
-    """Raise ``DataError`` for a full or unwritable disk, with the place of the work so far."""
+    """Raise `DataError` for a full or unwritable disk, with the place of the work so far."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -199,7 +199,7 @@ class Outputs:
         self._bytes = Counter[tuple[int, str, str]]()
 
     def write(self, source: int, chunk: TokenizedChunk, kept: np.ndarray) -> None:
-        """Append the ``kept`` (bool [documents]) documents of a chunk."""
+        """Append the `kept` (bool [documents]) documents of a chunk."""
         for number, (part, split) in enumerate(chunk.targets):
             chosen = kept & (chunk.target == number)
             if not chosen.any():

@@ -37,14 +37,14 @@ class TokenizedChunk:
 
     Attributes:
         targets: the (set, split) pairs that occur; each is one shard.
-        target: index into ``targets`` of each document, int64 [documents].
+        target: index into `targets` of each document, int64 [documents].
         lengths: tokens of each document with its separator, int32 [documents].
         text_bytes: UTF-8 bytes of each document, int64 [documents].
         tokens: of all documents, concatenated, in the dtype of the shard.
         digests: BLAKE2b of each text, uint8 [documents, 16].
         sets: the sets that occur.
         problems: unusable and filtered records.
-        read: ``Chunk.read``.
+        read: `Chunk.read`.
         labels: of all tokens, int32 as in a label shard; None if every token counts in the loss.
         sample: what the tokenizer lost of passages of the documents.
     """
@@ -80,7 +80,7 @@ class ChunkTokenizer:
         self._start = [] if (start := tokenizer.trained_start) is None else [start]
 
     def tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
-        """Tokenize a chunk of source ``number``."""
+        """Tokenize a chunk of source `number`."""
         source, problems = self._sources[number], ReadingProblems(self._rules.strict)
         documents: list[Document] = []
         for document in self._readers[number].documents(chunk, problems):
@@ -128,7 +128,7 @@ class ChunkTokenizer:
     def _chats(
         self, documents: Sequence[Document], counted: str, problems: ReadingProblems
     ) -> tuple[list[Document], list[Tokenized]]:
-        """The documents whose messages the template takes, and their tokens; the others go to ``problems``."""
+        """The documents whose messages the template takes, and their tokens; the others go to `problems`."""
         kept, done = [], []
         for document in documents:
             try:
@@ -175,7 +175,7 @@ def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
 
 
 class Pool:
-    """``workers`` processes, or this one with 0. A context manager. ``tokenizer`` is the folder where it is saved."""
+    """`workers` processes, or this one with 0. A context manager. `tokenizer` is the folder where it is saved."""
 
     def __init__(self, workers: int, sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
         self.in_flight = IN_FLIGHT * workers

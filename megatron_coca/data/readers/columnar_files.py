@@ -17,7 +17,7 @@ from megatron_coca.data.readers.streams import TooLong
 Choose = Callable[[list[str]], list[str]]
 """Selects the needed ones of a table's columns."""
 Batches = Iterator[tuple[Any, int]]
-"""(``pyarrow.RecordBatch``, bytes of the file read so far)."""
+"""(`pyarrow.RecordBatch`, bytes of the file read so far)."""
 
 _READ_AHEAD = 1 << 20  # bytes per column; without it pyarrow loads the whole column of a row group
 _FILE_MAGIC = b"ARROW1"
@@ -25,7 +25,7 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read a parquet file, about ``size`` bytes at a time, regardless of its row groups. ``DataError`` if it is
+    """Read a parquet file, about `size` bytes at a time, regardless of its row groups. `DataError` if it is
     damaged.
     """
     from pyarrow import parquet
@@ -47,7 +47,7 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
 
 
 def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read the record batches of an Arrow file or stream (as of ``datasets``). ``DataError`` if it is damaged."""
+    """Read the record batches of an Arrow file or stream (as of `datasets`). `DataError` if it is damaged."""
     import pyarrow as arrow
 
     # Not memory-mapped: mapped pages count as memory of this process.
@@ -75,9 +75,9 @@ TABLE_FORMATS: dict[str, Callable[[Path, Choose, int], Batches]] = {
 
 
 def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | TooLong]]:
-    """Cut a batch into (rows, bytes for ``table_rows``) of about ``size`` bytes.
+    """Cut a batch into (rows, bytes for `table_rows`) of about `size` bytes.
 
-    A row of more than ``limit`` bytes is given as its length alone.
+    A row of more than `limit` bytes is given as its length alone.
     """
     import pyarrow as arrow
 
@@ -114,7 +114,7 @@ def _text_lengths(column: Any) -> np.ndarray | None:
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-    """Yield ("path:number", row) of a packed batch, numbered from ``chunk.first``."""
+    """Yield ("path:number", row) of a packed batch, numbered from `chunk.first`."""
     from pyarrow import ipc
 
     batch = ipc.open_stream(chunk.payload).read_next_batch()

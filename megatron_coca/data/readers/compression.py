@@ -16,7 +16,7 @@ FEED = 512
 it is 16 MiB at most. Larger values are not faster.
 """
 WINDOW = 1 << 31
-"""Maximum window in bytes of a zstd frame, that of ``zstd --long=31``."""
+"""Maximum window in bytes of a zstd frame, that of `zstd --long=31`."""
 
 
 CONTENT_BYTES = 1 << 16
@@ -28,9 +28,9 @@ class Compression(NamedTuple):
 
     Attributes:
         name: for messages.
-        decoder: makes an object for one frame (gzip: member; bzip2, xz: stream) like ``bz2.BZ2Decompressor``, with
-            ``decompress``, ``eof`` and ``unused_data``.
-        error: exception of ``decompress`` for damaged data.
+        decoder: makes an object for one frame (gzip: member; bzip2, xz: stream) like `bz2.BZ2Decompressor`, with
+            `decompress`, `eof` and `unused_data`.
+        error: exception of `decompress` for damaged data.
     """
 
     name: str
@@ -50,10 +50,10 @@ COMPRESSIONS: dict[str, Compression] = {
 
 
 def decompressed(place: str, blocks: Iterable[bytes], kind: Compression, size: int) -> Iterator[bytes]:
-    """Decompress ``blocks`` into blocks of at most ``size`` bytes.
+    """Decompress `blocks` into blocks of at most `size` bytes.
 
-    Frames may follow one another, as ``pzstd``, ``pigz``, ``pbzip2`` and ``cat`` write them; zeros between and after
-    them are padding. Raises ``DataError`` for damaged data, or an end inside a frame.
+    Frames may follow one another, as `pzstd`, `pigz`, `pbzip2` and `cat` write them; zeros between and after
+    them are padding. Raises `DataError` for damaged data, or an end inside a frame.
     """
     decoder, frames = None, 0
     for data in (block[start : start + FEED] for block in blocks for start in range(0, len(block), FEED)):
@@ -85,7 +85,7 @@ class _Archive(tarfile.TarFile):
 
 
 class _Header(tarfile.TarInfo):
-    """Raises for a damaged or missing header, which ``tarfile`` takes for the end of the archive."""
+    """Raises for a damaged or missing header, which `tarfile` takes for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: _Archive) -> Self:  # type: ignore[override]
@@ -103,13 +103,13 @@ class _Header(tarfile.TarInfo):
 
 
 class _BlockFile:
-    """File object over ``blocks`` for ``tarfile``, which reads it forwards."""
+    """File object over `blocks` for `tarfile`, which reads it forwards."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._block, self._used = blocks, b"", 0
 
     def read(self, size: int) -> bytes:
-        """The next available bytes, at most ``size``; empty at the end."""
+        """The next available bytes, at most `size`; empty at the end."""
         if self._used == len(self._block):
             self._block, self._used = next(self._blocks, b""), 0
         taken = self._block[self._used : self._used + size]
@@ -118,7 +118,7 @@ class _BlockFile:
 
 
 def _content(place: str, stream: Any, size: int) -> Iterator[bytes]:
-    """Yield the ``size`` bytes of one file in an archive in blocks. ``DataError`` if the archive ends inside it."""
+    """Yield the `size` bytes of one file in an archive in blocks. `DataError` if the archive ends inside it."""
     while size:
         block = stream.read(min(size, CONTENT_BYTES))
         if not block:
@@ -131,7 +131,7 @@ def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Iterator
     """Yield (name, content) of all members of a tar archive except folders; content is None for links and devices.
 
     Content that is not read before the next member is requested is skipped. Concatenated archives are read as one.
-    Raises ``DataError`` for a damaged header, or an archive without its end.
+    Raises `DataError` for a damaged header, or an archive without its end.
     """
     try:
         # backslashreplace: undecodable names must not break reports; ignore_zeros: read past the first end mark.

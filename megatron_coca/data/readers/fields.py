@@ -39,7 +39,7 @@ def language_of_path(path: str) -> str | None:
 
 
 def language_of_script(text: str) -> str | None:
-    """Language of a script by its first line (``#!/usr/bin/env python3``); None if unknown."""
+    """Language of a script by its first line (`#!/usr/bin/env python3`); None if unknown."""
     if not text.startswith("#!"):
         return None
     words = text[2:].partition("\n")[0][:200].split()
@@ -116,7 +116,7 @@ def admit(text: str, facts: Facts, filters: Filters) -> str | None:
 
 
 def size_reason(size: int, filters: Filters) -> str | None:
-    """Reason to leave out a record of ``size`` bytes; None to keep it."""
+    """Reason to leave out a record of `size` bytes; None to keep it."""
     too_large = filters.max_bytes is not None and size > filters.max_bytes
     return f"larger than {filters.max_bytes} bytes" if too_large else None
 
@@ -169,7 +169,7 @@ NAME_IT = "Name the field of the text: --text-field NAME, or `fields: {text: NAM
 
 
 class Fields:
-    """Turns the records of a source into documents. Raises ``DataError`` if ``spec.fields`` names an unknown field."""
+    """Turns the records of a source into documents. Raises `DataError` if `spec.fields` names an unknown field."""
 
     def __init__(self, spec: SourceSpec) -> None:
         if unknown := sorted(set(spec.fields) - set(DEFAULTS)):
@@ -180,7 +180,7 @@ class Fields:
         self._filters = spec.filters if spec.filters != Filters() else None
 
     def documents(self, rows: Iterable[tuple[str, Row]], problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of (place, record) pairs; report the other records to ``problems``."""
+        """Yield the documents of (place, record) pairs; report the other records to `problems`."""
         for place, row in rows:
             try:
                 set_name = self._set(row) if self._sets or self._divide else ""
@@ -196,7 +196,7 @@ class Fields:
                 yield document
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """The needed ones of a table's columns. ``DataError`` if none holds the text."""
+        """The needed ones of a table's columns. `DataError` if none holds the text."""
         needed = [self._content, "key", "repository"]
         needed += ["tools"] if self._content == "messages" else []
         if self._sets or self._divide:
@@ -238,7 +238,7 @@ class Fields:
         return _valid(text)
 
     def _chat(self, row: Row) -> str:
-        """The messages and tools of a chat as JSON; ``from`` and ``value`` become ``role`` and ``content``."""
+        """The messages and tools of a chat as JSON; `from` and `value` become `role` and `content`."""
         messages, tools = self._look_up(row, "messages"), self._look_up(row, "tools")
         if messages is None:
             raise _missing(row, self._paths["messages"][0])
@@ -303,7 +303,7 @@ def _missing(row: Row, path: str, hint: str = "") -> RejectedRecord:
 
 
 def _valid(text: str) -> str:
-    """``text`` if it can be encoded in UTF-8: JSON's escapes can spell halves of a surrogate pair."""
+    """`text` if it can be encoded in UTF-8: JSON's escapes can spell halves of a surrogate pair."""
     try:
         _ = text.isascii() or text.encode()
     except UnicodeEncodeError as error:

@@ -28,21 +28,21 @@ from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingPr
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.support.remote_files import is_url
 
-_UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason
+_UNREAD, _TOO_LONG = "unread", "too long"  # forms of a `TypedChunk` without records: its payload is the reason
 
 
 class TypedChunk(NamedTuple):
-    """Records of one file in one format; ``chunk.read`` is not used."""
+    """Records of one file in one format; `chunk.read` is not used."""
 
     form: str
     chunk: Chunk
 
 
 class FileReader(Reader):
-    """Reads the files and folders in ``spec.paths``.
+    """Reads the files and folders in `spec.paths`.
 
-    A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive,
-    about ``block`` bytes of records. Raises ``DataError`` if ``spec`` has unknown fields or documents, or keys that
+    A chunk's payload is a tuple of `TypedChunk`: one from a large file, or many from the small files of an archive,
+    about `block` bytes of records. Raises `DataError` if `spec` has unknown fields or documents, or keys that
     this reader does not use.
     """
 
@@ -55,7 +55,7 @@ class FileReader(Reader):
         self._formats: dict[str, StreamFormat] = {**FORMATS, **dict.fromkeys(TEXT_SUFFIXES, text_format)}
 
     def units(self) -> list[ReadUnit]:
-        """List the files. ``DataError`` for a path that is missing, of unknown type, or listed twice."""
+        """List the files. `DataError` for a path that is missing, of unknown type, or listed twice."""
         files = corpus_files(self.spec.paths)
         for file, times in Counter(files).items():
             if times > 1:
@@ -65,7 +65,7 @@ class FileReader(Reader):
         return [file_unit(file) for file in files]
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a file, in the order of its records. ``DataError`` where it is damaged."""
+        """Cut a file, in the order of its records. `DataError` where it is damaged."""
         kind, path, sent = kind_of(unit.path), unit.path, 0
         if kind is None:
             raise DataError(f"{path}: {unknown_type(Path(path).name)}")
@@ -95,7 +95,7 @@ class FileReader(Reader):
         return unread_files(self.spec.paths)
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
-        """Records of a file, of which the first is ``number`` (0: the file is one record), or one that is too long."""
+        """Records of a file, of which the first is `number` (0: the file is one record), or one that is too long."""
         if isinstance(records, TooLong):
             hint = "write one JSON object per line, read text by line, or raise it"
             records = f"{records.length:,} bytes, more than max_record_mib: {self.spec.max_record_mib}; {hint}"
@@ -126,7 +126,7 @@ class FileReader(Reader):
             yield tuple(payload), raw.tell()
 
     def _typed_chunks(self, place: str, kind: FileKind, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
-        """Cut a file, or a file in an archive, or the files in it. ``DataError`` where it is damaged."""
+        """Cut a file, or a file in an archive, or the files in it. `DataError` where it is damaged."""
         if kind.compression:
             blocks = decompressed(place, blocks, COMPRESSIONS[kind.compression], self._block)
         return self._archived(place, blocks) if kind.form == ARCHIVE else self._records(place, kind.form, blocks)
@@ -158,7 +158,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def file_unit(file: Path | str) -> ReadUnit:
-    """The unit of a file or object in its present state. ``DataError`` if it is missing or not a regular file."""
+    """The unit of a file or object in its present state. `DataError` if it is missing or not a regular file."""
     if is_url(file):
         return remote_unit(str(file))
     try:
@@ -173,7 +173,7 @@ def file_unit(file: Path | str) -> ReadUnit:
 def read_documents(path: Path | str, problems: ReadingProblems | None = None) -> Iterator[Document]:
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
-    ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,
+    `problems` gets the unusable records; without it the first one raises. Raises `DataError` for a missing,
     unreadable, damaged or unknown file, and at the end of one that changed while it was read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems

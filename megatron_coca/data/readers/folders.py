@@ -45,8 +45,8 @@ class FileKind:
     """Format of a file, from its name.
 
     Attributes:
-        form: suffix of the content: of ``FORMATS``, ``TEXT_SUFFIXES``, ``TABLE_FORMATS``, or ``ARCHIVE``.
-        compression: a suffix of ``COMPRESSIONS``, or empty.
+        form: suffix of the content: of `FORMATS`, `TEXT_SUFFIXES`, `TABLE_FORMATS`, or `ARCHIVE`.
+        compression: a suffix of `COMPRESSIONS`, or empty.
     """
 
     form: str
@@ -104,25 +104,25 @@ def _ending(name: str) -> str:
 def corpus_files(paths: Sequence[Path | str]) -> list[Path | str]:
     """Resolve paths and URLs to files and objects: a folder to its readable files in sorted order.
 
-    Hidden files and folders and links to folders are skipped. A folder saved by ``datasets`` resolves to the
-    files in its ``state.json``. Raises ``DataError`` for a missing path, a file of an unknown type, and a folder that
+    Hidden files and folders and links to folders are skipped. A folder saved by `datasets` resolves to the
+    files in its `state.json`. Raises `DataError` for a missing path, a file of an unknown type, and a folder that
     cannot be read, holds no readable file, or was saved with several splits.
     """
     return [file for path in paths for file in _listed(path)[0]]
 
 
 def unread_files(paths: Sequence[Path | str]) -> Counter[str]:
-    """Counts of the files in the folders among ``paths`` that ``corpus_files`` skips, by reason."""
+    """Counts of the files in the folders among `paths` that `corpus_files` skips, by reason."""
     return sum((_listed(path)[1] for path in paths), Counter[str]())
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """True if ``datasets`` saved one data set in this folder."""
+    """True if `datasets` saved one data set in this folder."""
     return all((folder / name).is_file() for name in _SAVED)
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Splits that ``datasets`` saved in this folder; none if it is no ``DatasetDict``."""
+    """Splits that `datasets` saved in this folder; none if it is no `DatasetDict`."""
     listing = folder / _SPLITS
     if not listing.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Reader of Hugging Face data sets: saved on disk, in folders of data files, or on the Hub, with ``datasets``."""
+"""Reader of Hugging Face data sets: saved on disk, in folders of data files, or on the Hub, with `datasets`."""
 
 import contextlib
 import hashlib
@@ -22,12 +22,12 @@ _FORM = ".arrow"
 
 
 class HuggingFaceReader(Reader):
-    """Reads one split of a data set with the ``datasets`` library.
+    """Reads one split of a data set with the `datasets` library.
 
-    ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
-    of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
-    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub. Raises ``DataError`` for an unknown
-    option, a key that this reader does not use, and as ``FileReader``.
+    `spec.paths` are folders written by `save_to_disk` (their Arrow files are read directly), other folders or files
+    of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. `spec.options`:
+    `name` of the configuration, `split` (train), `revision` on the Hub. Raises `DataError` for an unknown
+    option, a key that this reader does not use, and as `FileReader`.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -41,7 +41,7 @@ class HuggingFaceReader(Reader):
     def units(self) -> list[ReadUnit]:
         """List the Arrow files of saved data sets, and every other path as one unit of size 0.
 
-        ``DataError`` for a folder without this split, a name that is neither on disk nor on the Hub, and no network.
+        `DataError` for a folder without this split, a name that is neither on disk nor on the Hub, and no network.
         """
         units = []
         for name in map(str, self.spec.paths):
@@ -70,7 +70,7 @@ class HuggingFaceReader(Reader):
         return file_unit(path).stamp if unit.size else _stamp(path)
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut an Arrow file, or stream a data set. ``DataError`` if reading fails."""
+        """Cut an Arrow file, or stream a data set. `DataError` if reading fails."""
         if Path(unit.path).is_file() and unit.size:
             yield from self._files.chunks(unit)
             return

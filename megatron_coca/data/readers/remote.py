@@ -46,7 +46,7 @@ def matching(url: str) -> list[str]:
 
 
 def remote_unit(url: str) -> ReadUnit:
-    """The unit of an object in its present state. ``DataError`` if there is none."""
+    """The unit of an object in its present state. `DataError` if there is none."""
     files, name = opened(url)
     facts = files.facts(name)
     if facts is None:
@@ -56,7 +56,7 @@ def remote_unit(url: str) -> ReadUnit:
 
 @contextlib.contextmanager
 def local_input(path: str) -> Iterator[Path]:
-    """The file to read: an object is downloaded to a temporary folder. ``DataError`` where it cannot be."""
+    """The file to read: an object is downloaded to a temporary folder. `DataError` where it cannot be."""
     if not is_url(path):
         yield Path(path)
         return

@@ -1,7 +1,7 @@
 """Reader of folders of repositories, cloned or unpacked: one document per source file.
 
-A path of the source holds repositories: ``name`` or ``owner/name``. A folder in it is a repository if it has ``.git``
-or any file of its own; if it has only folders, those are the repositories of an owner. A path with ``.git`` is a
+A path of the source holds repositories: `name` or `owner/name`. A folder in it is a repository if it has `.git`
+or any file of its own; if it has only folders, those are the repositories of an owner. A path with `.git` is a
 repository.
 """
 
@@ -65,8 +65,8 @@ class RepositoryReader(Reader):
     """Reads folders of repositories.
 
     The key of a document is its repository, so that no repository is on both sides of a split. Stars come from
-    ``spec.metadata``, looked up by the repository's name, case-insensitively. Raises ``DataError`` if a filter needs
-    stars and there is no metadata, a language of the filters is unknown, or ``spec`` has keys that
+    `spec.metadata`, looked up by the repository's name, case-insensitively. Raises `DataError` if a filter needs
+    stars and there is no metadata, a language of the filters is unknown, or `spec` has keys that
     this reader does not use.
     """
 
@@ -87,7 +87,7 @@ class RepositoryReader(Reader):
     def units(self) -> list[ReadUnit]:
         """List the repositories. A stamp covers names, sizes and times of the source files, and the metadata.
 
-        ``DataError`` for a path that is not a folder or holds no repository. A million files take about 3 s with the
+        `DataError` for a path that is not a folder or holds no repository. A million files take about 3 s with the
         folders in the page cache.
         """
         units, metadata = [], self._metadata_digest()
@@ -153,7 +153,7 @@ class RepositoryReader(Reader):
                 yield Document(text, files.repository)
 
     def _name(self, path: str) -> str:
-        """Name of the repository at ``path``."""
+        """Name of the repository at `path`."""
         if path in self._roots:
             return printable(os.path.basename(os.path.abspath(path)))
         owner = os.path.dirname(path)
@@ -201,7 +201,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _repositories(root: str) -> Iterator[str]:
-    """Sorted repositories in ``root``, or ``root`` itself if it is one. ``DataError`` if it has no folder."""
+    """Sorted repositories in `root`, or `root` itself if it is one. `DataError` if it has no folder."""
     entries = _entries(root)
     if any(entry.name in _VERSION_CONTROL for entry in entries):
         yield root
@@ -218,7 +218,7 @@ def _repositories(root: str) -> Iterator[str]:
 def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str, int, int]]:
     """(path, bytes, modification time in ns) of each file of a known or possible type, in sorted order.
 
-    Adds to ``left_out`` counts by reason.
+    Adds to `left_out` counts by reason.
     """
     stack = _entries(repository)[::-1]  # no recursion: folders may be nested deeper than Python's limit
     while stack:
@@ -258,7 +258,7 @@ def _fingerprint(repository: str) -> tuple[int, str]:
 
 
 def _read(path: str, facts: Facts, spec: SourceSpec) -> str:
-    """The text of a file. Raises ``LeftOut`` (before reading, where possible) and ``RejectedRecord``."""
+    """The text of a file. Raises `LeftOut` (before reading, where possible) and `RejectedRecord`."""
     if facts.language and (reason := admit_facts(facts, spec.filters)):
         raise LeftOut(reason)
     try:

@@ -33,7 +33,7 @@ class Document:
 
 
 class RejectedRecord(Exception):
-    """An unusable record: faults are counted by ``kind``; ``detail`` is only shown."""
+    """An unusable record: faults are counted by `kind`; `detail` is only shown."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -41,7 +41,7 @@ class RejectedRecord(Exception):
 
 
 class LeftOut(Exception):
-    """A valid record that is not wanted, by ``reason``."""
+    """A valid record that is not wanted, by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -52,8 +52,8 @@ class LeftOut(Exception):
 class ReadingProblems:
     """Counts of records that did not become documents.
 
-    Faults are counted by kind, and the first ``NAMED_PROBLEMS`` named by file and line; with ``strict`` the first one
-    raises ``DataError`` instead. Records left out by a filter or a selection are counted by reason.
+    Faults are counted by kind, and the first `NAMED_PROBLEMS` named by file and line; with `strict` the first one
+    raises `DataError` instead. Records left out by a filter or a selection are counted by reason.
     """
 
     strict: bool = False
@@ -62,7 +62,7 @@ class ReadingProblems:
     filtered: Counter[str] = field(default_factory=Counter)
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
-        """Report a fault at ``place`` ("file:line")."""
+        """Report a fault at `place` ("file:line")."""
         line = plain(f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")).replace("\n", "\\n")
         if self.strict:
             raise DataError(f"{line}. Correct or remove the record.")
@@ -87,7 +87,7 @@ class ReadingProblems:
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any]) -> Self:
-        """Recreate from ``facts``."""
+        """Recreate from `facts`."""
         return cls(False, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
 
     @property
@@ -138,21 +138,21 @@ class SourceSpec:
 
     Attributes:
         name: name of its shards.
-        paths: files or folders; for ``huggingface`` also names on the Hub.
-        reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` tells formats by file names.
-        fields: paths in a record of ``text``, ``key``, ``set``, ``stars``, ``language``, ``path``,
-            ``repository``, ``messages``, ``tools``; dots reach into nested records. The others keep their defaults.
+        paths: files or folders; for `huggingface` also names on the Hub.
+        reader: a name in `megatron_coca.data.readers.READERS`; `files` tells formats by file names.
+        fields: paths in a record of `text`, `key`, `set`, `stars`, `language`, `path`,
+            `repository`, `messages`, `tools`; dots reach into nested records. The others keep their defaults.
         documents: unit of a document in a text file: the file or a line.
         sets: keep only the records of these sets; empty keeps all.
-        divide: write each set to its own shards (``Document.part``).
+        divide: write each set to its own shards (`Document.part`).
         filters: of records.
-        metadata: JSONL file with one object per repository (``repository``, ``stars``), for
-            ``repositories``.
-        options: further arguments of ``huggingface``: name, split, revision.
+        metadata: JSONL file with one object per repository (`repository`, `stars`), for
+            `repositories`.
+        options: further arguments of `huggingface`: name, split, revision.
         max_record_mib: longer records (line, page, row, source file, text file that is one document) are skipped and
             named. Bounds the memory: tokenizing a record takes about twenty times its size.
-        messages: records are chats, and the loss counts the answers (``answers``), the last one (``last``) or every
-            token (``all``); None if they are texts.
+        messages: records are chats, and the loss counts the answers (`answers`), the last one (`last`) or every
+            token (`all`); None if they are texts.
     """
 
     name: str
@@ -170,7 +170,7 @@ class SourceSpec:
 
     @property
     def max_record(self) -> int:
-        """``max_record_mib`` in bytes."""
+        """`max_record_mib` in bytes."""
         return self.max_record_mib << 20
 
 
@@ -183,11 +183,11 @@ KEY_READERS: dict[str, tuple[str, ...]] = {
     "options": ("huggingface",),
     "messages": ("files", "huggingface"),
 }
-"""Keys of a ``SourceSpec`` that only these readers use."""
+"""Keys of a `SourceSpec` that only these readers use."""
 
 
 def check_keys(spec: SourceSpec, reader: str) -> None:
-    """``DataError`` for a key that is set but that ``reader`` would ignore."""
+    """`DataError` for a key that is set but that `reader` would ignore."""
     unset = SourceSpec(spec.name, spec.paths)
     for key, readers in KEY_READERS.items():
         given = getattr(spec, key)
@@ -204,7 +204,7 @@ class ReadUnit:
 
     Attributes:
         path: as reported.
-        size: bytes on disk, the sum of ``Chunk.read``; 0 if unknown.
+        size: bytes on disk, the sum of `Chunk.read`; 0 if unknown.
         stamp: changes when the content may have changed (size and modification time); empty if unknown.
     """
 
@@ -218,7 +218,7 @@ class Chunk:
     """A part of a unit, cut cheaply while reading, to be parsed into documents by any process.
 
     Attributes:
-        path: the file, with ``!member`` for one inside an archive.
+        path: the file, with `!member` for one inside an archive.
         first: number of its first record in that file, from 1; 0 if the file is one record.
         payload: the raw records or the names of files; small enough to send to another process.
         read: bytes of the unit read from disk since the previous chunk.
@@ -231,29 +231,29 @@ class Chunk:
 
 
 class Reader(ABC):
-    """Reads the units of a ``SourceSpec``; can be pickled."""
+    """Reads the units of a `SourceSpec`; can be pickled."""
 
     @abstractmethod
     def units(self) -> list[ReadUnit]:
-        """List the units in reading order. ``DataError`` for a missing or unreadable path."""
+        """List the units in reading order. `DataError` for a missing or unreadable path."""
 
     @abstractmethod
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut a unit, deterministically; memory holds one chunk, or one record if larger.
 
-        Raises ``DataError`` where the unit is damaged.
+        Raises `DataError` where the unit is damaged.
         """
 
     @abstractmethod
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk in order; unusable records go to ``problems``."""
+        """Yield the documents of a chunk in order; unusable records go to `problems`."""
 
     @abstractmethod
     def stamp(self, unit: ReadUnit) -> str:
-        """The stamp of a unit in its present state. ``DataError`` if it is no longer there."""
+        """The stamp of a unit in its present state. `DataError` if it is no longer there."""
 
     def check_unchanged(self, unit: ReadUnit) -> None:
-        """``DataError`` if a unit was changed since it was listed: what was read may mix old and new content."""
+        """`DataError` if a unit was changed since it was listed: what was read may mix old and new content."""
         if unit.stamp and self.stamp(unit) != unit.stamp:
             raise DataError(
                 f"{printable(unit.path)}: changed while it was read. Wait until it is completely written or "

@@ -12,13 +12,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TooLong(NamedTuple):
-    """Replaces a record that is longer than the limit; ``length`` in bytes, with its line ending."""
+    """Replaces a record that is longer than the limit; `length` in bytes, with its line ending."""
 
     length: int
 
 
 def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
-    """Read an open file in blocks of ``size`` bytes; ``DataError`` if reading fails."""
+    """Read an open file in blocks of `size` bytes; `DataError` if reading fails."""
     while True:
         try:
             block = raw.read(size)
@@ -30,10 +30,10 @@ def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Iterator[bytes | TooLong]:
-    """Yield whole records, about ``size`` bytes of them at a time; a longer record is buffered until it ends.
+    """Yield whole records, about `size` bytes of them at a time; a longer record is buffered until it ends.
 
-    Records are ``lines``, or the whole stream is one. Bytes after the last line ending are a record too. For a record
-    of more than ``limit`` bytes only its length is given, and at most about ``limit + size`` bytes of it are in memory.
+    Records are `lines`, or the whole stream is one. Bytes after the last line ending are a record too. For a record
+    of more than `limit` bytes only its length is given, and at most about `limit + size` bytes of it are in memory.
     """
     buffer, searched, dropped = bytearray(), 0, 0
     for block in blocks:
@@ -53,7 +53,7 @@ def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Itera
 
 
 def _within(limit: int, records: bytes, lines: bool, dropped: int) -> Iterator[bytes | TooLong]:
-    """``records`` with those over ``limit`` replaced; ``dropped`` bytes were already removed from the first."""
+    """`records` with those over `limit` replaced; `dropped` bytes were already removed from the first."""
     if not dropped and len(records) <= limit:
         yield records
         return
@@ -80,7 +80,7 @@ class StreamFormat(NamedTuple):
 
     Attributes:
         lines: each line is a record, so that a file can be cut between any two of them; else the file is one.
-        rows: gives ("path:number", record) of the records in a chunk's payload (bytes), numbered from ``chunk.first``.
+        rows: gives ("path:number", record) of the records in a chunk's payload (bytes), numbered from `chunk.first`.
             Invalid records go to the problems.
     """
 
@@ -134,11 +134,11 @@ TEXT_FORMATS: dict[str, StreamFormat] = {
     "file": StreamFormat(False, _file_rows),
     "line": StreamFormat(True, _line_rows),
 }
-"""By ``SourceSpec.documents``. A document is the file, or a line without its ending; blank ones are skipped."""
+"""By `SourceSpec.documents`. A document is the file, or a line without its ending; blank ones are skipped."""
 
 
 def decode(raw: bytes) -> str:
-    """Decode UTF-8; ``RejectedRecord`` if it is invalid."""
+    """Decode UTF-8; `RejectedRecord` if it is invalid."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

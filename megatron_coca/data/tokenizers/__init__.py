@@ -53,9 +53,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer by GPT-NeoX's name for its type. Nothing is downloaded.
 
-    In a folder as ``vocab_file``, the files with the usual names are read. ``eod`` names the symbol that ends
-    documents; without it that is the end of text which the files beside ``vocab_file`` name, else the default one. The
-    fingerprint depends on a symbol that is not the default one. Raises ``DataError`` for an unknown type, a symbol that
+    In a folder as `vocab_file`, the files with the usual names are read. `eod` names the symbol that ends
+    documents; without it that is the end of text which the files beside `vocab_file` name, else the default one. The
+    fingerprint depends on a symbol that is not the default one. Raises `DataError` for an unknown type, a symbol that
     the vocabulary lacks, and a file that is missing, unreadable or of another format.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
@@ -93,7 +93,7 @@ def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
 
 
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open what ``Tokenizer.save(folder)`` wrote. ``DataError`` where it is missing, damaged or changed since."""
+    """Open what `Tokenizer.save(folder)` wrote. `DataError` where it is missing, damaged or changed since."""
     path = Path(folder) / DESCRIPTION
     try:
         saved = json.loads(read_regular(path))
@@ -186,7 +186,7 @@ def _has(tokenizer: Tokenizer, end: int | str) -> bool:
 def _open_first(
     tokenizer_type: str, files: Files, ends: Iterable[int | str], place: str, error: DataError
 ) -> Tokenizer:
-    """Open a tokenizer with the first of these symbols that can end documents. Raises ``error`` if none can."""
+    """Open a tokenizer with the first of these symbols that can end documents. Raises `error` if none can."""
     for end in ends:
         try:
             return _open(tokenizer_type, files, str(end), place)

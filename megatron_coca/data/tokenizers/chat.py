@@ -25,7 +25,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
-"""Steps of a template (``chat_sandbox``) to render a chat: about a second, and more for a longer one."""
+"""Steps of a template (`chat_sandbox`) to render a chat: about a second, and more for a longer one."""
 STEPS_FOR_ANSWERS = 30_000_000
 """Steps to find the answers of a chat by renderings of its beginnings: about a minute."""
 _SHOWN = 300
@@ -40,7 +40,7 @@ class ChatTemplate:
 
     Attributes:
         source: the template.
-        symbols: ``bos_token`` and others, which the template may print.
+        symbols: `bos_token` and others, which the template may print.
         now: the time that the template may print, in ISO 8601; None for the present.
     """
 
@@ -61,10 +61,10 @@ class ChatTemplate:
         mark: Callable[[str], str] | None = None,
         budget: Budget | None = None,
     ) -> str:
-        """The text of a chat; with ``prompt`` up to where the next answer begins (``add_generation_prompt``).
+        """The text of a chat; with `prompt` up to where the next answer begins (`add_generation_prompt`).
 
-        Raises ``DataError`` for a template or messages that it refuses, and for one that takes too many steps: more
-        than ``budget``, by default those for one rendering.
+        Raises `DataError` for a template or messages that it refuses, and for one that takes too many steps: more
+        than `budget`, by default those for one rendering.
         """
         variables = {
             "messages": [_with_reasoning(message) for message in messages],
@@ -84,11 +84,11 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses the messages ({reason})") from error
 
     def answers(self, messages: Messages, tools: Any = None) -> tuple[str, Spans]:
-        """The text of a chat, and where its answers are: in ``{% generation %}`` if the template has it, else what
+        """The text of a chat, and where its answers are: in `{% generation %}` if the template has it, else what
         rendering one more message adds behind the prompt for it.
 
-        Raises ``DataError`` as ``render``, and for a template that renders earlier messages otherwise in longer chats.
-        The second way takes steps that grow with the square of the number of messages, up to ``STEPS_FOR_ANSWERS``.
+        Raises `DataError` as `render`, and for a template that renders earlier messages otherwise in longer chats.
+        The second way takes steps that grow with the square of the number of messages, up to `STEPS_FOR_ANSWERS`.
         """
         first = _budget(messages, tools)
         text = self.render(messages, tools, budget=first)
@@ -160,9 +160,9 @@ def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
-    """The template saved in a Hugging Face folder: ``chat_template.jinja``, or the key of ``tokenizer_config.json``.
+    """The template saved in a Hugging Face folder: `chat_template.jinja`, or the key of `tokenizer_config.json`.
 
-    ``DataError`` for a file of a template that is not text.
+    `DataError` for a file of a template that is not text.
     """
     found = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
     source = found.get("chat_template")
@@ -179,7 +179,7 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 
 def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
-    """The template in a file, with the symbols of another. ``DataError`` if it cannot be read or has an error."""
+    """The template in a file, with the symbols of another. `DataError` if it cannot be read or has an error."""
     source = _read_template(path)
     try:
         compiled(source)

@@ -96,7 +96,7 @@ class Budget:
             raise TooManySteps("it takes too many steps")
 
     def weigh(self, value: Any) -> int:
-        """The weight of a value. ``TemplateError`` for one without a text of its own, such as a function."""
+        """The weight of a value. `TemplateError` for one without a text of its own, such as a function."""
         if type(value) is str or isinstance(value, (str, bytes)):  # the first is what nearly all values are
             return len(value)
         if value is None or isinstance(value, float | jinja2.Undefined):
@@ -346,7 +346,7 @@ _NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-step
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
-    """Puts the filters of ``_NODES`` around the nodes of a template."""
+    """Puts the filters of `_NODES` around the nodes of a template."""
 
     def _around(self, name: str, node: Any) -> Any:
         plain = isinstance(node, nodes.Const | nodes.TemplateData)
@@ -404,7 +404,7 @@ class _Metering(jinja2.visitor.NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block ``{% generation %}``: tells the context's ``mark`` its text, and prints what that returns."""
+    """The block `{% generation %}`: tells the context's `mark` its text, and prints what that returns."""
 
     tags = {"generation"}
 

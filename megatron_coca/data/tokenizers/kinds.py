@@ -43,14 +43,14 @@ class Tokenizer(ABC):
 
     Args:
         files: vocab_file and merge_file, where there is one, each as (name, bytes).
-        eod: the symbol that ends documents, instead of the first of ``EOD_SYMBOLS`` in the vocabulary.
+        eod: the symbol that ends documents, instead of the first of `EOD_SYMBOLS` in the vocabulary.
 
     Attributes:
         files: as given.
         vocab_size: largest id plus one.
         eod: the id that ends each document of a prepared corpus.
         start_symbol: the symbol that begins each text of a prepared corpus, or None. It changes no encoding.
-        fingerprint: as ``fingerprint_of``.
+        fingerprint: as `fingerprint_of`.
         chat: the template of chats, or None.
         rules: how the model's own library treats texts. Neither they nor `chat` change the encoding of documents, and
             so not the fingerprint.
@@ -83,7 +83,7 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int | None:
-        """Id that the model's own library puts before every text, such as Gemma's ``<bos>``; None if there is none."""
+        """Id that the model's own library puts before every text, such as Gemma's `<bos>`; None if there is none."""
         return self.bos if self.rules.add_bos else None
 
     @property
@@ -93,18 +93,18 @@ class Tokenizer(ABC):
 
     @property
     def eos(self) -> int:
-        """Id of the symbol that ends texts in the model's own library; ``eod`` if there is none."""
+        """Id of the symbol that ends texts in the model's own library; `eod` if there is none."""
         found = None if self.rules.eos is None else self._lookup(self.rules.eos)
         return self.eod if found is None else found
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end a generated text, ``eod`` first."""
+        """Ids that end a generated text, `eod` first."""
         others = (token for token in self.rules.ends if token < self.vocab_size)
         return tuple(dict.fromkeys((self.eod, *others, self.eos)))
 
     def turn_ends(self) -> tuple[list[int], list[str]]:
-        """Tokens and texts that end an answer of a chat. ``DataError`` without a template."""
+        """Tokens and texts that end an answer of a chat. `DataError` without a template."""
         if self.chat is None:
             raise DataError(
                 "The tokenizer has no chat template; prepare the training data with one, or use plain text."
@@ -117,16 +117,16 @@ class Tokenizer(ABC):
 
     @property
     def names_tokens(self) -> bool:
-        """True if a prompt can name special tokens, so that ``encode_prompt`` may differ from ``encode``."""
+        """True if a prompt can name special tokens, so that `encode_prompt` may differ from `encode`."""
         return False
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Names of special tokens that the model's own library reads in a prompt, but not ``encode_prompt``."""
+        """Names of special tokens that the model's own library reads in a prompt, but not `encode_prompt`."""
         return ()
 
     def token(self, symbol: str) -> int:
-        """Id of a symbol. ``DataError`` where the vocabulary lacks it."""
+        """Id of a symbol. `DataError` where the vocabulary lacks it."""
         found = self._lookup(symbol)
         if found is None:
             raise DataError(f"The vocabulary has no symbol {symbol!r} ({self.tokenizer_type}).")
@@ -139,11 +139,11 @@ class Tokenizer(ABC):
 
     @property
     def trained_start(self) -> int | None:
-        """Id of ``start_symbol``, which prepared texts begin with; None if there is none."""
+        """Id of `start_symbol`, which prepared texts begin with; None if there is none."""
         return None if self.start_symbol is None else self.token(self.start_symbol)
 
     def begin_texts(self, symbol: str) -> None:
-        """Make ``symbol`` the ``start_symbol``. ``DataError`` if it is no special token of the vocabulary."""
+        """Make `symbol` the `start_symbol`. `DataError` if it is no special token of the vocabulary."""
         if self.token(symbol) in self.encode(symbol):
             raise DataError(
                 f"start_token: {symbol!r} cannot begin documents, as text with these characters would become it; name "
@@ -156,13 +156,13 @@ class Tokenizer(ABC):
         """The vocabulary's spelling of a token, for display."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
+        """Token ids of `text`, without start or end symbols. `DataError` for a lone surrogate in it."""
         with _explaining_surrogates(text):
             return self._encode(text)
 
     def encode_prompt(self, text: str, add: bool = False) -> list[int]:
-        """Token ids of ``text`` as the model's own library encodes a prompt: names of special tokens become these, and
-        with ``add`` it puts its start and end tokens around the text. ``DataError`` as ``encode``.
+        """Token ids of `text` as the model's own library encodes a prompt: names of special tokens become these, and
+        with `add` it puts its start and end tokens around the text. `DataError` as `encode`.
         """
         with _explaining_surrogates(text):
             ids = self._encode_named(text)
@@ -174,12 +174,12 @@ class Tokenizer(ABC):
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a rendered chat, in which the names of special tokens become these, and the first character and
-        end of each token. ``DataError`` for a type that cannot tell.
+        end of each token. `DataError` for a type that cannot tell.
         """
         raise DataError(f"{self.tokenizer_type} does not encode chats; use the model's tokenizer.json, as HFTokenizer")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
+        """Text of token ids; `eod` is left out. `DataError` for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
         for i in (min(listed), max(listed)) if listed else ():
             if not 0 <= i < self.vocab_size:
@@ -187,11 +187,11 @@ class Tokenizer(ABC):
         return self._decode([i for i in listed if i != self.eod])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """As ``decode``, with the names of special tokens, where the type has names that a text can spell."""
+        """As `decode`, with the names of special tokens, where the type has names that a text can spell."""
         return self.decode(ids)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
+        """Write the tokenizer's files and a description that `load_saved_tokenizer` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.values():
             (folder / name).write_bytes(data)
@@ -219,7 +219,7 @@ class Tokenizer(ABC):
 
 @contextmanager
 def _explaining_surrogates(text: str) -> Iterator[None]:
-    """Raise ``DataError`` for an error about ``text`` if it contains a lone surrogate."""
+    """Raise `DataError` for an error about `text` if it contains a lone surrogate."""
     try:
         yield
     except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
@@ -279,7 +279,7 @@ PROBES = (
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """The first of ``PROBES`` that two tokenizers encode differently, else the first token that differs, or None.
+    """The first of `PROBES` that two tokenizers encode differently, else the first token that differs, or None.
 
     Tokens are compared only within one type, as each type has its own spelling. They distinguish small vocabularies
     whose words are not in the probes.
@@ -292,16 +292,16 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
 
 
 def agree(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if two tokenizers have the same files, or the same separator and no ``first_difference``."""
+    """True if two tokenizers have the same files, or the same separator and no `first_difference`."""
     if one.fingerprint == other.fingerprint:
         return True
     return one.eod == other.eod and first_difference(one, other) is None
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face ``tokenizer.json``.
+    """A Hugging Face `tokenizer.json`.
 
-    Truncation, padding and dropout set in the file are disabled. ``decode`` reproduces the text exactly for byte-level
+    Truncation, padding and dropout set in the file are disabled. `decode` reproduces the text exactly for byte-level
     models without a normalizer; GPT-NeoX-20B's composes characters (NFC).
     """
 
@@ -318,7 +318,7 @@ class HFTokenizer(Tokenizer):
         return max(vocabulary.values(), default=-1) + 1  # ids may have gaps
 
     def build(self, data: dict[str, bytes]) -> Any:
-        """Make the library's ``tokenizers.Tokenizer`` from the contents of the files."""
+        """Make the library's `tokenizers.Tokenizer` from the contents of the files."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(data["vocab_file"].decode("utf-8"))
@@ -395,7 +395,7 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's ``vocab.json`` and ``merges.txt``."""
+    """GPT-2's `vocab.json` and `merges.txt`."""
 
     tokenizer_type = "GPT2BPETokenizer"
 
@@ -412,7 +412,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class HFGPT2Tokenizer(GPT2BPETokenizer):
-    """As ``GPT2BPETokenizer``, with the ``<|padding|>`` symbol that GPT-NeoX adds after the vocabulary."""
+    """As `GPT2BPETokenizer`, with the `<|padding|>` symbol that GPT-NeoX adds after the vocabulary."""
 
     tokenizer_type = "HFGPT2Tokenizer"
 

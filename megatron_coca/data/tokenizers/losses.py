@@ -52,7 +52,7 @@ class Sample:
         return cls(**{name: int(facts.get(name, 0)) for name in cls.__dataclass_fields__})
 
     def loss(self, vocab_size: int, factor: float = 1.0) -> str:
-        """What a tokenizer of ``vocab_size`` ids loses, if a share is above ``factor`` times its limit; else empty."""
+        """What a tokenizer of `vocab_size` ids loses, if a share is above `factor` times its limit; else empty."""
         found = []
         if self.lost > factor * MOST_LOST * self.passages:
             share = self.lost / self.passages
@@ -72,7 +72,7 @@ class Sample:
 
 
 def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
-    """The counts over ``texts``, one passage each."""
+    """The counts over `texts`, one passage each."""
     sample = Sample()
     for text in texts:
         sample.add(tokenizer, text)
@@ -80,7 +80,7 @@ def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
 
 
 def passages_of(texts: Sequence[str], count: int) -> Iterator[str]:
-    """Yield at most ``count`` passages: the first of every text, then the second of every text, and so on.
+    """Yield at most `count` passages: the first of every text, then the second of every text, and so on.
 
     They have no white space at their ends, which some tokenizers handle as the end of a text.
     """

@@ -44,8 +44,8 @@ def _proto(model: bytes) -> Any:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. ``decode(encode(x)) == x`` for models without normalization and with byte fallback, such
-    as LLaMA's and those of ``train_sentencepiece``.
+    """A SentencePiece model. `decode(encode(x)) == x` for models without normalization and with byte fallback, such
+    as LLaMA's and those of `train_sentencepiece`.
     """
 
     tokenizer_type = "SPMTokenizer"

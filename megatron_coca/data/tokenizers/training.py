@@ -13,11 +13,11 @@ _LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show: bool = True) -> SentencePieceTokenizer:
-    """Train a SentencePiece BPE model on ``texts`` that reproduces every text exactly, and write it to ``path``.
+    """Train a SentencePiece BPE model on `texts` that reproduces every text exactly, and write it to `path`.
 
-    Byte fallback, no normalization, all white space kept, newlines as their byte; ``<eod>`` is a control symbol.
-    ``show`` shows progress. Raises ``DataError`` if the texts are too small for ``vocab_size`` pieces, and errors of
-    ``texts`` themselves.
+    Byte fallback, no normalization, all white space kept, newlines as their byte; `<eod>` is a control symbol.
+    `show` shows progress. Raises `DataError` if the texts are too small for `vocab_size` pieces, and errors of
+    `texts` themselves.
     """
     progress = Progress("reading text to train a tokenizer", unit="characters", show=show)
     errors: list[BaseException] = []
@@ -56,7 +56,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show:
 def _lines(texts: Iterable[str], progress: Progress, errors: list[BaseException]) -> Iterator[str]:
     """Yield lines that are not blank, cut to the length that the trainer takes; a character has up to four bytes.
 
-    An error of ``texts`` is also appended to ``errors``: the trainer replaces every one, an interrupt included, by a
+    An error of `texts` is also appended to `errors`: the trainer replaces every one, an interrupt included, by a
     RuntimeError.
     """
     size = _LINE_BYTES // 4
