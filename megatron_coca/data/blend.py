@@ -20,7 +20,7 @@ PATTERN_SLOTS = 65536  # fixed: if it depended on the length of a run, a longer 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Share of one source in the first samples of a blend.
+    """The share of one source in the first samples of a blend.
 
     Attributes:
         source: prefix of the shard.
@@ -41,8 +41,12 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Samples of a batch that are read from one source: int64 [n] rows of the batch and first tokens in the shard, or
-    numbers of samples of whole documents.
+    """The samples of a batch that one source provides.
+
+    Attributes:
+        source: number of the source.
+        rows: their rows of the batch, int64 [n].
+        starts: their first tokens in the shard, int64 [n]; for samples of whole documents, their numbers.
     """
 
     source: int
@@ -51,8 +55,12 @@ class SourceSamples:
 
 
 class UncheckedBatch(NamedTuple):
-    """Samples as read: tokens int64 [n, seq_length + 1]; where documents begin, and which inputs count in the loss,
-    bool [n, seq_length] or None.
+    """Samples as read from the shards.
+
+    Attributes:
+        tokens: int64 [n, seq_length + 1].
+        begins: the inputs that start a document, bool [n, seq_length], or None.
+        loss_mask: the inputs that count in the loss, bool [n, seq_length], or None.
     """
 
     tokens: np.ndarray
@@ -76,7 +84,7 @@ class _SampledShard:
         self._offsets = min(seq_length, shard.len_tokens - self.samples * seq_length)
 
     def starts(self, running: np.ndarray) -> np.ndarray:
-        """First token of each sample by its running number in this source: int64 [n] to int64 [n]."""
+        """Map the running numbers of samples in this source, int64 [n], to their first tokens, int64 [n]."""
         epochs, within = np.divmod(running, self.samples)
         starts = np.empty_like(running)
         for epoch in np.unique(epochs):
@@ -91,12 +99,12 @@ class _SampledShard:
         return self.shard.windows(starts, self._seq_length + 1)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
-        """Mask of their inputs that start a document: bool [n, seq_length]."""
+        """Mask of the inputs of these samples that start a document: bool [n, seq_length]."""
         return self.shard.document_begins(starts, self._seq_length)
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
-        """Mask of their inputs whose target counts in the loss, bool [n, seq_length], None for all; `tokens` is what
-        `tokens(starts)` returned.
+        """Mask of the inputs with a target that counts in the loss, bool [n, seq_length]; None if all do. `tokens` is
+        the result of `tokens(starts)`.
         """
         labels = self.shard.labels
         return None if labels is None else self._answers(labels.windows(starts, self._seq_length + 1), tokens)
@@ -106,16 +114,16 @@ class _SampledShard:
         if (labels != tokens)[kept].any():
             assert self.shard.labels is not None
             raise DataError(
-                f"{self.shard.labels.prefix}: a label is neither negative nor the token of {self.shard.prefix} at its "
-                "place. Labels only say which tokens count in the loss; prepare both shards together."
+                f"{self.shard.labels.prefix}: a label is neither negative nor the token of {self.shard.prefix} at "
+                "its position; prepare both shards together"
             )
         return kept[:, 1:]
 
 
 class _WholeDocuments(_SampledShard):
-    """One shard whose samples are whole documents: one each, or with `together` as many as fit, in a fixed random
-    order. Too long documents are cut, or left out without `allow_chopped`, and so are those that are masked from
-    their second token on.
+    """One shard with samples of whole documents in a fixed random order: one document each, or with `together` as many
+    as fit. Documents that are too long are cut, or left out without `allow_chopped`. Documents in which only the first
+    token counts in the loss are left out.
     """
 
     def __init__(
@@ -130,8 +138,8 @@ class _WholeDocuments(_SampledShard):
         chosen = np.flatnonzero(usable)
         if not chosen.size:
             raise DataError(
-                f"{shard.prefix}: no document has a token to predict, fits seq_length {seq_length} and is not masked. "
-                "Set pack_impl=packed, allow_chopped=true or a larger seq_length."
+                f"{shard.prefix}: no document fits seq_length {seq_length} and has an unmasked token to predict; "
+                "set pack_impl=packed, allow_chopped=true or a larger seq_length"
             )
         self._documents = chosen[permute(np.arange(chosen.size), chosen.size, derive_key("pack", *self._identity))]
         ends = np.concatenate(([0], np.cumsum(np.minimum(lengths[self._documents], seq_length + 1))))
@@ -142,7 +150,7 @@ class _WholeDocuments(_SampledShard):
         self._edges, self.samples = np.array(edges), len(edges) - 1
 
     def _parts(self, starts: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield row, first and last column, and document of each part of the samples `starts`."""
+        """Yield the row, first column, end column and document of each part of the samples `starts`."""
         for row, sample in enumerate(starts.tolist()):
             column = 0
             for document in self._documents[self._edges[sample] : self._edges[sample + 1]].tolist():
@@ -158,18 +166,18 @@ class _WholeDocuments(_SampledShard):
         return rows
 
     def tokens(self, starts: np.ndarray) -> np.ndarray:
-        """The samples by number, with zeros behind their last document, as GPT-NeoX pads."""
+        """The samples `starts`, padded with zeros as in GPT-NeoX."""
         return self._filled(self.shard, starts, 0)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
-        """As of the base class; padding is a document of its own."""
+        """As in the base class. Padding is a document of its own."""
         begins = np.zeros((len(starts), self._seq_length + 2), dtype=bool)
         for row, column, end, _ in self._parts(starts):
             begins[row, [column, end]] = True
         return begins[:, : self._seq_length]
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """As of the base class, without padding."""
+        """As in the base class. Padding does not count in the loss."""
         if self.shard.labels is not None:
             return self._answers(self._filled(self.shard.labels, starts, MASKED), tokens)
         kept = np.zeros((len(starts), self._seq_length), dtype=bool)
@@ -179,9 +187,7 @@ class _WholeDocuments(_SampledShard):
 
 
 def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Mask of the documents, bool [documents], with a label that is not negative among the first `longest` tokens
-    but the first.
-    """
+    """Mask of the documents, bool [documents], with a non-negative label among their second to `longest`-th tokens."""
     ends = np.cumsum(lengths)
     blocks = np.searchsorted(ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK))  # of documents
     found = np.zeros(len(lengths), dtype=bool)
@@ -202,12 +208,12 @@ class Blend:
         shards: the sources.
         weights: positive, one per shard; normalised to sum 1.
         seq_length: tokens of a model's input; a sample has one more, the last target.
-        seed: selects the order.
-        pack_impl, allow_chopped: GPT-NeoX's keys: `packed` cuts the concatenated documents into samples,
-            `pack_until_overflow` fills samples with whole documents, `unpacked` has a document in each.
+        seed: determines the order.
+        pack_impl, allow_chopped: GPT-NeoX's keys. `packed` cuts the concatenated documents into samples,
+            `pack_until_overflow` fills samples with whole documents, `unpacked` puts one document into each sample.
 
-    Raises `DataError` for a shard too short for one sample, and weights that are not positive or not as many as the
-    shards.
+    Raises `DataError` if a shard is too short for one sample, a weight is not positive, or there is not one weight per
+    shard.
     """
 
     def __init__(
@@ -220,11 +226,11 @@ class Blend:
         allow_chopped: bool = True,
     ) -> None:
         if not shards or len(shards) != len(weights):
-            raise DataError(f"A blend needs one weight per shard: {len(shards)} shards, {len(weights)} weights.")
+            raise DataError(f"weights: {len(weights)} for {len(shards)} shards; give one for each shard")
         if not all(math.isfinite(w) and w > 0 for w in weights):
-            raise DataError(f"Blend weights must be positive numbers, not {list(weights)}.")
+            raise DataError(f"weights: must be positive numbers, not {list(weights)}")
         if seq_length < 1:
-            raise DataError(f"seq_length must be at least 1, not {seq_length}.")
+            raise DataError(f"seq_length: must be at least 1, not {seq_length}")
         self.seq_length, self.seed = seq_length, seed
         self.first, self._read = 0, np.zeros(len(shards), dtype=np.int64)
         self.shards: tuple[Shard, ...] = tuple(shards)
@@ -243,7 +249,7 @@ class Blend:
         self._quotas = np.floor(exact).astype(np.int64)
         missing = PATTERN_SLOTS - int(self._quotas.sum())
         self._quotas[np.argsort(self._quotas - exact, kind="stable")[:missing]] += 1
-        # Per slot its source, and its number among that source's slots, which are evenly spread.
+        # For each slot: its source, and its number among that source's slots, which are evenly spread.
         source = np.repeat(np.arange(len(self._quotas)), self._quotas)
         number = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.lexsort((source, (number + 0.5) / self._quotas[source]))
@@ -251,33 +257,38 @@ class Blend:
         self._rare = self._share_slots(exact)
 
     def _share_slots(self, exact: np.ndarray) -> list[tuple[int, int, float]]:
-        """Source, slot and samples per block of every source too rare for a slot of its own.
+        """Give the sources that are too rare for a slot of their own a share of a slot: (source, slot, samples per
+        block).
 
-        In some blocks it takes one of the largest source, which then leaves out a sample. `exact` float64 [sources]
-        are slots per block.
+        In some blocks such a source takes a slot of the largest source, which then provides one sample fewer. `exact`,
+        float64 [sources], are the slots per block.
         """
         rare, largest = np.flatnonzero(self._quotas == 0), int(np.argmax(self._quotas))
         lent = np.flatnonzero(self._slot_source == largest)
         if len(rare) > len(lent):
             raise DataError(
-                f"{self.shards[int(rare[0])].prefix}: it is one of {len(rare)} shards with a weight below "
-                f"1/{PATTERN_SLOTS} of the blend, more than can be mixed; join shards of one source, or raise weights."
+                f"{self.shards[int(rare[0])].prefix}: one of {len(rare)} shards with a weight below "
+                f"1/{PATTERN_SLOTS} of the blend, which is more than can be mixed; join shards of one source, "
+                "or "
+                "raise weights"
             )
         slots = lent[np.arange(len(rare)) * len(lent) // max(1, len(rare))]
         return list(zip(rare.tolist(), slots.tolist(), exact[rare].tolist(), strict=True))
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
-        """Return the same blend with numbers from `first` on, each source behind the `tokens` read by prefix."""
+        """Return the same blend with sample numbers from `first` on. Each source continues after the `tokens` already
+        read from it, given by prefix.
+        """
         later = copy(self)
         read = [-(-tokens.get(shard.name, 0) // self.seq_length) for shard in self.shards]
         later.first, later._read = first, np.asarray(read, dtype=np.int64)
         return later
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Map global sample numbers int64 [n] to sources and sample numbers within them, two int64 [n]."""
+        """Map global sample numbers, int64 [n], to sources and to running numbers within them, each int64 [n]."""
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and indices.min() < self.first:
-            raise DataError(f"Sample numbers start at {self.first}, not {indices.min()}.")
+            raise DataError(f"sample {indices.min()}: does not exist; sample numbers start at {self.first}")
         blocks, slots = np.divmod(indices - self.first, PATTERN_SLOTS)
         source, number = self._slot_source[slots], self._slot_number[slots]
         running = self._read[source] + blocks * self._quotas[source] + number
@@ -289,7 +300,7 @@ class Blend:
         return source, running
 
     def by_source(self, indices: np.ndarray | Sequence[int]) -> list[SourceSamples]:
-        """Locate samples by global number; one entry for each source that has any of them."""
+        """Locate samples by global number. There is one entry for each source that has any of them."""
         sources, running = self.locate(np.asarray(indices, dtype=np.int64))
         rows = [(int(number), np.flatnonzero(sources == number)) for number in np.unique(sources)]
         return [SourceSamples(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
@@ -309,8 +320,8 @@ class Blend:
         return begins
 
     def loss_mask(self, located: Sequence[SourceSamples], tokens: np.ndarray) -> np.ndarray | None:
-        """Mask of the inputs whose target counts in the loss, bool [samples, seq_length], None for all of them;
-        `tokens` is what `tokens(located)` returned.
+        """Mask of the inputs with a target that counts in the loss, bool [samples, seq_length]; None if all do.
+        `tokens` is the result of `tokens(located)`.
         """
         found = [self._sources[samples.source].loss_mask(samples.starts, tokens[samples.rows]) for samples in located]
         if all(rows is None for rows in found):
@@ -321,12 +332,12 @@ class Blend:
         return mask
 
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
-        """Samples by global number, with the beginnings of documents if `boundaries`."""
+        """Read samples by global number; with `boundaries` also which inputs start a document."""
         located = self.by_source(indices)
         tokens = self.tokens(located)
         begins = self.document_begins(located) if boundaries else None
         mask = self.loss_mask(located, tokens)
-        if mask is None and self._labelled:  # other samples have one, and then all have
+        if mask is None and self._labelled:  # other batches have a mask, so all do
             mask = np.ones((len(tokens), self.seq_length), dtype=bool)
         return UncheckedBatch(tokens, begins, mask)
 
@@ -348,7 +359,7 @@ class Blend:
         return [source.samples for source in self._sources]
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """Shares of the sources in `n_samples` samples from `first` on."""
+        """The shares of the sources in the `n_samples` samples from `first` on."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         for rare, slot, share in self._rare:
@@ -368,7 +379,7 @@ class Blend:
 
 
 class Samples(Protocol):
-    """The order of training data: `Blend`, or `SyntheticSamples`. Samples have numbers from `first` on."""
+    """The order of the training data: a `Blend`, or `SyntheticSamples`. Sample numbers start at `first`."""
 
     seq_length: int
     seed: int

@@ -13,16 +13,16 @@ from megatron_coca.data.errors import DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples and what the model needs to know about them; None stands for the model's default.
+    """Samples with their documents, positions and loss mask; None stands for the model's default.
 
     Attributes:
         tokens: int64 [samples, seq_length + 1], inputs and, shifted by one, targets.
-        documents: int32 [samples, seq_length]: inputs attend only within the same number; None where attention crosses
-            documents.
-        positions: int64 [samples, seq_length]; None for 0, 1, ... through the sample or, with `documents`, through
-            each document.
-        loss_mask: bool [samples, seq_length], inputs whose target counts in the loss; None for all of them. Of the
-            same data, either all batches have one or none has.
+        documents: int32 [samples, seq_length]: inputs attend only to inputs with the same number; None if attention
+            crosses documents.
+        positions: int64 [samples, seq_length]; None for 0, 1, ... within the sample or, with `documents`, within each
+            document.
+        loss_mask: the inputs with a target that counts in the loss, bool [samples, seq_length]; None for all of them.
+            Either all batches of a data set have a mask or none has.
     """
 
     tokens: np.ndarray
@@ -40,13 +40,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packing:
-    """Treatment of document boundaries within a sample, by Megatron's names.
+    """Treatment of document boundaries within a sample, with Megatron's names.
 
     Attributes:
         reset_attention_mask: attention does not cross from one document into another.
         reset_position_ids: positions start at 0 in every document.
-        masked_token: the input id whose target does not count in the loss (Megatron's and GPT-NeoX's
-            `eod_mask_loss`: the first token of a document is not predicted from the end of another), or None.
+        masked_token: targets of this input id do not count in the loss (`eod_mask_loss` in Megatron and GPT-NeoX: the
+            first token of a document is not predicted from the end of another); None to count all.
     """
 
     reset_attention_mask: bool = False
@@ -55,12 +55,12 @@ class Packing:
 
     @property
     def needs_documents(self) -> bool:
-        """A batch depends on the document boundaries."""
+        """True if a batch depends on the document boundaries."""
         return self.reset_attention_mask or self.reset_position_ids
 
     def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
-        """The batch of samples [samples, seq_length + 1] whose documents begin at `begins`, bool [samples,
-        seq_length], which may be None without `needs_documents`; `mask` is the loss mask of the data, if any.
+        """Make a batch of samples [samples, seq_length + 1]. `begins`, bool [samples, seq_length], marks the inputs
+        that start a document; it may be None without `needs_documents`. `mask` is the loss mask of the data, if any.
         """
         if self.masked_token is not None:
             kept = tokens[:, :-1] != self.masked_token
@@ -80,32 +80,32 @@ class PositionDraw(Protocol):
     """Draws positions of samples: `DrawnPositions`."""
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Positions int64 [n, length] of the samples of `step` by number int64 [n], for each document that `begins`
-        marks.
+        """Draw positions, int64 [n, length], for the samples with these numbers, int64 [n], of `step`. With `begins`
+        each document has its own.
         """
 
 
 class Loader:
     """Cuts the global batch of each step into this rank's micro-batches. A context manager.
 
-    Sample `i` of accumulation step `a` on rank `r` is number `step * global_batch + (a * world_size + r) *
-    micro_batch + i` of the blend: all ranks together read the same samples regardless of their number. With `start`
-    (a step and its first sample) the steps before it do not exist, and had other batches.
+    Sample `i` of accumulation step `a` on rank `r` is number `step * global_batch + (a * world_size + r) * micro_batch
+    + i` of the blend: all ranks together read the same samples regardless of their number. `start` is the first step
+    that exists, and its first sample: earlier steps had other batches.
 
     Args:
         blend: the order of the data, or the samples of a synthetic task.
         global_batch: samples per step, over all ranks and accumulation steps.
         micro_batch: samples per rank and accumulation step.
-        rank: of this process among the data-parallel ones.
+        rank: rank of this process among the data-parallel processes.
         world_size: number of data-parallel processes.
-        vocab_size: ids outside it are refused when they are read; None disables the check.
-        packing: treatment of document boundaries; by default they have no effect.
-        num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
-        length: inputs of each sample, its last ones; None for all.
+        vocab_size: a token id outside it is an error when it is read; None disables the check.
+        packing: treatment of document boundaries; by default they are ignored.
+        num_workers: threads; each reads one step ahead. With 0 a step is read when it is requested.
+        length: use only this many last inputs of each sample; None for all.
         positions: draws the positions of the inputs; None for those of `packing`.
 
-    Raises `DataError` if the global batch is not a multiple of `micro_batch * world_size`, or if the rank
-    is not below `world_size`.
+    Raises `DataError` if the global batch is not a multiple of `micro_batch * world_size`, or if the rank is not below
+    `world_size`.
     """
 
     def __init__(
@@ -124,11 +124,10 @@ class Loader:
     ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
-                f"A global batch of {global_batch} does not divide into micro-batches of {micro_batch} x "
-                f"{world_size} ranks."
+                f"train_batch_size: {global_batch} is not a multiple of {micro_batch} samples x {world_size} ranks"
             )
         if not 0 <= rank < world_size:
-            raise DataError(f"Rank {rank} does not exist among {world_size}.")
+            raise DataError(f"rank: {rank} must be below the number of ranks, {world_size}")
         self._start = start
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
         self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
@@ -147,14 +146,14 @@ class Loader:
         """Global sample numbers of this rank at `step`: int64 [accumulation, micro_batch]."""
         first, sample = self._start
         if step < first:
-            raise DataError(f"Step {step} must be at least {first}.")
+            raise DataError(f"step {step}: must be at least {first}")
         samples = np.arange(self._global_batch, dtype=np.int64) + sample + (step - first) * self._global_batch
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro-batches of `step`, in the order of accumulation; starts reading the following steps.
 
-        An error of a reading thread is raised here, at the step it belongs to.
+        An error in a reading thread is raised here, at the step that it belongs to.
         """
         wanted = range(step, step + self._num_workers + 1)
         for passed in self._ahead.keys() - set(wanted):
@@ -192,7 +191,8 @@ class Loader:
         wrong = (tokens < 0) | (tokens >= vocab_size)
         row = int(np.flatnonzero(wrong.any(axis=1))[0])
         return DataError(
-            f"{self._blend.origin(int(numbers[row]))}: token id {tokens[row][wrong[row]][0]} lies outside the model's "
-            f"vocabulary of vocab_size={vocab_size}. Use shards made with the model's tokenizer, or a larger "
-            "vocab_size."
+            f"{self._blend.origin(int(numbers[row]))}: token id {tokens[row][wrong[row]][0]} lies outside "
+            f"the model's vocabulary, vocab_size={vocab_size}; use shards made with the model's tokenizer, "
+            "or "
+            "raise vocab_size"
         )

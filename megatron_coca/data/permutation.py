@@ -9,7 +9,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key from integers and strings, the same on every machine and Python."""
+    """Derive a 64-bit key from integers and strings. It is the same on every machine and with every Python."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
 
 
@@ -22,15 +22,15 @@ def _mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def random_words(numbers: np.ndarray, count: int, key: int, first: int = 0) -> np.ndarray:
-    """Random uint64 [n, count], a function of the 64-bit `key`, the `numbers` int64 [n], and the columns from `first`
-    on.
+    """Random uint64 [n, count]: column c of row i depends only on the 64-bit `key`, on `numbers[i]` (int64 [n]) and on
+    `first` + c.
     """
     rows = _mix(numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), key)
     return _mix(rows[:, None] + np.arange(first, first + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03), key)
 
 
 def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """Permute `[0, 2**bits)`. The halves may differ in width, as each round changes one of them in place."""
+    """Permute `[0, 2**bits)`. The halves may differ in width, because each round changes one of them in place."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -45,10 +45,10 @@ def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Images of `indices` (any shape, in [0, n), n up to 2^62) under the permutation that a 64-bit `key` selects.
+    """Permute [0, n), n up to 2^62, by a 64-bit `key`: return the images of `indices` (any shape).
 
-    Returns int64 of the same shape. Nothing of size `n` is stored: a Feistel network over the next power of two,
-    applied again to images outside the range (cycle walking).
+    Returns int64 of the same shape. Nothing of size `n` is stored: a Feistel network permutes the next power of two,
+    and is applied again to images outside the range (cycle walking).
     """
     given = np.asarray(indices)
     if not 1 <= n <= 1 << 62 or (given.size and (given.min() < 0 or given.max() >= n)):

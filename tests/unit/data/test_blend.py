@@ -59,11 +59,11 @@ def test_order_depends_on_seed_only(shards: list[Shard]) -> None:
 @pytest.mark.parametrize(
     ("weights", "seq_length", "message"),
     [
-        ([1.0], 16, "one weight per shard"),
+        ([1.0], 16, "give one for each shard"),
         ([1.0, 0.0], 16, "must be positive"),
         ([1.0, float("nan")], 16, "must be positive"),
         ([1.0, 1.0], 933, r"code: 933 tokens do not fill a sample of seq_length \+ 1 = 934"),
-        ([1.0, 1.0], 0, "seq_length must be at least 1"),
+        ([1.0, 1.0], 0, "seq_length: must be at least 1"),
     ],
 )
 def test_impossible_blends_are_refused(

@@ -102,7 +102,7 @@ def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str
     line = [sys.executable, "-c", TRUNCATED, str(tmp_path / "s"), suffix, str(size)]
     done = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    message = f"{tmp_path / 's'}{suffix}: has {size} bytes, and had {before} when it was opened"
+    message = f"{tmp_path / 's'}{suffix}: truncated while it was in use, from {before} to {size} bytes"
     assert [told.startswith(message) for told in done.stdout.splitlines()] == [True] * 3
 
 
@@ -137,5 +137,5 @@ def test_missing_shard_and_positions_outside_are_errors(tmp_path: Path, shards: 
         Shard(tmp_path / "none")
     with pytest.raises(DataError, match="lie outside its 933 tokens"):
         shards[1].tokens(930, 4)
-    with pytest.raises(DataError, match="no document 2; the shard has 2"):
+    with pytest.raises(DataError, match="no document 2; it has 2"):
         shards[1].document(2)

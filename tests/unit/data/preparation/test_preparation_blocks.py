@@ -84,13 +84,13 @@ def test_any_parts_in_any_order(
 def test_blocks_are_used_and_what_changed_is_not(
     tmp_path: Path, corpus: list[CorpusSource], whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is tokenized where all blocks are made; after the last file changed, that one."""
+    """Nothing is tokenized where all blocks are built; after the last file changed, that one."""
     tokenized: list[int] = []
     tokenize = ChunkTokenizer.tokenize
     monkeypatch.setattr(ChunkTokenizer, "tokenize", lambda self, n, c: (tokenized.append(n), tokenize(self, n, c))[1])
     told = prepare_part(corpus, tmp_path / "out", CHARACTERS, 0, 1, RULES, QUIET)
     made, tokenized[:] = len(tokenized), []
-    assert not open_blocks(corpus, tmp_path / "out").missing() and told.endswith("blocks are made")
+    assert not open_blocks(corpus, tmp_path / "out").missing() and told.endswith("blocks are built")
     with Path(corpus[2].spec.paths[-1]).open("a") as stream:
         stream.write('{"text": "one more", "key": "k"}\n')
     other = open_blocks(corpus, tmp_path / "out", Rules(0.2, 0.2))
@@ -116,7 +116,7 @@ def test_a_damaged_block_is_named_and_made_again_where_it_is_removed(
     content = bytearray(block.read_bytes())
     content[len(content) // 3] ^= 1
     block.write_bytes(content)
-    with pytest.raises(DataError, match=f"{block.name}: cannot be read .*Remove this file"):
+    with pytest.raises(DataError, match=f"{block.name}: cannot be read .*remove this file"):
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     block.unlink()
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
@@ -221,9 +221,7 @@ def test_a_block_that_was_copied_over_another_is_named(
     counts = [len(block.units) for block in blocks._blocks]
     small, large = blocks._paths[counts.index(min(counts))], blocks._paths[counts.index(max(counts))]
     shutil.copy(large, small)
-    with pytest.raises(
-        DataError, match=f"{small.name}: cannot be read .it is a copy of .*Remove this file; it is made"
-    ):
+    with pytest.raises(DataError, match=f"{small.name}: cannot be read .it is a copy of .*remove this file"):
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     small.unlink()
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
