@@ -1,4 +1,4 @@
-"""The transformer language model of GPT-NeoX and LLaMA shape."""
+"""The transformer language model in the shapes of GPT-NeoX and LLaMA."""
 
 from megatron_coca.model.build import (
     Attention,

@@ -1,4 +1,4 @@
-"""Building a model from its configuration: layers, initial weights, compilation."""
+"""Build a model from its configuration: layers, initial weights, compilation."""
 
 import logging
 import math
@@ -39,15 +39,16 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 }
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
-"""Layers that write into the residual stream; they use `output_layer_init_method`."""
+"""Layers that write to the residual stream; they use `output_layer_init_method`."""
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
-    """Initialise every weight matrix by the configured methods, biases with 0; norms keep 1 and 0.
+    """Initialise weight matrices by the configured methods and biases with 0. Norms keep 1 and 0.
 
-    Values depend only on the seed and the parameters' shapes and order, and modules of the position method come last:
-    all position methods share the initial weights of their common layers. The global random state is preserved.
+    Values depend only on the seed and on the shapes and order of the parameters. Modules of the position method come
+    last, so all position methods share the initial weights of their common layers. The global random state is
+    preserved.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
@@ -67,7 +68,9 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
 @torch.no_grad()
 def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> list[str]:
-    """Initialise the parameters of the position method by the seed; returns their names. Preserves the random state."""
+    """Initialise the parameters of the position method from the seed, and return their names. The global random state
+    is preserved.
+    """
     parts = {name: part for name, part in module.named_modules() if isinstance(part, LEARNED_MODULES)}
     tables = {name: part for name, part in module.named_modules() if isinstance(part, LearnedPositions)}
     with torch.random.fork_rng(devices=[]):
@@ -80,7 +83,7 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
 
 
 def backend_needs(config: Config, method: PositionMethod, device_type: str, training: bool = True) -> Needs:
-    """Requirements of a model on its attention backend."""
+    """The requirements of a model on its attention backend."""
     needs = method.needs(device_type, config.model.attention_dropout, training)
     if not training:
         return needs
@@ -93,10 +96,10 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
 
 
 def choose_backends(config: Config, device: str) -> dict[str, str]:
-    """Return the name of the attention backend of every type of layers of a model in training on `device`.
+    """Return the name of the attention backend for each type of layers of a model that trains on `device`.
 
     Raises:
-        BackendError: none serves a type.
+        BackendError: no backend supports a type.
     """
     device_type, types = device.partition(":")[0], config.layer_types
     return {
@@ -106,20 +109,21 @@ def choose_backends(config: Config, device: str) -> dict[str, str]:
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
-    """An initialised float32 model on `device`, with its position method and the attention backend for that device.
+    """Build an initialised float32 model on `device`, with its position method and the attention backend for that
+    device.
 
-    With `training` False the backend need not support dropout or training-only maps.
+    With `training` False the backend does not have to support dropout or training-only maps.
 
     Raises:
         ConfigError: `vocab_size` is not known.
-        BackendError: the named attention backend or operand kernel cannot serve the model on that device, or there is
-            no compiler for `torch_compile`.
+        BackendError: the attention backend or operand kernel does not support the model on that device, or there is no
+            compiler for `torch_compile`.
     """
     return assemble_model(config, device, training).to(device)
 
 
 def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
-    """As `build_model` for `device`, with the weights in host memory: for models that are sharded afterwards."""
+    """Build a model as `build_model` does for `device`, but with its weights in host memory, to be sharded later."""
     with torch.random.fork_rng(devices=[]):  # PyTorch initialises the layers first
         model = _compose(config, device, training)
     initialize(model, config.model, config.seed)
@@ -129,10 +133,10 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
 def empty_model(
     config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32, memory: str | None = None
 ) -> GPT:
-    """As `build_model`, with uninitialised weights of `dtype` that are loaded later.
+    """Build a model as `build_model` does, but with uninitialised weights of `dtype`, to be loaded later.
 
-    `memory` is their device, by default `device`. Initialising 7 billion weights takes minutes, and float32 twice the
-    memory.
+    `memory` is the device of the weights, by default `device`. Initialising 7 billion weights would take minutes, and
+    float32 twice the memory.
     """
     with torch.device("meta"):
         model = _compose(config, device, training)
@@ -140,22 +144,23 @@ def empty_model(
 
 
 class Attention(nn.Module):
-    """Causal self-attention with the positions of a configuration, for a network of one's own.
+    """Causal self-attention with the position method of a configuration, for use in your own network.
 
-    Only the configuration's keys of attention matter. Initial weights follow from these and PyTorch's random state.
+    Only the attention keys of the configuration matter. Initial weights depend on these keys and PyTorch's random
+    state.
 
     Raises:
-        ConfigError: `pos_emb` adds positions to the embedding and not in attention.
+        ConfigError: `pos_emb` adds positions to the embedding instead of the attention.
         BackendError: as `build_model`.
     """
 
     def __init__(self, config: Config, layer: int = 0, device: str = "cpu", training: bool = True) -> None:
-        """`layer` counts from 0 and matters where layers differ; `training` as for `build_model`."""
+        """`layer` counts from 0 and matters if layers differ; `training` is as for `build_model`."""
         super().__init__()
         name = config.model.layer_names[layer]
         method, position = build_methods(config)[name], config.layer_types[name]
         if method.name in ABSOLUTE:
-            raise ConfigError(f"pos_emb: {method.name} is added to the embedding; an attention layer has no part in it")
+            raise ConfigError(f"pos_emb: {method.name} is added to the embedding, not in attention; choose another one")
         check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
         needs = backend_needs(config, method, torch.device(device).type, training)
         _, backend = select_backend(position.attention_backend, needs)
@@ -170,7 +175,7 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Hidden states [batch, length, hidden_size] -> the same; the other arguments are those of
+        """Map hidden states [batch, length, hidden_size] to the same shape. The other arguments are as in
         `GPT.hidden_states`.
         """
         positions, reached, packed = resolve_positions(hidden[..., 0], positions, documents)

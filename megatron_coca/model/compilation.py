@@ -1,4 +1,4 @@
-"""Compilation of the blocks by torch.compile: whether a run's blocks can be compiled, and compiling them."""
+"""Compile the blocks with torch.compile, if that is supported for the run."""
 
 import logging
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def missing_torch_compiler(device_type: str) -> str | None:
-    """None, or why torch.compile cannot make kernels for "cpu" or "cuda" here."""
-    # Not at the top: the compiler takes seconds to import and few runs use it.
+    """Return None, or the reason why torch.compile cannot compile kernels for "cpu" or "cuda" here."""
+    # Imported here because the compiler takes seconds to import and few runs use it.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -26,24 +26,27 @@ def missing_torch_compiler(device_type: str) -> str | None:
 
 
 COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
-"""PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
+"""Without this option PyTorch fuses gradients of norms but needs more launches: 41 per layer of CoCA instead of 37."""
 
 UNCOMPILED = {
-    "reference": "it is the measure of the others, one operation after the other",
-    "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
+    "reference": "it is the reference for the others and runs one operation after the other",
+    "flex": "its kernel is compiled separately, and a compiled block would compute its mask again in every layer",
 }
-"""Attention backends whose blocks are not compiled, with the reason."""
+"""Attention backends with which blocks are not compiled, and the reasons."""
 
 
 def reason_not_compiled(config: Config, backend: str, device_type: str) -> str | None:
-    """None, or why the blocks of a training run with this attention backend are not compiled.
+    """Return None, or the reason why the blocks of a training run with this attention backend are not compiled.
 
-    A block is compiled once, so nothing in it may depend on the data but through tensors of fixed shapes.
+    A block is compiled once, so it may depend on the data only through tensors of fixed shapes.
     """
     if backend in UNCOMPILED:
         return f"attention_backend {backend}: {UNCOMPILED[backend]}"
     if config.data.reset_attention_mask and backend != "triton":
-        return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
+        return (
+            f"reset_attention_mask: {backend} is called once per document, and the lengths of documents "
+            "change with every batch"
+        )
     if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
         return f"attention_chunk_size: {backend} is called once per chunk, from Python"
     dense = [f"pos_emb {kind.pos_emb}" for kind in config.layer_types.values() if kind.embedding.by_query]
@@ -59,7 +62,7 @@ def reason_not_compiled(config: Config, backend: str, device_type: str) -> str |
 
 
 def compile_blocks(blocks: nn.ModuleList) -> None:
-    """Compile every block in place for training, keeping parameter names; all share the code compiled for the first."""
+    """Compile every block in place for training. Parameter names stay, and all blocks share the code of the first."""
     logger.info("torch_compile: the first step compiles the blocks and takes longer")
     for block in blocks:
         block.compile(options=COMPILE_OPTIONS)

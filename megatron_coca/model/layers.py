@@ -1,4 +1,4 @@
-"""Embedding, norms, MLP, transformer block and output head of GPT-NeoX and LLaMA."""
+"""Embedding, norms, MLP and transformer block of GPT-NeoX and LLaMA."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,7 +27,7 @@ def sums_in_half(weight: Tensor | None) -> bool:
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`."""
+    """`torch.nn.LayerNorm` with gradients summed in float32 on the CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         if sums_in_half(self.weight):
@@ -36,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RowEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` with its plain options."""
+    """`torch.nn.Embedding` with default options, and gradients summed in float32 on the CPU."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return SummedRows.apply(ids, self.weight) if sums_in_half(self.weight) else super().forward(ids)
@@ -49,7 +49,8 @@ class LearnedPositions(RowEmbedding):
         super().__init__(positions, hidden_size, _weight=torch.empty(positions, hidden_size))
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """[..., hidden_size] for integer positions [...]; `reached` (largest + 1), if known, avoids a device sync.
+        """Look up [..., hidden_size] for integer positions [...]. `reached` (largest + 1), if known, avoids a wait for
+        the device.
 
         Raises:
             PositionRangeError: a position has no vector.
@@ -57,8 +58,8 @@ class LearnedPositions(RowEmbedding):
         reached = int(positions.max()) + 1 if reached is None else reached
         if reached > self.num_embeddings:
             raise PositionRangeError(
-                f"pos_emb: learned has {self.num_embeddings} positions (max_position_embeddings); "
-                f"position {reached - 1} is beyond them"
+                f"max_position_embeddings: {self.num_embeddings} learned positions do not include {reached - 1}; "
+                "use shorter texts, or train a model with a larger table"
             )
         return super().forward(positions)
 
@@ -71,7 +72,7 @@ class SinusoidalPositions(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """[..., hidden_size] float64 for integer positions [...] of any size."""
+        """Compute [..., hidden_size] in float64 for integer positions [...] of any size."""
         pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
         phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
         return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size]
@@ -84,13 +85,13 @@ ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def absolute(methods: Iterable[PositionMethod], model: ModelConfig) -> nn.Module | None:
-    """The module of absolute positions that the layers' methods name, which then is the same for all, or None."""
+    """Build the module of absolute positions, if the methods of the layers need one; all layers share it."""
     named = next((method.name for method in methods if method.name in ABSOLUTE), None)
     return ABSOLUTE[named](model) if named is not None else None
 
 
 class Embedding(nn.Module):
-    """input_ids [batch, length] -> [batch, length, hidden_size], in the dtype of the weights.
+    """Map input_ids [batch, length] to [batch, length, hidden_size] in the dtype of the weights.
 
     The weights are set later: PyTorch's initialization of an embedding on the meta device imports TorchDynamo, which
     takes 2 seconds.
@@ -119,8 +120,8 @@ class Embedding(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """g * x / |x| with one learned g (Nguyen and Salazar 2019); x [..., hidden_size], the norm is taken in float32 or
-    better.
+    """g * x / |x| with one learned g (Nguyen and Salazar 2019) for x [..., hidden_size]. The norm is computed in
+    float32 or better.
     """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -159,12 +160,12 @@ NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
-    """A new norm of the configured kind for hidden states [..., hidden_size]."""
+    """Build a norm of the configured kind for hidden states [..., hidden_size]."""
     return NORMS[model.norm](model)
 
 
 class HeadRMSNorm(nn.Module):
-    """RMSNorm of every head by itself, x [..., heads, head_dim], with a weight for each head and feature."""
+    """RMSNorm of each head of x [..., heads, head_dim], with a weight for each head and feature."""
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -181,8 +182,8 @@ QK_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "scalenorm": lambda m: ScaleNorm(m.head_dim, m.scalenorm_epsilon),
     "non_parametric_layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
 }
-"""`use_qk_layernorm` by `norm`: one norm for queries and keys, as GPT-NeoX has it. Its layernorm has the mean and the
-variance of all heads together, the others of each head.
+"""The norm of `use_qk_layernorm` by `norm`: queries and keys share it, as in GPT-NeoX. Layernorm uses the mean and
+variance of all heads together, the other norms normalise each head.
 """
 
 
@@ -191,7 +192,7 @@ def _heads(model: ModelConfig) -> tuple[int, int]:
 
 
 class AllHeadsNorm(nn.Module):
-    """A norm of all heads of a token together, x [..., heads, head_dim]."""
+    """A norm over all heads of a token together, x [..., heads, head_dim]."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class AllHeadsNorm(nn.Module):
 
 
 def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
-    """The norms of queries and keys [..., heads, head_dim] by their names in SelfAttention: none, one or two."""
+    """Build the norms of queries and keys [..., heads, head_dim] by their names in SelfAttention: none, one or two."""
     if model.use_qk_layernorm:
         return {"qk_layernorm": QK_NORMS[model.norm](model)}
     if model.qk_norm == "head":
@@ -233,7 +234,7 @@ GATED: dict[str, Activation] = {
 }
 
 TOKENS_AT_ONCE = 8192
-"""Tokens per chunk of the MLP without gradients, which limits the memory of its inner features."""
+"""Tokens per chunk of the MLP without gradients; this limits the memory of its inner features."""
 
 
 class MLP(nn.Module):
@@ -265,16 +266,16 @@ class MLP(nn.Module):
 
 
 def build_activation(model: ModelConfig) -> Activation:
-    """The configured activation, of the gate where there is one."""
+    """The configured activation; with a gate, the activation of the gate."""
     if model.activation == "gelu" and model.bias_gelu_fusion:
-        return partial(F.gelu, approximate="tanh")  # as GPT-NeoX's fused kernel
+        return partial(F.gelu, approximate="tanh")  # as in GPT-NeoX's fused kernel
     return GATED.get(model.activation) or UNGATED[model.activation]
 
 
 def build_attention(
     model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str = GLOBAL
 ) -> SelfAttention:
-    """A new attention layer of one type of layers, with PyTorch's initial weights."""
+    """Build the attention of one type of layers, with PyTorch's initial weights."""
     bias = model.use_bias_in_attn_linear
     if layer_type == GAU:
         return GatedAttentionUnit(model.hidden_size, model.gau_features, method, backend, bias)
@@ -295,9 +296,9 @@ class Block(nn.Module):
     """Hidden states [batch, length, hidden_size] -> the same.
 
     Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
-    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` has norms of the outputs of attention
-    and MLP instead, and `sandwich` both. Layers of type `gau` have a gated attention unit and no MLP: x += attention(
-    norm1 x).
+    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` normalises the outputs of attention
+    and MLP instead, `sandwich` both inputs and outputs. Layers of type `gau` have a gated attention unit and no MLP: x
+    += attention( norm1 x).
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
@@ -319,7 +320,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
     ) -> Tensor:
-        """With `last`, only the hidden states of the last tokens: [batch, last, hidden_size]."""
+        """With `last`, return only the hidden states of the last tokens, [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
         attended = self._drop(self.attention_output_layernorm(self.attention(normed, context, cache)))
         if last is not None:
@@ -340,7 +341,7 @@ class Block(nn.Module):
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap), computed in float32 or better and rounded once, or the logits without a cap."""
+    """Return cap * tanh(logits / cap), computed in float32 or better and rounded once; without a cap, the logits."""
     if cap is None:
         return logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

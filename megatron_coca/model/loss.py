@@ -12,7 +12,7 @@ from megatron_coca.kernels import missing_compiler
 from megatron_coca.model.layers import soft_capped
 
 IGNORED = -100
-"""Label of tokens without loss, as in PyTorch."""
+"""The label of tokens without loss, as in PyTorch."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -40,11 +40,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
 
-    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
-    `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
-    and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is `loss_kernel`.
-    A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more. `cap`
-    is that of `soft_capped`, with the kernel "torch".
+    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels
+    `IGNORED` do not count, and the loss is 0 if no label counts. Logits have the dtype of `hidden`; softmax, losses,
+    their sum and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is
+    `loss_kernel`. A chunk of "auto" is 1,024 tokens, or for the Triton kernel the tokens with 1 GiB of logits, if that
+    is more. `cap` is that of `soft_capped`; it needs the kernel "torch".
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -63,7 +63,7 @@ def linear_cross_entropy(
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [tokens], 0 for ignored tokens, and log-probabilities, in float32 or better."""
+    """Return losses [tokens], 0 for ignored tokens, and log-probabilities, in float32 or better."""
     logs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
 
@@ -77,7 +77,7 @@ def _gradient_with_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gradient_with_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place  # triton exists on some platforms only
+    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place  # triton exists only on some platforms
 
     return cross_entropy_in_place(logits, targets, IGNORED), logits
 
@@ -121,7 +121,7 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        # With dimensions, so that products are in float32: a scalar would itself be rounded to half precision.
+        # The factor has dimensions, so that products are in float32; a scalar would be rounded to half precision.
         factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
         torch.mul(hidden_grad, factor, out=rounded)
         if not ctx.needs_input_grad[1]:
@@ -131,7 +131,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a b, or total = a b for the `first` product; `total` may be wider than a and b."""
+    """Add a b to `total`, or set it to a b for the `first` product. `total` may have a wider dtype than a and b."""
     if a.dtype != total.dtype and not a.is_cuda:
         product = a @ b
         total.copy_(product) if first else total.add_(product)
