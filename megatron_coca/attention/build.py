@@ -146,12 +146,10 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         if reason is None:
             return candidate, reasons
         reasons[candidate] = reason
-    remedy = (
-        "; set attention_backend to another one or to auto"
-        if name != "auto"
-        else "; set attention_backend to reference, which is slow but runs any model"
-    )
-    raise BackendError(f"attention_backend: {name} does not support this model{_passed_over(reasons)}{remedy}")
+    if name == "auto":
+        listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+        raise BackendError(f"attention_backend: none supports this model ({listed}); set the slow one, reference")
+    raise BackendError(f"attention_backend: {name} does not support this model ({reasons[name]}); set another or auto")
 
 
 def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
@@ -160,7 +158,8 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
     """
     chosen, reasons = find_backend(name, needs)
     if reasons:
-        logger.info("attention backend %s%s", chosen, _passed_over(reasons))
+        skipped = "".join(f"; not {candidate}: {reason}" for candidate, reason in reasons.items())
+        logger.info("attention backend %s%s", chosen, skipped)
     return chosen, BACKENDS[chosen]
 
 
@@ -183,7 +182,3 @@ def varies(name: str, needs: Needs) -> str | None:
     if name == "flex" and needs.bias:
         return "deterministic: its kernels add the gradients of a bias in any order"
     return None
-
-
-def _passed_over(reasons: dict[str, str]) -> str:
-    return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())

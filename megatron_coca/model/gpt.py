@@ -33,7 +33,7 @@ EXPENSIVE = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention,
     )
 )
-"""Operations whose results `selective` keeps: matrix products and PyTorch's flash attention."""
+"""`selective` keeps the results of these operations: matrix products and PyTorch's flash attention."""
 
 
 def _choose(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -67,7 +67,7 @@ def diagonals(
 
 
 def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
-    """The mask [1, heads, rows, columns] of a block whose last row sees `columns` keys, rows reversed."""
+    """The mask [1, heads, rows, columns] of a block, rows reversed; the last row sees `columns` keys."""
     heads, length = along.shape
     return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
 

@@ -267,7 +267,7 @@ def merge(
             # never NaN, because every row of a piece has a key.
             rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
             totals.copy_(torch.logaddexp(totals, piece_lse))
-    for sink in sinks:  # one more piece, whose output is 0
+    for sink in sinks:  # one more piece with output 0
         score = sink.to(lse.tensor.dtype)[:, None]
         out.tensor.mul_(torch.sigmoid(lse.tensor - score)[..., None])
         lse.tensor.copy_(torch.logaddexp(lse.tensor, score))

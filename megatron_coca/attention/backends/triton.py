@@ -58,7 +58,7 @@ class TritonBackend:
 
 
 def _unsupported_bands(bands: tuple[Band, ...]) -> str | None:
-    "Return None for the band [0, high), alone or followed by [high, no end); otherwise the reason against the bands."
+    "Return None for [0, high), optionally followed by [high, no end); otherwise the reason against the bands."
     near, *far = bands
     if any(band.chunk is not None for band in bands):
         return "its kernels choose the segment of a pair by distances in tokens, not in chunks"

@@ -27,7 +27,7 @@ class CorpusSource:
         spec: its files and how they are read.
         weight: share of the training tokens, relative to the other sources; None weights by tokens.
         set_weights: relative weights of its sets, for a source that is divided into them.
-        duplicates: drop documents whose text occurred before (`exact`), or none (`keep`).
+        duplicates: drop documents with a text that occurred before (`exact`), or none (`keep`).
         fraction: use this fraction of the documents, chosen by a hash of their text.
         split: put all documents into one split instead of splitting by the hash of their key.
         max_faulty: the largest share of records that may be faulty.

@@ -166,7 +166,7 @@ _chunk_tokenizer: ChunkTokenizer | None = (
 
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
-    global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for what its initializer makes
+    global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for the results of its initializer
     threading.Thread(target=exit_with_parent, daemon=True).start()
     _chunk_tokenizer = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
 

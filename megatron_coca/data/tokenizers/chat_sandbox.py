@@ -437,7 +437,7 @@ def _tojson(
     return "".join(map(budget.made, parts))
 
 
-def _refuse(message: Any) -> None:
+def _raise(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
@@ -473,7 +473,7 @@ def compiled(source: str) -> jinja2.Template:
     environment.filters |= {**_NODES, "tojson": _tojson, "marked": filters["marked"]}
     tests: dict[str, Any] = environment.tests
     tests |= {name: _counting(name, tests[name], is_filter=False) for name in DEEP_TESTS}
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "lipsum": _draw}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "lipsum": _draw}
     tree = _Metering().visit(environment.parse(source))
     tree.set_environment(environment)
     code = environment.compile(tree)

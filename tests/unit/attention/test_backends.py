@@ -161,7 +161,7 @@ def test_three_bands_of_chunks_are_half_the_pairs_in_two_calls_and_one_per_older
 
 
 def test_a_band_of_chunks_shows_all_of_their_keys() -> None:
-    with pytest.raises(ValueError, match="leave out first_keys"):
+    with pytest.raises(ValueError, match="first_keys: a band of chunks"):
         Band(1, first_keys=4, chunk=8)
 
 
@@ -248,7 +248,7 @@ def test_merge_says_what_it_cannot_do() -> None:
     assert merge.supports(Needs("cuda", 64, bands=THREE)) is None
     for needs, word in (
         (Needs("cpu", bias="linear"), "bias"),
-        (Needs("cpu", dropout=0.1), "dropped"),
+        (Needs("cpu", dropout=0.1), "drop different weights"),
         (Needs("cuda", 60), "multiple of 8"),
         (Needs("cuda", 264), "at most 256"),
         (Needs("mps"), "mps"),
@@ -277,7 +277,7 @@ def test_cudnn_is_left_to_training(queries: int, keys: int, monkeypatch: pytest.
 
 
 def test_no_kernel_for_the_dtype_is_named() -> None:
-    with pytest.raises(TypeError, match=r"torch.int64 on cpu; set attention_backend: triton on CUDA or reference"):
+    with pytest.raises(TypeError, match=r"torch.int64 on cpu; set it to triton on CUDA or to reference"):
         flash_op(torch.zeros(1, dtype=torch.int64))
 
 

@@ -114,7 +114,7 @@ def test_requests_that_fail_are_repeated(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("memory://bucket/corpus/absent.txt", "no such object, or a folder without a readable file"),
+        ("memory://bucket/corpus/absent.txt", "no such object, or no readable file"),
         ("memory://bucket/corpus/deep/picture.png", r"unknown type of file \(\.png\)"),
         ("nowhere://bucket/a.txt", "cannot be opened"),
     ],

@@ -60,13 +60,13 @@ def damage(path: Path, change) -> None:
     [
         (".idx", lambda b: b"TNTIDX\0\0" + b[8:], r"\.idx: not an MMIDIDX index"),
         (".idx", lambda b: b"", r"\.idx: not an MMIDIDX index"),
-        (".idx", lambda b: b[:20], r"\.idx: truncated within its header"),
+        (".idx", lambda b: b[:20], r"\.idx: header is truncated"),
         (".idx", lambda b: b[:-8], r"\.idx: truncated or of another format"),
         (".idx", lambda b: b[:17] + b"\x06" + b[18:], "dtype code 6"),
         (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "without gaps"),
         (".idx", lambda b: b[:-16] + struct.pack("<qq", 7, 2), "out of order"),
-        (".bin", lambda b: b[:-2], r"\.bin: 8 bytes where its index records 10"),
-        (".bin", lambda b: b + b"xx", r"\.bin: 12 bytes where"),
+        (".bin", lambda b: b[:-2], r"\.bin: 8 bytes, but its index records 10"),
+        (".bin", lambda b: b + b"xx", r"\.bin: 12 bytes, but"),
         (".bin", lambda b: b"", "contains no token"),
     ],
 )

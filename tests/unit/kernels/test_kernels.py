@@ -191,11 +191,11 @@ def test_the_backend_refuses_inputs_that_it_did_not_promise() -> None:
 def test_attention_refuses_arguments_that_contradict_each_other() -> None:
     """Each names the argument and what it must be."""
     x, wide = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 512)
-    with pytest.raises(ValueError, match="head_dim is 512"):
+    with pytest.raises(ValueError, match="head_dim 512 is not supported"):
         flash_attention(wide, wide, wide, 1.0)
     with pytest.raises(ValueError, match="share one of"):
         flash_attention(x, x, x.double(), 1.0)
-    with pytest.raises(ValueError, match="more than 3 keys"):
+    with pytest.raises(ValueError, match="than keys .3."):
         flash_attention(x, x[:, :, :3], x[:, :, :3], 1.0)
     with pytest.raises(ValueError, match="formula must be one of"):
         flash_attention(x, x, x, 1.0, formula="buckets", coefficients=torch.zeros(2, 1))
