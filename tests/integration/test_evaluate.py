@@ -295,7 +295,7 @@ def test_a_window_that_does_not_fit_is_noted(
 
 
 LIMITED = {
-    "learned": ({"max_position_embeddings": 40}, "float32", "window 64", "learned has 40 positions"),
+    "learned": ({"max_position_embeddings": 40}, "float32", "window 64", "40 learned positions"),
     "xpos": ({}, "float16", "window 8192", "xpos overflows torch.float16 at 8191 tokens"),
 }
 

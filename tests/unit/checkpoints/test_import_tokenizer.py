@@ -117,7 +117,7 @@ def test_one_that_cannot_be_read_makes_room_for_the_next(files: Path, tmp_path: 
         ((), ROWS, {}, "no tokenizer is used: .* has none"),
         (("vocab.json",), ROWS, {}, "has none"),
         (("tokenizer.json",), 300, {}, "tokenizer.json: has 330 ids, the embedding has 300 rows"),
-        ((), ROWS, {"tokenizer": {}}, "not a file that HFTokenizer can open"),
+        ((), ROWS, {"tokenizer": {}}, "HFTokenizer cannot open this file"),
     ],
 )
 def test_why_there_is_none(

@@ -156,7 +156,7 @@ def test_a_start_token_begins_every_text(tmp_path: Path) -> None:
     ("given", "message"),
     [
         (["--start-token", "<bos>"], "no symbol '<bos>'"),
-        (["--start-token", "t"], "'t' cannot begin documents"),
+        (["--start-token", "t"], "start_token: 't' is not a special token"),
         (["--start-token", "<s>", "--messages", "all"], "start_token has no effect on chats"),
     ],
 )

@@ -114,5 +114,5 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 def test_a_model_with_a_table_of_positions_generates_up_to_its_last_position_and_no_further() -> None:
     model = make(pos_emb="learned", max_position_embeddings=24)
     assert generate(model, prompts(length=20), 5).shape == (3, 5), "the last token is not read"
-    with pytest.raises(ValueError, match="24 positions"):
+    with pytest.raises(ValueError, match="24 learned positions"):
         generate(model, prompts(length=20), 6)
