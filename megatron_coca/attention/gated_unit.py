@@ -1,4 +1,4 @@
-"""The gated attention unit: one attention head with gated values, in place of attention and MLP."""
+"""The gated attention unit: one attention head with gated values, which replaces attention and MLP."""
 
 from dataclasses import replace
 

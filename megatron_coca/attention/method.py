@@ -35,7 +35,7 @@ from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.attention.positions.gates import HeadGates
-from megatron_coca.kernels import missing_compiler
+from megatron_coca.kernels import missing_triton
 
 Tables = tuple[SegmentTables, ...]
 
@@ -93,7 +93,7 @@ OPERAND_MAKERS: dict[str, OperandMaker] = {"auto": automatic, "torch": with_torc
 
 def operand_maker(name: str) -> OperandMaker:
     """Queries and keys are rotated only by these functions; backends get operands."""
-    unusable = name == "auto" and (not torch.cuda.is_available() or missing_compiler("cuda") is not None)
+    unusable = name == "auto" and (not torch.cuda.is_available() or missing_triton("cuda") is not None)
     return with_torch if unusable else OPERAND_MAKERS[name]
 
 
@@ -103,7 +103,7 @@ def check_kernel(key: str, name: str, device_type: str) -> None:
     Raises:
         BackendError: it does not.
     """
-    reason = missing_compiler(device_type) if name == "triton" else None
+    reason = missing_triton(device_type) if name == "triton" else None
     if reason is not None:
         raise BackendError(f"{key}: triton does not support this model ({reason}); set {key} to torch")
 

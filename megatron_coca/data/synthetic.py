@@ -98,7 +98,7 @@ def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
     keys, values = draws.subset(facts, settings.keys), draws.integers(facts, settings.values)
     slots = np.sort(draws.subset(2 * facts, width - facts), axis=1)
     pairs = np.sort(draws.subset(2 * facts, 2 * facts).reshape(samples, facts, 2), axis=2)
-    # A question takes one token more than its slot, which moves everything behind it.
+    # A question takes one token more than its slot, which moves everything after it.
     asked = np.zeros((samples, 2 * facts), dtype=np.int64)
     np.put_along_axis(asked, pairs[:, :, 1], 1, axis=1)
     places = slots + np.cumsum(asked, axis=1) - asked

@@ -6,7 +6,7 @@ The modules here import torch and triton but nothing of this package. This file 
 from importlib.util import find_spec
 
 
-def missing_compiler(device_type: str) -> str | None:
+def missing_triton(device_type: str) -> str | None:
     """Return None, or the reason why Triton kernels cannot run on "cpu" or "cuda" here."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"

@@ -11,7 +11,7 @@ from megatron_coca.config.checks import compile_refusal
 logger = logging.getLogger(__name__)
 
 
-def missing_torch_compiler(device_type: str) -> str | None:
+def missing_compile_tools(device_type: str) -> str | None:
     """Return None, or the reason why torch.compile cannot compile kernels for "cpu" or "cuda" here."""
     # Imported here because the compiler takes seconds to import and few runs use it.
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -58,7 +58,7 @@ def reason_not_compiled(config: Config, backend: str, device_type: str) -> str |
         return (
             "forgetting_gate: PyTorch's mask of the later blocks of queries is not traced; set attention_backend=triton"
         )
-    return compile_refusal(config) or missing_torch_compiler(device_type)
+    return compile_refusal(config) or missing_compile_tools(device_type)
 
 
 def compile_blocks(blocks: nn.ModuleList) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_coca.config.model import LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
-from megatron_coca.kernels import missing_compiler
+from megatron_coca.kernels import missing_triton
 from megatron_coca.model.layers import soft_capped
 
 IGNORED = -100
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if kernel == "auto" or not trained:
         fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and cap is None
-        fused = fused and missing_compiler("cuda") is None
+        fused = fused and missing_triton("cuda") is None
         kernel = "triton" if fused else "torch"
     if chunk == "auto":
         fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())

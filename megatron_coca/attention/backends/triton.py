@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.gated import attend_gated
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
-from megatron_coca.kernels import missing_compiler
+from megatron_coca.kernels import missing_triton
 
 FORMULAS = (None, "linear", "log", "power")
 WIDEST_HEAD = 256
@@ -24,7 +24,7 @@ class TritonBackend:
             return f"its kernels support the bias formulas linear, log and power, not {needs.bias}"
         if needs.head_dim > WIDEST_HEAD:
             return f"its kernels support head_dim up to {WIDEST_HEAD}, not {needs.head_dim}"
-        return _unsupported_bands(needs.bands) or missing_compiler(needs.device_type)
+        return _unsupported_bands(needs.bands) or missing_triton(needs.device_type)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """[batch, heads, query_length, head_dim] in the query's dtype.

@@ -21,7 +21,7 @@ def _constant(position: float) -> MapPositions:
 
 @dataclass(frozen=True)
 class Band:
-    """The range low <= r < high of relative distances that one segment serves (`high` None: no upper end).
+    """The range low <= r < high of relative distances of one segment (`high` None: no upper end).
 
     With `first_keys` only that many keys at the start of the sequence, or document, are visible. With `chunk` the range
     counts chunks: low <= floor(m / chunk) - floor(n / chunk) < high, for m and n from the start of the document. The

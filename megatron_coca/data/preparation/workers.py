@@ -154,7 +154,7 @@ class ChunkTokenizer:
         answers = np.zeros(len(places) + 1, dtype=bool)
         for first, last in spans:
             answers |= (begins < last) & (ends > first)
-        answers[-1] = bool(places) and answers[-2]  # the separator counts behind an answer
+        answers[-1] = bool(places) and answers[-2]  # the separator after an answer counts
         labels = tokens.astype(np.int32)
         labels[~answers[: len(tokens)]] = MASKED
         return Tokenized(text.encode(), tokens, labels)

@@ -98,7 +98,7 @@ class _Header(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if archive.ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
-            raise tarfile.ReadError(f"{error} where a file header or the end of the archive was expected") from error
+            raise tarfile.ReadError(f"{error} instead of a file header or the end of the archive") from error
         archive.ended = False
         return header
 

@@ -64,7 +64,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are traced forward and backward, and run by PyTorch's operations."""
     original = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda block, options: original(block, backend="aot_eager"))
-    monkeypatch.setattr(compilation, "missing_torch_compiler", lambda device_type: None)
+    monkeypatch.setattr(compilation, "missing_compile_tools", lambda device_type: None)
     torch._dynamo.reset()
     counters.clear()
 

@@ -144,7 +144,7 @@ def test_waiting_is_noticed() -> None:
 
 
 def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "missing_torch_compiler", lambda device_type: "no C++ compiler was found")
+    monkeypatch.setattr(compilation, "missing_compile_tools", lambda device_type: "no C++ compiler was found")
     with pytest.raises(BackendError, match="torch_compile: no C\\+\\+ compiler was found; or set torch_compile=false"):
         trained(torch_compile=True)
     config = load_config([], KEYS | {"pos_emb": "coca", "torch_compile": True})
@@ -152,7 +152,7 @@ def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compilation.missing_torch_compiler("cpu") is not None, reason="no C++ compiler")
+@pytest.mark.skipif(compilation.missing_compile_tools("cpu") is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("pos_emb", ["rotary", "coca"])
 def test_compiled_blocks_give_the_same_gradients(pos_emb: str) -> None:
     eager, compiled = results("none", pos_emb=pos_emb), results("none", pos_emb=pos_emb, torch_compile=True)
