@@ -46,7 +46,7 @@ class FlexBackend:
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         A single query does not use the kernel, because that would be compiled for every generated token.
 

@@ -152,7 +152,7 @@ class MergeBackend:
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
             TypeError: there is no kernel for the operands' dtype and device.

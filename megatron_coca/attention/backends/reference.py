@@ -31,7 +31,7 @@ class ReferenceBackend:
         return missing_einsum() or too_long(needs.length)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
             BackendError: there are more than LONGEST queries.

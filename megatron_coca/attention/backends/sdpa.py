@@ -115,7 +115,7 @@ class SdpaBackend:
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
             ValueError: `supports` does not accept the bands. This happens if a model built for evaluation trains with a

@@ -86,7 +86,8 @@ def split_of(key: str, rules: Rules) -> str:
 
 
 def shard_name(source: str, part: str, split: str) -> str:
-    """Name of a shard's files: source, set and split. In the set only lower-case letters and digits stay.
+    """Name the files of a shard by source, set and split. The set is in lower case, with `-` for all characters other
+    than letters and digits.
 
     >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
     ('pile_openwebtext2_train', 'pile_pubmed-central_test')

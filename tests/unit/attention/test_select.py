@@ -1,4 +1,4 @@
-"""The choice of an attention backend: what is taken, what is passed over and why, and what is refused."""
+"""The choice of an attention backend: the backend that is taken, the reasons against others, and errors."""
 
 import logging
 import sys
@@ -127,7 +127,7 @@ def test_the_configuration_knows_exactly_these() -> None:
 
 
 def needs_of(**keys: Any) -> Needs:
-    """What a model on CUDA with these keys asks for."""
+    """The needs of a model on CUDA with these keys."""
     config = load_config([], SHAPE | {"pos_emb": "rotary"} | keys)
     return build_method(config.position, config.model).needs("cuda", config.model.attention_dropout)
 
@@ -172,7 +172,7 @@ def test_what_the_page_leaves_out_cannot_train_on_a_cpu(monkeypatch: pytest.Monk
 
 
 def test_the_page_promises_no_more_than_supports() -> None:
-    """What it says without looking at the machine, a backend says on any machine."""
+    """A reason that does not depend on the machine is the same on every machine."""
     for name, backend in BACKENDS.items():
         for needs in NEEDS.values():
             if BACKENDS[name].supports(needs) is not None:

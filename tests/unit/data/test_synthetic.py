@@ -1,4 +1,4 @@
-"""Synthetic tasks: what a sample holds, what counts in the loss, and that samples depend on seed and number alone."""
+"""Synthetic tasks: the content of samples, the loss mask, and that samples depend only on seed and number."""
 
 from pathlib import Path
 from typing import Any

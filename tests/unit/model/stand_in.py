@@ -8,7 +8,7 @@ from megatron_coca.attention.layer import Cache
 
 
 class StandIn:
-    """What generation asks a model for, except `logits`. Hidden states are the ids of the tokens."""
+    """The interface of a model that generation uses, except `logits`. Hidden states are the ids of the tokens."""
 
     training = False
     _config = SimpleNamespace(vocab_size=None)

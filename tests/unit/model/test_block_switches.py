@@ -274,7 +274,7 @@ def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
     ],
 )
 def test_documents_have_their_own_sinks_factors_and_chunks(keys: dict[str, Any]) -> None:
-    """Two packed documents have the outputs that each has alone."""
+    """Two packed documents have the same outputs as each document separately."""
     config = configured(**keys)
     model, ids = random_model(config).eval(), tokens()[:1, :40]
     packed = model(ids, documents=(torch.arange(40) >= 17).long()[None])

@@ -1,4 +1,4 @@
-"""torch.compile: one graph without a break for every method and backend, the same gradients, and what is refused."""
+"""torch.compile: one graph without a break for every method and backend, the same gradients, and unsupported cases."""
 
 import logging
 from typing import Any
@@ -144,7 +144,7 @@ def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
 
 
 def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
-    """They compile on no device or on one alone: dense contractions, and the mask of later blocks on CUDA."""
+    """They compile on no device or only on one: dense contractions, and the mask of later blocks on CUDA."""
     with pytest.raises(BackendError, match="torch_compile: attn_logit_softcapping: its scores are contracted by"):
         build_model(configured(attn_logit_softcapping=5.0, torch_compile=True))
     reason = compilation.reason_not_compiled(configured(pos_emb="fire"), "sdpa", "cpu")

@@ -1,4 +1,4 @@
-"""Greedy generation: which token is taken, when a row ends, what is never generated, what is refused."""
+"""Greedy generation: the token that is taken, the end of a row, ids that are never generated, invalid arguments."""
 
 import copy
 from typing import Any

@@ -54,7 +54,7 @@ def test_a_tied_head_trains_the_embedding() -> None:
 
 
 def recomputed(model: GPT, ids: Tensor, parallel: bool, tied_norm: bool) -> Tensor:
-    """The GPT-NeoX model without positions, from its state dict alone."""
+    """The GPT-NeoX model without positions, written from its state dict."""
     w = model.state_dict()
 
     def norm(name: str, x: Tensor) -> Tensor:

@@ -118,7 +118,9 @@ def _kept(choice: str) -> int:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what would make the host wait for a GPU: reading a number, or shapes that depend on values."""
+    """Raises an error for operations that make the host wait for a GPU: reading a number, or shapes that depend on
+    values.
+    """
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 

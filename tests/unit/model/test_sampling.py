@@ -1,4 +1,4 @@
-"""Sampling: the distribution of draws, the filters against transformers', and what a sample depends on."""
+"""Sampling: the distribution of draws, the filters against transformers', and the seeds of samples."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -48,7 +48,7 @@ def prompts(batch: int = 4, length: int = 12) -> Tensor:
 
 
 class Fixed(StandIn):
-    """A model whose logits are the same at every step."""
+    """A model with the same logits at every step."""
 
     def __init__(self, logits: list[float]) -> None:
         self._logits = torch.tensor(logits)

@@ -253,7 +253,7 @@ CHANGES = [append, rewrite, truncate, replaced, Path.unlink]
 def test_a_file_that_changes_while_it_is_read_is_an_error(
     tmp_path: Path, corpus: list[CorpusSource], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its block stays absent, the others are made, and the same command reads what is there then."""
+    """Its block is not written, the others are, and the same command later reads the current files."""
     path, tokenize = Path(corpus[1].spec.paths[0]), ChunkTokenizer.tokenize
     replacement = path.read_bytes().replace(b"text 1", b"text 3")
 
@@ -323,7 +323,7 @@ def test_a_file_in_pieces_that_changes_is_an_error(
 def test_a_trained_tokenizer_belongs_to_the_text_that_it_was_trained_on(
     tmp_path: Path, corpus: list[CorpusSource]
 ) -> None:
-    """An interrupted preparation keeps it; one whose text changed since trains another."""
+    """An interrupted preparation keeps it; if the text has changed, a new one is trained."""
     trained: list[Path] = []
 
     def train(folder: Path) -> Tokenizer:

@@ -47,7 +47,7 @@ def texts_of(prefix: Path) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """What a preparation left, its own record of paths apart."""
+    """The files of a preparation, except its record of paths."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".bin", ".idx", ".model", ".json")}
 
 

@@ -1,4 +1,4 @@
-"""Recipes: what they say, what is wrong with them, and the shipped one against the run configuration beside it."""
+"""Recipes: their meaning, their errors, and the shipped recipe against the run configuration beside it."""
 
 from pathlib import Path
 

@@ -142,7 +142,7 @@ def test_a_file_without_permission_is_an_error(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)  # the tests may run as root, whom nobody refuses
+    monkeypatch.setattr(Path, "open", refuse)  # the tests may run as root, which may read everything
     with pytest.raises(DataError, match=r"a\.jsonl: cannot be opened .*Permission denied"):
         list(read_documents(path))
 

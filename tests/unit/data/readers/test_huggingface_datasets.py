@@ -59,7 +59,7 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
         files.units()
     assert len(open_reader(SourceSpec("f", [tmp_path / "validation"])).units()) == 1
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    assert len(files.units()) == 2, "one split alone is not mixed with another"
+    assert len(files.units()) == 2, "a single split is not mixed with another"
 
 
 @pytest.mark.parametrize("named", ["folder", "file"])

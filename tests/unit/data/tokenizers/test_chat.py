@@ -179,7 +179,7 @@ def test_wrong_preparations_are_refused(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of bytes with a template whose turns end with a full stop."""
+    """A model of bytes with a template in which turns end with a full stop."""
     folder = tmp_path_factory.mktemp("chat") / "run"
     tokenizer = load_tokenizer("CharLevelTokenizer")
     source = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"

@@ -1,4 +1,4 @@
-"""Training a SentencePiece tokenizer: the same texts give the same file, and errors say what to change."""
+"""Training a SentencePiece tokenizer: the same texts give the same file, and errors name the remedy."""
 
 import string
 from collections.abc import Iterator
