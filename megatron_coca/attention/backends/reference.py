@@ -37,7 +37,7 @@ class ReferenceBackend:
             BackendError: there are more than LONGEST queries.
         """
         if reason := too_long(inputs.query.shape[2]):
-            raise BackendError(f"attention_backend reference: {reason}; set attention_backend to auto")
+            raise BackendError(f"attention_backend: reference does not support this model ({reason}); set auto")
         # Imported here because GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
         import opt_einsum
 

@@ -230,7 +230,7 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["sample", "{config}", "--number", "9" * 23], "9: numbers end at 2^62"),
-        (["sample", "{config}", "--number", "-1"], "Sample numbers start at 0"),
+        (["sample", "{config}", "--number", "-1"], "sample -1: does not exist"),
         (["mixture", "{config}", "--samples", "9" * 23], "9: numbers end at 2^62"),
     ],
 )
