@@ -19,10 +19,10 @@ from megatron_coca.model import (
     Sampling,
     equal_length_batches,
     generate_tokens,
-    keep_freed_memory,
     row_seeds,
 )
 from megatron_coca.support.console import Progress
+from megatron_coca.support.host_memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,10 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import Batch
 from megatron_coca.evaluation.tasks.speed import interleaved, measured_peak
-from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
+from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.support.errors import InputError
+from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.training import launch
 from megatron_coca.training.engine import Engine, group
 from megatron_coca.training.optimizer import build_optimizer

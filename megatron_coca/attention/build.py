@@ -20,16 +20,16 @@ from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 
 LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, Clex)
-"""Learned modules of position methods; each initialises its own parameters."""
+"""The learned modules of position methods; each initialises its own parameters."""
 
 
 def build_methods(config: Config) -> dict[str, PositionMethod]:
-    """The method of every type of layers, in the order of their first layers."""
+    """Build the position method of each type of layers, in the order of their first layers."""
     return {name: build_method(position, config.model.of_type(name)) for name, position in config.layer_types.items()}
 
 
 def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
-    """The method that the position keys of a type of layers name, for the model's head shape and training length."""
+    """Build the position method of a type of layers for the model's head shape and training length."""
     options = {choice.key: given for choice, given in position.choices()}
     factors = position.scaling.resolved(options["logit_scaling"], model.seq_length)
     initial, biased = (factors.pop(key, None) if position.scaling.learned else None for key in ("initial", "bias"))
@@ -104,22 +104,22 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
-"""Device type -> candidates of `auto` in order of preference. `triton` goes before `merge` because it makes 5 launches
-where that makes 178 (docs/attention.md), and before `flex` because that is compiled for every length and its gradients
-of biases are summed in any order; on the CPU it is an interpreter. `reference` is used only by name, because it needs
-O(N^2) memory.
+"""Device type -> candidates of `auto` in order of preference. `triton` comes before `merge` because it needs 5 launches
+instead of 178 (docs/attention.md), and before `flex` because `flex` is compiled for every length and sums gradients of
+biases in any order. On the CPU `triton` is an interpreter. `reference` is never automatic, because it needs O(N^2)
+memory.
 """
 PREFERRED: dict[str, Callable[[Needs], bool]] = {
     "triton": lambda needs: needs.packed or needs.deterministic,
     "flex": lambda needs: needs.softcap is not None,
 }
-"""Backends that `auto` tries first, and when: `sdpa` takes a call per document, has no deterministic float32, and has
-dense scores with soft-capping.
+"""Backends that `auto` tries first, with the condition. `sdpa` needs a call per document, has no deterministic float32,
+and computes dense scores for soft-capping.
 """
 CAPPED = frozenset({"sdpa", "flex", "reference"})
 """Backends with soft-capping of scores."""
 WITH_SINKS = frozenset({"merge", "reference"})
-"""Backends with sink logits: `merge` has the log-sum-exp of every row at hand."""
+"""Backends with sink logits; `merge` has the log-sum-exp of every row."""
 
 
 def automatic(needs: Needs) -> list[str]:
@@ -129,11 +129,11 @@ def automatic(needs: Needs) -> list[str]:
 
 
 def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
-    """Name of the backend for `attention_backend: name`, and the reasons against those passed over.
+    """Return the name of the backend for `attention_backend: name`, and the reasons against the skipped candidates.
 
     Raises:
-        BackendError: the named backend cannot serve `needs` (it is never replaced silently), or none of the
-        automatic ones can.
+        BackendError: the named backend does not support `needs` (it is never replaced silently), or none of the
+            candidates does.
     """
     reasons: dict[str, str] = {}
     for candidate in automatic(needs) if name == "auto" else (name,):
@@ -146,36 +146,35 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         if reason is None:
             return candidate, reasons
         reasons[candidate] = reason
-    remedy = (
-        "; set attention_backend to another one or to auto"
-        if name != "auto"
-        else "; attention_backend: reference runs anything, slowly"
-    )
-    raise BackendError(f"attention_backend {name} cannot serve this model{_passed_over(reasons)}{remedy}")
+    if name == "auto":
+        listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+        raise BackendError(f"attention_backend: none supports this model ({listed}); set the slow one, reference")
+    raise BackendError(f"attention_backend: {name} does not support this model ({reasons[name]}); set another or auto")
 
 
 def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
-    """(name, backend) for `attention_backend: name`; logs a choice that is not the first one. Raises BackendError as
-    `find_backend`.
+    """Return (name, backend) for `attention_backend: name`. A choice other than the first candidate is logged. Raises
+    BackendError as `find_backend`.
     """
     chosen, reasons = find_backend(name, needs)
     if reasons:
-        logger.info("attention backend %s%s", chosen, _passed_over(reasons))
+        skipped = "".join(f"; not {candidate}: {reason}" for candidate, reason in reasons.items())
+        logger.info("attention backend %s%s", chosen, skipped)
     return chosen, BACKENDS[chosen]
 
 
 def uncapped(name: str, needs: Needs) -> str | None:
-    """None, or why the scores of the model cannot be capped."""
+    """Return None, or the reason why the scores of the model cannot be capped."""
     return None if needs.softcap is None or name in CAPPED else "its kernels have no attn_logit_softcapping"
 
 
 def without_sinks(name: str, needs: Needs) -> str | None:
-    """None, or why the model's heads cannot have sinks."""
+    """Return None, or the reason why the model's heads cannot have sinks."""
     return None if not needs.sinks or name in WITH_SINKS else "its kernels have no sink_logits"
 
 
 def varies(name: str, needs: Needs) -> str | None:
-    """None, or why gradients differ in bits between runs although `needs` asks for the same."""
+    """Return None, or the reason why gradients differ in bits between runs although `needs` asks for equal bits."""
     if not needs.deterministic or needs.device_type != "cuda":
         return None
     if needs.gates:
@@ -183,7 +182,3 @@ def varies(name: str, needs: Needs) -> str | None:
     if name == "flex" and needs.bias:
         return "deterministic: its kernels add the gradients of a bias in any order"
     return None
-
-
-def _passed_over(reasons: dict[str, str]) -> str:
-    return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())

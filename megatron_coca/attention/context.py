@@ -1,4 +1,4 @@
-"""Values shared by all layers of one forward pass: everything that depends on positions but not on hidden states."""
+"""Values that all layers of a forward pass share: everything that depends on positions but not on hidden states."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,10 +16,10 @@ Bias = TypeVar("Bias", bound=DistanceBias | None)
 
 @dataclass(frozen=True)
 class HeadShard:
-    """Part `index` of `count` equal parts of the query heads and of the key heads, each of consecutive heads.
+    """Part `index` of `count` equal parts of the query heads and key heads. A part has consecutive heads.
 
-    A rank with this class computes its own heads over all tokens. A subclass for sequence parallelism, where a rank
-    holds a slice of the tokens, overrides the exchanges of tokens for heads.
+    With this class a rank computes its own heads over all tokens. In sequence parallelism a rank holds a slice of the
+    tokens; its subclass overrides the exchanges of tokens for heads.
     """
 
     index: int = 0
@@ -48,7 +48,9 @@ class HeadShard:
         return x
 
     def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """The mean loss over all tokens from that over this rank's; `loss_mask` [batch, length] selects tokens."""
+        """Turn the mean loss over this rank's tokens into the mean over all tokens; `loss_mask` [batch, length] selects
+        tokens.
+        """
         return loss
 
 
@@ -57,7 +59,7 @@ WHOLE = HeadShard()
 
 
 class ShardedModule(nn.Module):
-    """A module that computes part of a sharded computation; `share` is set by `assign_shard`."""
+    """A module that computes its share of a sharded computation. `assign_shard` sets `share`."""
 
     share: HeadShard = WHOLE
 
@@ -86,7 +88,7 @@ class RotaryFrequencies:
 
     Attributes:
         inverse_frequencies: theta_j, [d/2], in radians per position.
-        multiplier: factor on cos and sin, as in Hugging Face; logits of rotated features get its square.
+        multiplier: factor on cos and sin, as in Hugging Face; it enters the logits of rotated features squared.
         decay: xPos's exponential factors on queries and keys.
     """
 
@@ -96,7 +98,7 @@ class RotaryFrequencies:
 
     @property
     def dim(self) -> int:
-        """Rotated features, d."""
+        """The number of rotated features, d."""
         return 2 * self.inverse_frequencies.shape[-1]
 
 
@@ -111,17 +113,17 @@ class SegmentTables:
 
 @dataclass(frozen=True)
 class PositionContext:
-    """Values shared by all layers in one forward pass.
+    """Values that all layers share in one forward pass.
 
     Attributes:
         segments: tables by segment.
-        query_factor: logit scaling, [length, 1] or [batch, 1, length, 1], for features that are not rotated (the tables
-            contain it for those that are), or None.
+        query_factor: logit scaling, [length, 1] or [batch, 1, length, 1], for features that are not rotated, or None;
+            the tables contain it for rotated features.
         bias: the bias shared by all layers, or None.
         documents: boundaries of packed documents, or None.
         of_new_keys: the tables are those of the new keys only, in decoding.
-        head_factor: logit scaling in the shape of `query_factor` where every head adds a bias to it, so that neither
-            tables nor `query_factor` have it, or None.
+        head_factor: logit scaling in the shape of `query_factor` if every head adds a bias to it, or None. It is then
+            neither in the tables nor in `query_factor`.
     """
 
     segments: tuple[SegmentTables, ...]
@@ -140,10 +142,10 @@ def segment_tables(
     factor: Tensor | None,
     dtype: torch.dtype,
 ) -> SegmentTables:
-    """The tables of one band, with everything that multiplies its scores.
+    """Compute the tables of one band, including every factor on its scores.
 
-    `factor` [length] or [batch, length] is the logit scaling of each query, or None. It and the multiplier go into the
-    query's tables only: every form is linear in them, while q itself enters CoCA squared.
+    `factor` [length] or [batch, length] is the logit scaling of each query, or None. It and the multiplier are applied
+    only to the tables of queries: every form is linear in these, while q itself enters CoCA squared.
     """
     if rotary is None:
         return SegmentTables(None, None, band)
@@ -156,7 +158,7 @@ def segment_tables(
     query_scale: Tensor | float = rotary.multiplier**2 * (1.0 if factor is None else factor[..., None])
     key_scale: Tensor | float = 1.0
     if rotary.decay:
-        # Read from the device the host would wait for it; maps keep the order of positions.
+        # Reading it from the device would make the host wait; maps keep the order of positions.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
         last = last if band.chunk is None else min(last, band.chunk - 1)
         furthest = torch.tensor([last], dtype=torch.float64)
@@ -172,7 +174,7 @@ def segment_tables(
 
 
 def mapped(positions: Tensor, first: Tensor, to: MapPositions | None) -> Tensor:
-    """Where a band rotates tokens at `positions`; `first` as in TokenPositions."""
+    """The positions to which a band rotates tokens at `positions`; `first` is as in TokenPositions."""
     return positions if to is None else to(positions, first)
 
 

@@ -1,4 +1,4 @@
-"""The gated attention unit: one attention head with gated values, in place of attention and MLP."""
+"""The gated attention unit: one attention head with gated values, which replaces attention and MLP."""
 
 from dataclasses import replace
 
@@ -17,10 +17,10 @@ class GatedAttentionUnit(SelfAttention):
     """O = (U * A V) W_o of hidden states [batch, length, hidden_size] (Hua et al. 2022, arXiv:2202.10447, section 3).
 
     [U | V | Z] = silu(X W), U and V of `width` features, Z of the method's head_dim; Q and K are Z times a scale per
-    feature, with biases plus an offset; A is the causal softmax of the position method's scores of Q and K, where the
-    paper has the squared ReLU. For CoCA, K is T.
+    feature, with biases plus an offset; A is the causal softmax of the position method's scores of Q and K; the paper
+    uses the squared ReLU instead. For CoCA, K is T.
 
-    Backends have values as wide as queries, so V is attended to in pieces of that width, with the same Q' and K'.
+    Backends need values as wide as queries, so V is processed in pieces of that width, with the same Q' and K'.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class GatedAttentionUnit(SelfAttention):
         backend: Backend,
         bias: bool = True,
     ) -> None:
-        """`width` is a multiple of the method's head_dim, and the method has one head."""
+        """`width` must be a multiple of the method's head_dim, and the method must have one head."""
         super().__init__(hidden_size, 1, 1, method, backend, bias)
         del self.query_key_value
         self.width = width
@@ -42,7 +42,7 @@ class GatedAttentionUnit(SelfAttention):
         self.query_offset, self.key_offset = offsets
 
     def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
-        """As SelfAttention; the cache holds one head of K' and all values."""
+        """As in SelfAttention. The cache holds one head of K' and all values."""
         widths = self.width, self.width, self.head_dim
         gate, value, base = F.silu(self.gate_value_base(hidden)).split(widths, dim=-1)
         query, key = base * self.query_scale, base * self.key_scale

@@ -25,9 +25,9 @@ class Segment:
 
     Attributes:
         query: Q' [batch, heads, query_length, head_dim].
-        key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads
-            key head h // (heads / kv_heads).
-        band: the distances served.
+        key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads key
+            head h // (heads / kv_heads).
+        band: the distances of its pairs.
     """
 
     query: Tensor
@@ -37,12 +37,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents packed into one row: a query sees no key before the first token of its own document.
+    """Documents packed into one row. A query sees no key before the first token of its own document.
 
     Attributes:
         starts: [batch, key_length] int64, the index of the first token of each token's document.
-        spans: the same on the host: for each row its documents as (start, stop) of token indices, in order.
-        masks: what a backend makes of the documents once for all layers, by what else it depends on.
+        spans: the same on the host: the documents of each row as (start, stop) token indices, in order.
+        masks: masks that a backend computes once for all layers, by their further arguments.
     """
 
     starts: Tensor
@@ -54,22 +54,22 @@ class PackedDocuments:
 class AttentionInputs:
     """Operands of causal attention: softmax(scale * Q' K'^T + bias) V over the visible pairs.
 
-    The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length
-    + i. The distance r of a pair is the difference of token indices. A pair is scored by the segment whose band
-    contains r, or the number of chunks between its tokens; it is masked if there is none, or if the tokens belong to
-    different documents.
+    The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length +
+    i. The distance r of a pair is the difference of token indices. A pair is scored by the segment with a band that
+    contains r (or the number of chunks between the tokens). It is masked if there is no such segment, or if the tokens
+    belong to different documents.
 
     Attributes:
-        segments: one, or several with disjoint bands; the first band contains r = 0, so every query sees itself.
+        segments: one, or several with disjoint bands. The first band contains r = 0, so every query sees itself.
         value: V [batch, kv_heads, key_length, head_dim].
-        scale: factor on the dot products; no default, because those of the backends differ.
+        scale: factor on the dot products. It has no default, because the backends' defaults differ.
         bias: added to the scaled scores, or None.
-        dropout: of attention weights (0 in evaluation).
+        dropout: dropout of attention weights (0 in evaluation).
         documents: document boundaries, or None for one document per row.
         softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
-        sinks: [heads], the score of one more key of every head whose value is 0, or None.
+        sinks: [heads], the score of an additional key of every head with value 0, or None.
         gates: [batch, heads, key_length] float32 or better, the logarithms of the tokens' forgetting gates, or None.
-            Those of the tokens after the key, up to the query, are added to the score of a pair, as the bias is.
+            The score of a pair gets the sum of those from the token after the key to the query, like a bias.
 
     All operands share one dtype and device; the output has the shape and dtype of a segment's query.
     """
@@ -109,13 +109,13 @@ class Needs:
     """Requirements of a model on its backend, known when the model is built.
 
     Attributes:
-        device_type: "cpu" or "cuda", where the model will run.
-        head_dim: features of a head, with those that carry forgetting gates.
+        device_type: "cpu" or "cuda", the device on which the model will run.
+        head_dim: features of a head, including those that carry forgetting gates.
         bias: the formula of the distance bias, or None.
         bands: the bands of the segments.
         dropout: the attention dropout in training.
         packed: samples hold several documents, which do not see each other.
-        length: tokens of a sample in training; 0 in evaluation, where lengths vary.
+        length: tokens of a sample in training; 0 in evaluation, because lengths vary.
         deterministic: gradients must have the same bits in every run.
         softcap: the bound of the scores, or None.
         sinks: heads have sink logits.
@@ -139,7 +139,7 @@ class Backend(Protocol):
     """Computes attention from its inputs."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason why a model with these needs cannot be served."""
+        """Return None, or the reason why a model with these needs is not supported."""
         ...
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
@@ -148,24 +148,24 @@ class Backend(Protocol):
 
 
 GATE_PARTS = 3
-"""Numbers of 8 bits (bfloat16) or 11 (float16) whose sum is a bias of 24 bits or more."""
+"""This many numbers of 8 bits (bfloat16) or 11 bits (float16) sum to a bias of 24 bits or more."""
 
 
 def gate_features(queries_per_key: int) -> int:
-    """Features of a head that carry forgetting gates: `GATE_PARTS` for each query head that reads one key head, and
-    zeros up to a multiple of 8, which CUDA's kernels need.
+    """Features of a head that carry forgetting gates: `GATE_PARTS` for each query head per key head, padded with zeros
+    to a multiple of 8 for the CUDA kernels.
     """
     return -(-GATE_PARTS * queries_per_key // 8) * 8
 
 
 class BackendError(InputError, ValueError):
-    """The model is not supported by the named implementation, or by any."""
+    """The chosen implementation does not support the model, or no implementation does."""
 
 
 def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> PackedDocuments:
-    """The documents of `ids` [batch, length] integer: neighbouring tokens with one id are one document.
+    """Find the documents in `ids`, integer [batch, length]: neighbouring tokens with the same id are one document.
 
-    `starts` is on `device`, by default that of `ids`. Ids on a GPU take a copy to the host.
+    `starts` is on `device`, by default that of `ids`. Ids on a GPU are copied to the host.
     """
     length = ids.shape[1]
     begins = torch.ones_like(ids, dtype=torch.bool)
@@ -179,7 +179,7 @@ def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> Packe
 def in_chunks(
     documents: PackedDocuments | None, size: int, batch: int, length: int, device: torch.device
 ) -> PackedDocuments:
-    """The documents of `batch` rows of `length` tokens, whole rows if None, divided into chunks of `size` tokens."""
+    """Divide the documents of `batch` rows of `length` tokens (whole rows if None) into chunks of `size` tokens."""
     index = torch.arange(length, device=device).expand(batch, -1)
     begins = torch.zeros_like(index) if documents is None else documents.starts
     whole = (((0, length),),) * batch if documents is None else documents.spans
@@ -190,7 +190,7 @@ def in_chunks(
 
 
 def positions_within(documents: PackedDocuments) -> Tensor:
-    """Positions [batch, length] that begin at 0 in every document."""
+    """Positions [batch, length] that start at 0 in every document."""
     length = documents.starts.shape[1]
     return torch.arange(length, device=documents.starts.device) - documents.starts
 
@@ -201,7 +201,7 @@ def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, slice]:
-    """The inputs of `rows` queries from row `start` on, with the keys that these may see, and their indices."""
+    "The inputs of `rows` queries from row `start` on with the keys that they may see, and the indices of these keys."
     stop, (band, *others) = min(start + rows, inputs.query.shape[2]), (segment.band for segment in inputs.segments)
     window = band.high if not others and band == Band(band.low, band.high) else None
     first = 0 if window is None else max(inputs.past + start - window + 1, 0)
@@ -219,7 +219,7 @@ def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[Attenti
 
 
 def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
-    """Return the documents as the tokens of `keys` alone see them, computed once for all layers."""
+    """Return the documents restricted to the tokens of `keys`, computed once for all layers."""
     if ("keys", keys.start, keys.stop) not in documents.masks:
         first, stop = keys.start, keys.stop
         spans = tuple(
@@ -236,9 +236,9 @@ def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
 
 
 def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """`attend` applied to every document separately: exact, differentiable, [batch, heads, query_length, head_dim].
+    """Apply `attend` to every document separately; exact and differentiable, [batch, heads, query_length, head_dim].
 
-    For backends that do not support packed documents. Rows of the batch with the same documents share the calls.
+    This is for backends without packed documents. Rows of the batch with the same documents share calls.
     """
     if inputs.documents is None:
         return attend(inputs)
@@ -276,10 +276,10 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
 
 
 def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:
-    """`function` of hashable arguments, which makes tensors on a device, with a cache.
+    """Cache the results of a `function` that computes tensors on a device from hashable arguments.
 
-    Results of training stay: its lengths are few. Of those of evaluation, whose lengths are many, the last `evaluated`
-    stay.
+    All results of training stay in the cache, because training has few lengths. Evaluation has many, so only its last
+    `evaluated` results stay.
     """
     training, evaluation = cache(function), lru_cache(evaluated)(function)
     return lambda *arguments: (training if torch.is_grad_enabled() else evaluation)(*arguments)

@@ -17,8 +17,8 @@ PARTS = ("query", "key", "value")
 
 
 class PackedRows(NamedTuple):
-    """Rows of one part in the packed projection: blocks of `size` rows, the first at row `first`, one every `period`
-    rows, of `total` packed rows.
+    """Rows of one part in the packed projection: blocks of `size` rows, which start at row `first` and repeat every
+    `period` rows, in `total` packed rows.
     """
 
     first: int
@@ -27,7 +27,7 @@ class PackedRows(NamedTuple):
     total: int
 
     def numbers(self) -> Tensor:
-        """The packed row of every row of the part, int64."""
+        """The packed rows of the part's rows, int64."""
         return torch.arange(self.total).view(-1, self.period)[:, self.first : self.first + self.size].flatten()
 
     def ranges(self, begin: int, stop: int, width: int) -> Iterator[tuple[int, int, int]]:
@@ -54,13 +54,13 @@ def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, Pack
 
 
 class SplitProjection(nn.Module):
-    """A packed projection split into three layers, so that frozen ones have no gradients and no optimizer state.
+    """A packed projection split into three layers, so that frozen layers have no gradients and no optimizer state.
 
-    Hidden states [..., hidden_size] -> queries, keys and values, each [..., its rows].
+    Maps hidden states [..., hidden_size] to queries, keys and values, each [..., its rows].
     """
 
     def __init__(self, packed: nn.Linear, rows: dict[str, PackedRows]) -> None:
-        """Copies the weights of `packed`; `rows` are its parts."""
+        """Copy the weights of `packed`; `rows` are its parts."""
         super().__init__()
         self.query, self.key, self.value = (_rows_of(packed, rows[name].numbers()) for name in PARTS)
 
@@ -70,7 +70,7 @@ class SplitProjection(nn.Module):
 
 def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
     index = numbers.to(packed.weight.device)
-    with torch.device("meta"):  # initialising weights would advance the random state
+    with torch.device("meta"):  # initialising the weights would advance the random state
         layer = nn.Linear(packed.in_features, len(index), bias=packed.bias is not None)
     layer.weight = nn.Parameter(packed.weight.detach()[index])
     if packed.bias is not None:
@@ -81,7 +81,7 @@ def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
 class LayerCache:
     """Keys (or K' of every segment) and values of one layer, in buffers for `reserved` tokens that double when full.
 
-    With a `window` of tokens that a query sees, its own included, older tokens are dropped.
+    With a `window` (the number of tokens that a query sees, including its own) older tokens are dropped.
     """
 
     def __init__(self, reserved: int = 0, window: int | None = None) -> None:
@@ -91,12 +91,13 @@ class LayerCache:
         self._dropped = 0  # tokens before the first one in the buffers
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Add tensors [batch, kv_heads, tokens, width]; returns views of the cached tokens, in the same order: all of
-        them, or with a window those that the first new token sees and the new ones.
+        """Add tensors [batch, kv_heads, tokens, width], and return views of the cached tokens in the same order: all
+        tokens, or with a window the new tokens and those that the first new token sees.
         """
         if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
-                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens have {new[0].shape[0]}"
+                f"cache: holds {self._buffers[0].shape[0]} sequences, but the new tokens have {new[0].shape[0]}; "
+                "use a new cache"
             )
         start, self.length = self.length, self.length + new[0].shape[2]
         seen = 0 if self._window is None else max(start - self._window + 1, 0)
@@ -112,14 +113,16 @@ class LayerCache:
         """Drop all tokens from index `length` on.
 
         Raises:
-            ValueError: a window has dropped tokens that the next one would see.
+            ValueError: the window has dropped tokens that the next token would see.
         """
         if self._window is not None and self._dropped > max(length - self._window + 1, 0):
-            raise ValueError(f"the cache holds the last tokens of a window and cannot return to token {length}")
+            raise ValueError(
+                f"cache: holds only the last tokens of a window, so it cannot return to token {length}; use a new cache"
+            )
         self.length = min(self.length, length)
 
     def _moved(self, index: int, new: Tensor, seen: int, start: int) -> Tensor:
-        """New buffers whose first token is number `seen`, with the old tokens up to `start`."""
+        """Allocate new buffers that start with token `seen`, and copy the old tokens up to `start`."""
         batch, heads, _, width = new.shape
         needed = self.length - seen
         spare = 2 * self._capacity() if self._window is None else needed + self._window
@@ -138,18 +141,18 @@ class Cache:
     Attributes:
         layers: one cache per layer.
         positions: [length] or [batch, length] of the cached tokens, or None while empty.
-        length: for length-dependent extensions, or None for the current number of tokens. With a length, cached
-            decoding equals the full forward pass with that length; without one, keys are rotated by the frequencies of
-            each step, but hidden states of earlier tokens keep the frequencies of theirs.
+        length: the length for length-dependent extensions, or None for the current number of tokens. With a length,
+            cached decoding equals the full forward pass with that length. Without one, keys are rotated by the
+            frequencies of each step, but hidden states of earlier tokens keep the frequencies of their own step.
         reached: the largest cached position + 1.
     """
 
     def __init__(self, windows: Sequence[int | None], length: int | None = None, capacity: int | None = None) -> None:
-        """`windows` are those of the layers' methods. `capacity` is the number of tokens to allocate for, by default
-        `length`; the cache grows beyond it.
+        """`windows` are the windows of the layers' methods. `capacity` is the number of tokens to allocate for, by
+        default `length`; the cache grows if necessary.
         """
         if length is not None and length < 1:
-            raise ValueError(f"the generation length must be at least 1, not {length}")
+            raise ValueError(f"length: must be at least 1, not {length}")
         self.layers = [LayerCache(capacity or length or 0, window) for window in windows]
         self.positions: Tensor | None = None
         self.length, self.reached = length, 0
@@ -159,12 +162,12 @@ class Cache:
 
     @contextmanager
     def advanced(self, positions: Tensor, reached: int) -> Iterator[Tensor]:
-        """Positions of all tokens including the new ones, the largest of which is `reached` - 1; on an exception the
-        cache is restored.
+        """Yield the positions of all tokens including the new ones; the largest is `reached` - 1. An exception restores
+        the cache.
         """
         past, before, reached_before = len(self), self.positions, self.reached
         if before is not None and before.dim() != positions.dim():
-            raise ValueError("positions must keep one shape, [length] or [batch, length], within one cache")
+            raise ValueError("positions: must keep one shape, [length] or [batch, length], within one cache")
         self.positions = positions if before is None else torch.cat((before, positions), dim=-1)
         self.reached = max(reached_before, reached)
         try:
@@ -177,8 +180,8 @@ class Cache:
 
 
 def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes that layers with these methods keep of one sequence of `length` tokens, with a fixed length for extensions
-    that depend on it.
+    """Bytes that layers with these methods cache for a sequence of `length` tokens, if length-dependent extensions have
+    a fixed length.
     """
     total = 0
     for method in methods:
@@ -193,12 +196,12 @@ def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: in
 class SelfAttention(ShardedModule):
     """Causal self-attention of hidden states [batch, length, hidden_size] with any position method and backend.
 
-    Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
-    rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
+    Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its rows
+    are [q | k | v] head by head; with fewer (grouped-query attention) they are all queries, then all keys, then all
     values. For CoCA the k rows are the T projection. A method with learned numbers per layer adds `position_bias`,
     `position_sinks`, `position_factor` or `position_gates`.
 
-    The number of heads follows from the rows of the projection, which tensor parallelism divides among ranks.
+    The number of heads follows from the rows of the projection, because tensor parallelism divides these among ranks.
     """
 
     def __init__(
@@ -213,7 +216,7 @@ class SelfAttention(ShardedModule):
         qkv_bias: bool | None = None,
         norms: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """`qkv_bias` is by default `bias`. `norms` of queries and keys [batch, length, heads, head_dim], before the
+        """`qkv_bias` is `bias` by default. `norms` of queries and keys [batch, length, heads, head_dim], before the
         position method, are by name: `qk_layernorm` of both, or `query_layernorm` and `key_layernorm`.
         """
         super().__init__()
@@ -233,7 +236,7 @@ class SelfAttention(ShardedModule):
         self.position_gates = method.layer_gates()
 
     def split_projection(self) -> None:
-        """Replace `query_key_value` by a SplitProjection with the same weights; call it before sharding them."""
+        """Replace `query_key_value` by a SplitProjection with the same weights. Call this before sharding."""
         packed = self.query_key_value
         assert isinstance(packed, nn.Linear)
         key_rows = packed.out_features // (self.queries_per_key + 2)
@@ -241,7 +244,7 @@ class SelfAttention(ShardedModule):
         self.query_key_value = SplitProjection(packed, rows)
 
     def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
-        """[batch, length, hidden_size] -> the same; `context` comes from `PositionEncoding`.
+        """Map hidden states [batch, length, hidden_size] to the same shape; `context` comes from `PositionEncoding`.
 
         With a cache the hidden states are those of the tokens that follow the cached ones.
         """
@@ -272,14 +275,14 @@ class SelfAttention(ShardedModule):
         return self.method.prepare_cached(q, k, v, context, cache.append, **of_layer)
 
     def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads,
-        length, head_dim].
+        """Map projections [batch, length, rows], packed or separate, to q [batch, heads, length, head_dim] and to k and
+        v [batch, kv_heads, length, head_dim].
         """
         norms = self.qk_layernorm, self.query_layernorm, self.key_layernorm
         if isinstance(projected, Tensor) and self.queries_per_key == 1 and not any(norms):
             packed = projected.unflatten(-1, (-1, 3 * self.head_dim))
             q, k, v = self.share.gather(packed).chunk(3, dim=-1)  # one exchange instead of three
-        else:  # norms first, because one may be of all heads of a token
+        else:  # norms come first, because a norm may be over all heads of a token
             q, k, v = (self.share.gather(part) for part in self._normalized(*self._parts(projected)))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -291,7 +294,7 @@ class SelfAttention(ShardedModule):
         return q, k, v
 
     def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:
-        """Queries, keys and values, each [batch, length, its heads, head_dim]."""
+        """Split into queries, keys and values, each [batch, length, its heads, head_dim]."""
         if not isinstance(projected, Tensor):
             return [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
         if self.queries_per_key == 1:

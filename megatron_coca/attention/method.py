@@ -57,24 +57,27 @@ def with_torch(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: 
 
 
 def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
-    """One fused kernel: float32 inside, one rounding; the backward pass keeps q, k and the tables only.
+    """One fused kernel: computes in float32 and rounds once. The backward pass keeps only q, k and the tables.
 
     Raises:
         ValueError: the form is non-rotary, or the kernel does not support these tensors.
     """
-    # Not at the top: triton exists on some platforms only, and everything else must work without it.
+    # Imported here because triton exists only on some platforms, and everything else must work without it.
     from megatron_coca.kernels.operands import fused_operands
 
     pairs = [pair for tables in segments for pair in (tables.query, tables.key) if pair is not None]
     if not pairs or form.kernel is None:
-        raise ValueError("operand_kernel: triton needs rotary operands, and this method is non-rotary")
+        raise ValueError("operand_kernel: triton does not support non-rotary methods; set operand_kernel to torch")
     if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
-        raise ValueError("operand_kernel: triton has no logit scaling on features that are not rotated")
+        raise ValueError(
+            "operand_kernel: triton does not support logit scaling of features that are not rotated; set "
+            "operand_kernel to torch"
+        )
     return fused_operands(q, k, [table for pair in pairs for table in pair], form.kernel)
 
 
 def automatic(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
-    """The fused kernel for rotary forms on CUDA, PyTorch's operations for whatever it does not serve."""
+    """The fused kernel for rotary forms on CUDA, and PyTorch's operations for everything else."""
     query = segments[0].query
     if query is None or form.kernel is None or not q.is_cuda:
         return with_torch(form, q, k, segments, factor)
@@ -85,11 +88,11 @@ def automatic(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: T
 
 
 OPERAND_MAKERS: dict[str, OperandMaker] = {"auto": automatic, "torch": with_torch, "triton": with_triton}
-"""By `operand_kernel`."""
+"""Functions that compute operands, by `operand_kernel`."""
 
 
 def operand_maker(name: str) -> OperandMaker:
-    """The one place that decides where queries and keys are rotated: backends get operands."""
+    """Queries and keys are rotated only by these functions; backends get operands."""
     unusable = name == "auto" and (not torch.cuda.is_available() or missing_triton("cuda") is not None)
     return with_torch if unusable else OPERAND_MAKERS[name]
 
@@ -102,25 +105,25 @@ def check_kernel(key: str, name: str, device_type: str) -> None:
     """
     reason = missing_triton(device_type) if name == "triton" else None
     if reason is not None:
-        raise BackendError(f"{key} triton cannot serve this model: {reason}; set {key} to torch")
+        raise BackendError(f"{key}: triton does not support this model ({reason}); set {key} to torch")
 
 
 @dataclass(frozen=True)
 class PositionMethod:
-    """The use of positions in a model's attention.
+    """The position method of a model's attention.
 
     Attributes:
         name: the value of `pos_emb`.
-        form: gives the operands of queries and keys.
+        form: computes the operands of queries and keys.
         rotary: the frequencies, or None for non-rotary forms.
         num_heads: query heads.
         head_dim: features of a head.
-        training_length: in tokens, for logit scaling; the frequencies have `Rotary.original_length`.
+        training_length: training length in tokens, for logit scaling; frequencies use `Rotary.original_length`.
         bias: the score bias.
-        clex: makes the network of learned frequencies, or None.
+        clex: builds the network of learned frequencies, or None.
         bands, trained_bands: the relative-position map in evaluation and in training.
         logit_scaling: factor on a row's logits by its position, or None.
-        scales_training: whether it is there in training too.
+        scales_training: whether logit scaling also applies in training.
         operands: computes Q' and K' of every segment.
         softmax_scale: factor on the dot products, None for 1 / sqrt(head_dim).
         softcap: bound of the scores, as in `AttentionInputs`.
@@ -128,8 +131,8 @@ class PositionMethod:
         chunk: tokens of a chunk, within which a query attends, or None.
         initial_factor: the initial value of a learned factor of every head on its logits, or None.
         factor_bias: whether a learned bias is added to that factor times the logit scaling.
-        gates: makes the module of a layer's forgetting gates, or None.
-        queries_per_key: query heads that read one key head.
+        gates: builds the module of a layer's forgetting gates, or None.
+        queries_per_key: number of query heads per key head.
     """
 
     name: str
@@ -165,21 +168,21 @@ class PositionMethod:
         return self.rotary.dim if self.rotary is not None else 0
 
     def keys_stay(self, length: int | None) -> bool:
-        """True if K' of a token stays the same while the sequence grows, so that a cache can hold it. `length` is that
-        of length-dependent frequencies at every step, None if it grows too.
+        """True if K' of a token stays the same while the sequence grows, so that a cache can hold it. `length` is the
+        fixed length for length-dependent frequencies, or None if it grows with the sequence.
         """
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
         return not self.form.decay and (length is not None or not by_length)
 
     @property
     def switch(self) -> int | None:
-        """The length beyond which frequencies are others, the same for all longer texts, or None."""
+        """The length beyond which texts have other frequencies (the same for all longer texts), or None."""
         switches = self.rotary is not None and self.rotary.scaling.declaration.switches
         return self.rotary.original_length if self.rotary is not None and switches else None
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, its own included, or None for all; a cache keeps as many."""
+        """Number of tokens that a query sees, including its own, or None for all. A cache keeps this many."""
         (band, *others) = self.bands
         return band.high if not others and band.chunk is None else None
 
@@ -202,11 +205,11 @@ class PositionMethod:
         return None if self.gates is None else self.gates()
 
     def learned(self) -> list[Callable[[], nn.Module | None]]:
-        """What makes the learned modules of one layer."""
+        """The functions that build the learned modules of one layer."""
         return [self.layer_bias, self.layer_sinks, self.layer_factor, self.layer_gates]
 
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
-        """Requirements on a backend: for training and evaluation, or for evaluation only."""
+        """The requirements on a backend for training and evaluation, or only for evaluation."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
         head_dim = self.head_dim + (0 if self.gates is None else gate_features(self.queries_per_key))
         return Needs(
@@ -237,7 +240,7 @@ class PositionMethod:
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
         if factor is not None:
-            # On Q' and not on q: the scores of CoCA are quadratic in q.
+            # Applied to Q', not to q, because the scores of CoCA are quadratic in q.
             scaled = factor.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
             if context.head_factor is not None:
                 scaled = scaled[..., 0] * context.head_factor + scaled[..., 1]
@@ -255,10 +258,10 @@ class PositionMethod:
         gates: Tensor | None = None,
         **of_layer: Any,
     ) -> AttentionInputs:
-        """As `prepare`, for the tokens that follow cached ones.
+        """As `prepare`, for tokens that follow cached tokens.
 
-        `append` adds tensors of the new tokens to the cache and returns those of all: K' of every segment and v, or k
-        and v where the context has the tables of all keys; and log gates, of which a window needs only its own tokens'.
+        `append` adds tensors of the new tokens to the cache and returns those of all tokens: K' of every segment and v,
+        or k and v if the context has the tables of all keys, and log gates (with a window only those of its tokens).
         `of_layer` are `bias`, `factor` and `sinks`.
         """
         new = [] if gates is None else [gates[..., None]]
@@ -277,8 +280,8 @@ class PositionMethod:
 class PositionEncoding(ShardedModule):
     """Computes the PositionContext that all layers of one type share.
 
-    Learned modules, if the method has them: `bias` (T5 buckets), `clex` (the network of CLEX's frequencies). `others`
-    are the encodings of further types of layers, by name.
+    Learned modules, if the method has them, are `bias` (T5 buckets) and `clex` (the network of CLEX's frequencies).
+    `others` are the encodings of other types of layers, by name.
     """
 
     def __init__(self, method: PositionMethod, others: Mapping[str, PositionMethod] | None = None) -> None:
@@ -299,14 +302,14 @@ class PositionEncoding(ShardedModule):
         of_new_keys: bool = False,
         batch: int = 1,
     ) -> PositionContext:
-        """The context of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
+        """Compute the context of tokens at `positions` (integer [length] or [batch, length]) for operands of `dtype`.
 
         Args:
-            length: of the whole sequence; length-dependent extensions use it.
-            key_positions: of all cached and new tokens, if `positions` are those of the new ones only.
+            length: length of the whole sequence, for length-dependent extensions.
+            key_positions: positions of all cached and new tokens, if `positions` has only the new ones.
             documents: boundaries of packed documents.
-            reached: the largest position + 1, cached tokens included; without it xPos waits for the device.
-            of_new_keys: make tables of the keys at `positions` only, because the cache holds K' of the others.
+            reached: the largest position + 1, including cached tokens; without it xPos waits for the device.
+            of_new_keys: compute tables only for the keys at `positions`, because the cache holds K' of the others.
             batch: rows, for chunks.
         """
         method, extended = self.method, 1
@@ -347,7 +350,7 @@ class PositionEncoding(ShardedModule):
         )
 
     def _frequencies(self, length: int, extended: int, device: torch.device) -> RotaryFrequencies | None:
-        """Frequencies for `length` tokens; those of CLEX for its factor `extended`."""
+        """Frequencies for `length` tokens; for CLEX, those for its factor `extended`."""
         rotary, decay = self.method.rotary, self.method.form.decay
         if rotary is None:
             return None
@@ -362,7 +365,7 @@ def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:
 
 
 _frequencies_on = made_once(_on_device, evaluated=8)
-"""Copied to the device once: the host would wait for a copy in every forward pass."""
+"""Copy to the device once; a copy in every forward pass would make the host wait."""
 
 
 def _token_positions(positions: Tensor, documents: PackedDocuments | None, reached: int | None) -> TokenPositions:

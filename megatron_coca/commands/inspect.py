@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from megatron_coca.commands import command_parser, count
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
+from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import Blend
 from megatron_coca.data.verify import verify_shards
 from megatron_coca.evaluation.options import token_count
 from megatron_coca.support.arguments import expanded, local_path

@@ -1,8 +1,9 @@
 """Data: corpora, tokenizers, shards on disk, and the order in which training reads them."""
 
+from megatron_coca.data.blend import Blend, Samples, SourceShare
 from megatron_coca.data.builtin import ensure_builtin, prepare_builtin
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import Batch, Blend, Loader, Packing, Samples, SourceShare
+from megatron_coca.data.loader import Batch, Loader, Packing
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules
 from megatron_coca.data.preparation.run import prepare

@@ -1,7 +1,7 @@
 """The built-in corpus: English and code from the running Python installation, without a download.
 
 It is written as JSONL and then prepared like any other corpus. The split key is the name of the top-level package in
-both sources, so that neighbouring modules, which share passages, are on the same side. The topics of ``help()`` quote
+both sources, so that neighbouring modules, which share passages, are in the same split. The topics of `help()` quote
 one another and share one key.
 """
 
@@ -26,7 +26,7 @@ from megatron_coca.data.tokenizers import train_sentencepiece
 from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.support.console import Progress
 
-# Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.
+# Tests and demos, packages of other projects, and packages that some builds or the next version of Python lack.
 SKIPPED_FOLDERS = frozenset(
     (
         *("test", "tests", "turtledemo", "dist-packages", "site-packages", "__pycache__"),
@@ -62,7 +62,7 @@ def docstrings(tree: ast.Module) -> str:
 
 
 def without_docstrings(source: str, tree: ast.Module) -> str:
-    """The source with every docstring removed; an otherwise empty body gets ``pass``."""
+    """Remove every docstring from the source; an otherwise empty body gets `pass`."""
     lines = source.encode().split(b"\n")
     offsets = [0]
     for line in lines:
@@ -91,7 +91,7 @@ def without_docstrings(source: str, tree: ast.Module) -> str:
 
 
 def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
-    """(docstrings, source without them) of a file; two empty strings where it does not parse, which is reported."""
+    """Return (docstrings, source without them) of a file; two empty strings if it does not parse, which is reported."""
     try:
         with tokenize.open(path) as stream:
             source = stream.read()
@@ -106,13 +106,13 @@ def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
 
 
 def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (source, record) of every document: the language reference behind ``help()``, then the standard library."""
+    """Yield (source, record) of every document: the language reference behind `help()`, then the standard library."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            "This Python has no pydoc_data, part of its standard library. Install the full Python, or prepare a corpus "
-            "of your own with `megatron-coca prepare --input`."
+            "built-in corpus: this Python lacks pydoc_data, a part of the standard library; install the "
+            "full Python, or prepare your own corpus with `megatron-coca prepare --input`"
         ) from error
     origin = {"python": platform.python_version()}
     for name, text in sorted(topics.items()):
@@ -133,7 +133,7 @@ def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[st
 
 
 def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
-    """Write ``<source>.jsonl``, without very short documents and exact duplicates."""
+    """Write `<source>.jsonl`, without very short documents and exact duplicates."""
     seen: set[bytes] = set()
     problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
@@ -153,10 +153,11 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
 
 
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
-    """Make ``<root>/builtin``: text.jsonl, code.jsonl, tokenizer.model, shards/. It appears only when complete.
+    """Create `<root>/builtin` with text.jsonl, code.jsonl, tokenizer.model and shards/. The folder appears only when it
+    is complete.
 
-    Returns the path of the manifest, ``<root>/builtin/shards/manifest.json``. Raises ``DataError`` where
-    ``<root>/builtin`` exists or cannot be written.
+    Returns the path of the manifest, `<root>/builtin/shards/manifest.json`. Raises `DataError` if `<root>/builtin`
+    exists or cannot be written.
     """
     final = Path(root) / FOLDER
     with atomic_dir(final, DataError) as folder:
@@ -170,9 +171,10 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
 
 
 def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
-    """The manifest of the built-in corpus under ``root``; of several processes, the first one prepares it.
+    """Return the manifest of the built-in corpus under `root`, which is prepared first if it is missing. If several
+    processes ask, one prepares it.
 
-    Raises ``DataError`` where an existing one has another vocabulary size or is damaged.
+    Raises `DataError` if the existing corpus has a different vocabulary size or is damaged.
     """
     folder = Path(root) / FOLDER
     if not folder.exists():
@@ -182,13 +184,16 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
                 if not folder.exists():
                     return prepare_builtin(root, vocab_size)
         except OSError as error:
-            raise DataError(f"{root}: cannot be written ({error}). Choose another data_root.") from error
+            raise DataError(f"{root}: cannot be written ({error}); choose another data_root") from error
     path = folder / "shards" / MANIFEST
     try:
         manifest = read_manifest(path)
     except DataError as error:
-        raise DataError(f"{error} Remove {folder}; it is recreated on demand.") from error
+        raise DataError(f"{folder}: damaged ({error}); remove the folder, it is recreated on demand") from error
     prepared = manifest["tokenizer"]["vocab_size"]
     if prepared != vocab_size:
-        raise DataError(f"{folder}: prepared with {prepared} tokens, not {vocab_size}. Remove it, or set vocab_size.")
+        raise DataError(
+            f"{folder}: prepared with a vocabulary of {prepared}, not {vocab_size}; remove the folder, or set "
+            "vocab_size"
+        )
     return path

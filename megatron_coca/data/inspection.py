@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.shards import SUFFIXES, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import Tokenizer
@@ -20,14 +20,14 @@ BLOCK_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard and its entry in the manifest; ``split`` is empty and the rest None without a manifest.
+    """A shard and its entry in the manifest. Without a manifest `split` is empty and the facts are None.
 
     Attributes:
-        source: its name in the manifest, or that of its files.
+        source: name in the manifest, or the name of the files.
         split: train, valid or test.
-        prefix: path of its files without their suffix.
-        sha256: of the .bin file, hexadecimal.
-        labels, labels_sha256: prefix of its label shard, if it has one, and the same of it.
+        prefix: path of the files without their suffix.
+        sha256: SHA-256 of the .bin file, hexadecimal.
+        labels, labels_sha256: prefix of the label shard, if there is one, and the SHA-256 of its .bin file.
     """
 
     source: str
@@ -45,9 +45,9 @@ class ShardEntry:
 
 
 def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
-    """Shards by prefix, by one of their files, or all those of a folder.
+    """Find shards by prefix, by one of their files, or by folder.
 
-    Raises ``DataError`` for a folder without shards, a missing shard and a damaged manifest.
+    Raises `DataError` for a folder without shards, a missing shard or a damaged manifest.
     """
     entries: dict[Path, ShardEntry] = {}
     for name in map(Path, names):
@@ -55,7 +55,7 @@ def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
         for entry in _folder_entries(name) if name.is_dir() else [shard_entry(prefix)]:
             entries.setdefault(entry.prefix.resolve(), entry)
     if not entries:
-        raise DataError("No shard is named. Give a prefix (the path without .bin or .idx) or a folder.")
+        raise DataError("shards: none given; give a prefix (the path without .bin or .idx) or a folder")
     return list(entries.values())
 
 
@@ -64,12 +64,14 @@ def _folder_entries(folder: Path) -> list[ShardEntry]:
         return manifest_entries(folder)
     entries = [ShardEntry(path.stem, "", path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
     if not entries:
-        raise DataError(f"{folder}: contains neither {MANIFEST} nor an .idx file. Name a folder of prepare_data.py.")
+        raise DataError(
+            f"{folder}: contains neither {MANIFEST} nor an .idx file; give a folder that `megatron-coca prepare` wrote"
+        )
     return entries
 
 
 def shard_entry(prefix: Path) -> ShardEntry:
-    """The shard at ``prefix`` with its entry in the folder's manifest. ``DataError`` for a damaged manifest."""
+    """The shard at `prefix` with its entry in the folder's manifest. Raises `DataError` for a damaged manifest."""
     known = manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
     return next((entry for entry in known if entry.prefix == prefix), ShardEntry(prefix.name, "", prefix))
 
@@ -97,7 +99,7 @@ def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[
     """Yield blocks of whole documents: (tokens in the shard's dtype, length of each document).
 
     A block has up to BLOCK_TOKENS tokens, or one longer document. The file is read, not mapped: mapped pages would
-    count as memory of the process. ``show`` shows progress with the shard's ``label``.
+    count as memory of the process. `show` shows progress with the shard's `label`.
     """
     path, total = shard_paths(shard.prefix)[0], shard.len_tokens * shard.dtype.itemsize
     with path.open("rb", buffering=0) as stream, Progress(f"reading {label}", total, "B", show=show) as progress:
@@ -108,7 +110,7 @@ def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[
                 count = int(ends[end - 1]) - read
                 tokens = np.fromfile(stream, dtype=shard.dtype, count=count)
                 if len(tokens) < count:
-                    raise DataError(f"{path}: became shorter while it was read. Restore the file.")
+                    raise DataError(f"{path}: truncated while it was read; restore the file")
                 progress.advance(tokens.nbytes)
                 yield tokens, lengths[begin:end]
                 begin, read = end, int(ends[end - 1])
@@ -121,11 +123,11 @@ SAMPLE_BOUNDARY = "──────── document ends ───────�
 
 def _check_sample_number(number: int) -> None:
     if number > MAX_SAMPLES:
-        raise DataError(f"{number}: samples are numbered up to 2^62 only. Take a smaller number.")
+        raise DataError(f"sample {number}: numbers end at 2^62; give a smaller number")
 
 
 def mixture(blend: Blend, samples: int) -> list[dict[str, Any]]:
-    """For each source its size in tokens and its share of the first ``samples`` samples of a run."""
+    """The size of each source in tokens, and its share of the first `samples` samples of a run."""
     _check_sample_number(samples)
     shares = blend.mixture(samples)
     return [
@@ -138,13 +140,13 @@ class SampleView:
     """One sample of a run.
 
     Attributes:
-        number: in the order of the run.
+        number: its number in the order of the run.
         source: prefix of the shard.
         epoch: pass over the source, from 1.
         first_token: offset in the shard.
         parts: tokens of each document in it, int64 [any].
         starts_document: the sample begins with the first token of a document.
-        counted: for data with labels, which tokens count in the loss, bool like ``parts``.
+        counted: for data with labels, the tokens that count in the loss, bool, divided as `parts`.
     """
 
     number: int
@@ -164,7 +166,7 @@ class SampleView:
 
 
 def view_sample(blend: Blend, number: int) -> SampleView:
-    """Sample ``number`` as training reads it. ``DataError`` below 0 and beyond ``MAX_SAMPLES``."""
+    """Sample `number` as training reads it. Raises `DataError` if the number is below 0 or above `MAX_SAMPLES`."""
     _check_sample_number(number)
     located = blend.by_source([number])[0]
     shard, start, count = blend.shards[located.source], int(located.starts[0]), blend.seq_length + 1
@@ -180,12 +182,15 @@ def view_sample(blend: Blend, number: int) -> SampleView:
 
 
 def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = False) -> str:
-    """A heading and the text, or with ``pieces`` each token, with a line between documents.
+    """Format a sample: a heading and the text, or with `pieces` each token, with a line between documents.
 
-    ``DataError`` without a tokenizer.
+    Raises `DataError` without a tokenizer.
     """
     if tokenizer is None:
-        raise DataError("No tokenizer is saved with the shards. Name theirs in the configuration (vocab_file).")
+        raise DataError(
+            "tokenizer: none is saved with the shards; set vocab_file in the configuration to the one "
+            "they were made with"
+        )
     tokens = sum(map(len, view.parts))
     heading = (
         f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
@@ -220,9 +225,9 @@ THRESHOLDS = (512, 2048, 8192, 32768)
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
-    """Size, quantiles and shares of document lengths int32 [documents], as a mapping for JSON.
+    """Size, quantiles and shares of document lengths, int32 [documents], as a mapping for JSON.
 
-    A quantile is the smallest length that at least this share of the documents does not exceed.
+    A quantile is the smallest length for which at least this share of the documents is not longer.
     """
     tokens = int(lengths.sum(dtype=np.int64))
     longer = {str(length): lengths[lengths > length].sum(dtype=np.int64) / max(1, tokens) for length in THRESHOLDS}
@@ -239,7 +244,7 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, dict[str, Any]]:
-    """``length_facts`` of each source, all its splits together. ``DataError`` for a damaged shard."""
+    """`length_facts` of each source over all its splits. Raises `DataError` for a damaged shard."""
     blocks: dict[str, list[np.ndarray]] = {}
     for entry in entries:
         of_source = blocks.setdefault(entry.source, [])

@@ -1,4 +1,4 @@
-"""Shards on object stores: indices and tokenizer are copied, tokens are read in ranges as samples need them.
+"""Shards on object stores: indices and tokenizer are copied, tokens are read in ranges when samples need them.
 
 The order of a run is a shuffle of the whole shard, so two samples that are read together lie anywhere in it. A cache of
 blocks would fetch megabytes for each sample's few kilobytes, and a copy of the shards for every host would need their
@@ -18,16 +18,16 @@ from megatron_coca.support.plain_text import masked
 from megatron_coca.support.remote_files import is_url, local_folder
 
 SMALL_BYTES = 256 << 20
-"""Files beside the shards up to this size are copied: manifest and tokenizer."""
+"""Files beside the shards (manifest, tokenizer) are copied if they are not larger than this."""
 NOTE = ".remote"
-"""Of the file that stands for tokens on a store: `<prefix>.bin.remote`, JSON."""
+"""Suffix of the file that stands for tokens on a store: `<prefix>.bin.remote`, JSON."""
 
 
 def local_prefix(prefix: str, root: str | Path = "data") -> str:
-    """The prefix of a shard; for one on a store that of its copy below ``root``/remote, whose tokens stay there.
+    """Return the local prefix of a shard. A shard on a store is copied below `root`/remote, except for its tokens.
 
-    Processes of a host share the copy; its files are fetched again where those of the store have changed. Raises
-    ``DataError``.
+    The processes of a host share the copy. A file is fetched again if it has changed on the store. Raises `DataError`
+    if a file is missing.
     """
     if not is_url(prefix):
         return prefix
@@ -45,7 +45,7 @@ def local_prefix(prefix: str, root: str | Path = "data") -> str:
 
 @functools.cache
 def _copied_folder(url: str, cache: Path) -> Path:
-    """The local folder for a folder of shards, with copies of its small files; looked at once in a process."""
+    """The local folder for a folder of shards, with copies of its small files. A process checks it once."""
     folder, files = local_folder(url, cache, DataError), DataFiles(url)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder / ".lock", DataError, busy=None):
@@ -57,7 +57,7 @@ def _copied_folder(url: str, cache: Path) -> Path:
 
 
 def _copy(files: DataFiles, name: str, folder: Path) -> None:
-    """Copy a file unless the copy is of the object's present state, which a file beside it says."""
+    """Copy a file unless the copy is up to date: a file beside the copy records the state of the object."""
     if (facts := files.facts(name)) is None:
         raise _missing(f"{files.url}/{name}")
     state, local, known = json.dumps(facts), folder / name, folder / f"{name}.state"
@@ -66,16 +66,16 @@ def _copy(files: DataFiles, name: str, folder: Path) -> None:
     known.unlink(missing_ok=True)
     files.get(name, local)
     if local.stat().st_size != facts[0]:
-        raise DataError(f"{files.url}/{name}: changed while it was copied. Run the same command again.")
+        raise DataError(f"{files.url}/{name}: changed while it was copied; run the same command again")
     write_file(known, state)
 
 
 def _missing(url: str) -> DataError:
-    return DataError(f"{url}: no such object. Prepare the corpus into this folder, or correct the path.")
+    return DataError(f"{url}: no such object; prepare the corpus into this folder, or correct the path")
 
 
 class RemoteTokens:
-    """The tokens of a shard on a store, by the note that stands for them."""
+    """The tokens of a shard on a store, described by the local file that stands for them."""
 
     def __init__(self, note: Path, dtype: np.dtype) -> None:
         facts = json.loads(note.read_text())
@@ -90,19 +90,19 @@ class RemoteTokens:
         return self._size // self._dtype.itemsize
 
     def windows(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``count`` tokens from each of ``starts`` int64 [n] on: [n, count] in the shard's dtype.
+        """`count` tokens from each of `starts`, int64 [n]: [n, count] in the shard's dtype.
 
-        Raises ``DataError`` where the object is shorter than it was.
+        Raises `DataError` if the object has become shorter.
         """
         begins = starts * self._dtype.itemsize
         ends = begins + count * self._dtype.itemsize
         read = self._files.read_ranges(self._name, begins.tolist(), ends.tolist())
         if any(len(piece) != count * self._dtype.itemsize for piece in read):
-            raise DataError(f"{self._files.url}/{self._name}: became shorter while it was in use. Upload it again.")
+            raise DataError(f"{self._files.url}/{self._name}: truncated while it was in use; upload it again")
         return np.frombuffer(b"".join(read), dtype=self._dtype).reshape(len(read), count)
 
 
 def remote_size(bin_path: Path) -> int | None:
-    """Bytes of the tokens on a store that a note stands for; None without one."""
+    """Bytes of the tokens on a store; None if the tokens are local."""
     note = bin_path.with_name(bin_path.name + NOTE)
     return json.loads(note.read_text())["size"] if note.is_file() else None

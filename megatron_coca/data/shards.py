@@ -1,4 +1,4 @@
-"""Shards: tokenized documents on disk as ``.bin``/``.idx`` pairs, in the format of Megatron and GPT-NeoX."""
+"""Shards: tokenized documents on disk as `.bin`/`.idx` pairs, in the format of Megatron and GPT-NeoX."""
 
 import copy
 import errno
@@ -23,7 +23,9 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entr
 INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 SUFFIXES = (".bin", ".idx")
 MASKED = -100
-"""The label of a token that does not count in the loss, as in GPT-NeoX and PyTorch; any negative one means the same."""
+"""The label of a token that does not count in the loss, as in GPT-NeoX and PyTorch; every negative label means the
+same.
+"""
 
 
 def shard_paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -43,7 +45,7 @@ def dtype_code(dtype: np.dtype) -> int:
 
 
 _BLOCK = 1 << 18
-_REBUILD = "Prepare the corpus again, or copy both files again from where they were built."
+_REBUILD = "prepare the corpus again, or copy both files again"
 
 
 class ShardHeader(NamedTuple):
@@ -70,36 +72,41 @@ class ShardHeader(NamedTuple):
 
 
 def read_header(prefix: str | Path) -> ShardHeader:
-    """Read the header of a shard. ``DataError`` for a file that is missing, of another format, truncated or empty."""
+    "Read the header of a shard. Raises `DataError` for a file that is missing, of another format, truncated or empty."
     bin_path, idx_path = shard_paths(prefix)
     remote = remote_size(bin_path)
     for path in (idx_path,) if remote is not None else (bin_path, idx_path):
         if not path.is_file():
             if Path(prefix).suffix in SUFFIXES and Path(prefix).is_file():
                 raise DataError(
-                    f"{prefix}: is one of the two files of a shard; give the path without {Path(prefix).suffix}."
+                    f"{prefix}: one of the two files of a shard; give the path without {Path(prefix).suffix}"
                 )
-            place = "" if path.is_absolute() else f" in {Path.cwd()}, which data paths are relative to"
+            place = "" if path.is_absolute() else f" in {Path.cwd()}, the base of relative data paths"
             raise DataError(
-                f"{path}: no such file{place}. A shard is a .bin and an .idx file; give their path without the suffix, "
-                "and prepare the corpus first (megatron-coca prepare --help)."
+                f"{path}: no such file{place}; give the path of a shard without .bin or .idx, or prepare the "
+                "corpus first (megatron-coca prepare --help)"
             )
     with idx_path.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
-        raise DataError(f"{idx_path}: not an MMIDIDX index, the format of Megatron and GPT-NeoX (data_impl mmap).")
+        raise DataError(
+            f"{idx_path}: not an MMIDIDX index; use shards in the format of Megatron and GPT-NeoX (data_impl mmap)"
+        )
     if len(raw) < HEADER.size:
-        raise DataError(f"{idx_path}: truncated within its header. {_REBUILD}")
+        raise DataError(f"{idx_path}: header is truncated; {_REBUILD}")
     _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != 1 or code not in INTEGER_CODES:
-        raise DataError(f"{idx_path}: version {version} with dtype code {code} is not supported for tokens.")
+        raise DataError(
+            f"{idx_path}: version {version} with dtype code {code} is not supported for tokens; use version 1 "
+            "with an integer dtype"
+        )
     header, actual = ShardHeader(np.dtype(INTEGER_CODES[code]), sequences, entries), idx_path.stat().st_size
     if header.size != actual:
         raise DataError(
-            f"{idx_path}: truncated or of another format, {actual} bytes where {header.size} are expected. {_REBUILD}"
+            f"{idx_path}: truncated or of another format, {actual} bytes instead of {header.size}; {_REBUILD}"
         )
     if not sequences or entries < 2 or not _bin_size(bin_path):
-        raise DataError(f"{prefix}: the shard contains no token. {_REBUILD}")
+        raise DataError(f"{prefix}: contains no token; {_REBUILD}")
     return header
 
 
@@ -109,9 +116,9 @@ def _bin_size(path: Path) -> int:
 
 
 def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
-    """Check that the documents fill the ``.bin`` file without gaps; return True if each of them is one sequence.
+    """Check that the documents fill the `.bin` file without gaps; return True if each of them is one sequence.
 
-    Raises ``DataError`` if they do not, or if the file differs in size from what the index records.
+    Raises `DataError` if they do not, or if the file differs in size from what the index records.
     """
     bin_path, idx_path = shard_paths(prefix)
     end = 0
@@ -122,49 +129,49 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
         ends *= header.dtype.itemsize
         ends += end
         if length.min() < 0 or pointer[0] != end or not np.array_equal(pointer[1:], ends[:-1]):
-            raise DataError(f"{idx_path}: the documents do not follow one another without gaps. {_REBUILD}")
+            raise DataError(f"{idx_path}: the documents do not follow one another without gaps; {_REBUILD}")
         end = int(ends[-1])
     if end != (actual := _bin_size(bin_path)):
-        raise DataError(f"{bin_path}: {actual} bytes where its index records {end}. {_REBUILD}")
-    # The document index must not decrease, and run from 0 to the number of sequences.
+        raise DataError(f"{bin_path}: {actual} bytes, but its index records {end}; {_REBUILD}")
+    # The document index must not decrease, and must run from 0 to the number of sequences.
     first, last, one_sequence_each = 0, 0, header.entries == header.sequences + 1
     blocks = _read_array(idx_path, np.dtype("<i8"), header.boundaries_at, header.entries)
     for number, block in enumerate(blocks):
         first = int(block[0]) if number == 0 else first
         if block[0] < last or (block[1:] < block[:-1]).any():
-            raise DataError(f"{idx_path}: the document index is out of order. {_REBUILD}")
+            raise DataError(f"{idx_path}: the document index is out of order; {_REBUILD}")
         begin = number * _BLOCK
         one_sequence_each = one_sequence_each and np.array_equal(block, np.arange(begin, begin + len(block)))
         last = int(block[-1])
     if first != 0 or last != header.sequences:
-        raise DataError(f"{idx_path}: the document index is out of order. {_REBUILD}")
+        raise DataError(f"{idx_path}: the document index is out of order; {_REBUILD}")
     return one_sequence_each
 
 
 def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
-    """Yield ``count`` numbers from byte ``offset`` on in blocks.
+    """Yield `count` numbers from byte `offset` on, in blocks.
 
-    Read, not mapped: mapped pages would count as memory of the process, and the format puts the numbers at odd
-    addresses, where arithmetic is slow.
+    The file is read, not mapped: mapped pages would count as memory of the process, and the format puts the numbers at
+    odd addresses, which makes arithmetic slow.
     """
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
         for begin, stop in pairwise([*range(0, count, _BLOCK), count]):
             block = np.fromfile(stream, dtype=dtype, count=stop - begin)
             if len(block) < stop - begin:
-                raise DataError(f"{path}: became shorter while it was read. {_REBUILD}")
+                raise DataError(f"{path}: truncated while it was read; {_REBUILD}")
             yield block
 
 
 class Shard:
-    """A ``.bin``/``.idx`` pair, opened for reading and checked.
+    """A `.bin`/`.idx` pair, opened for reading and checked.
 
-    Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
-    only the size is checked: ``megatron-coca inspect verify`` finds altered tokens.
+    Opening reads the whole index once, in blocks. After that index and tokens are memory maps. Opening checks only the
+    size of the `.bin` file; `megatron-coca inspect verify` finds altered tokens.
 
-    ``prefix`` is the path of the pair without ``.bin`` and ``.idx``; ``labels`` is that of a shard with the same
-    documents, whose negative ids mark the tokens that no loss is computed for. Raises ``DataError`` if a file is
-    missing, truncated, of another format, or the two do not belong together.
+    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a shard with the same
+    documents, in which negative ids mark the tokens without loss. Raises `DataError` if a file is missing, truncated or
+    of another format, or if the two files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, labels: str | Path | None = None) -> None:
@@ -177,7 +184,7 @@ class Shard:
             raise DataError(f"{prefix}: {TOO_MANY_FILES}") from error
         self.labels = None if labels is None else Shard(labels)
         if self.labels is not None and not self._same_documents(self.labels):
-            raise DataError(f"{labels}: its documents are not as long as those of {prefix}. Prepare both together.")
+            raise DataError(f"{labels}: documents differ in length from those of {prefix}; prepare both together")
 
     def _open(self) -> None:
         prefix = self.prefix
@@ -196,7 +203,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Where it is: its prefix, or its URL on a store."""
+        """The prefix, or the URL of a shard on a store."""
         return self._tokens.prefix if isinstance(self._tokens, RemoteTokens) else str(self.prefix)
 
     def _same_documents(self, other: "Shard") -> bool:
@@ -206,11 +213,9 @@ class Shard:
         return np.array_equal(self.document_lengths(*every), other.document_lengths(*every))
 
     def part(self, first: int, last: int) -> Self:
-        """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
+        """Documents `first` to `last` (exclusive) as a shard on the same memory map."""
         if not 0 <= first < last <= self.documents:
-            raise DataError(
-                f"{self.prefix}: documents {first} to {last} are out of range; the shard has {self.documents}."
-            )
+            raise DataError(f"{self.prefix}: documents {first} to {last} are out of range; it has {self.documents}")
         begin, end = self._document_offset(first), self._document_offset(last)
         view = copy.copy(self)
         view._first_document = self._first_document + first
@@ -223,26 +228,26 @@ class Shard:
         return f"Shard({str(self.prefix)!r}: {self.documents} documents, {self.len_tokens} tokens)"
 
     def document(self, index: int) -> np.ndarray:
-        """Tokens of one document, int64 [length], including the end-of-document id, if the shard has one."""
+        """Tokens of one document, int64 [length], including its separator if the shard has separators."""
         if not 0 <= index < self.documents:
-            raise DataError(f"{self.prefix}: no document {index}; the shard has {self.documents}.")
+            raise DataError(f"{self.prefix}: no document {index}; it has {self.documents}")
         self._check_size()
         begin, end = self._document_offset(index), self._document_offset(index + 1)
         return self.tokens(begin, end - begin)
 
     def document_lengths(self, first: int, last: int) -> np.ndarray:
-        """Tokens of documents ``first`` to ``last``, exclusive, each with its separator: int64 [last - first]."""
+        """Lengths of documents `first` to `last` (exclusive) in tokens, separators included: int64 [last - first]."""
         self._check_size()
         return np.diff(self._document_starts(self._first_document + np.arange(first, last + 1)))
 
     def tokens(self, offset: int, count: int) -> np.ndarray:
-        """``count`` tokens from ``offset`` on, across documents: int64 [count], a copy."""
+        """`count` tokens from `offset` on, across documents: int64 [count], a copy."""
         if count < 0:
-            raise DataError(f"{self.prefix}: {count} tokens cannot be read; give a count of at least 0.")
+            raise DataError(f"{self.prefix}: cannot read {count} tokens; give a count of at least 0")
         return self.windows(np.array([offset]), count)[0].astype(np.int64)
 
     def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """``count`` tokens from each of ``offsets`` [n], across documents: [n, count] in the shard's dtype, a copy."""
+        """`count` tokens from each of `offsets` [n], across documents: [n, count] in the shard's dtype, a copy."""
         starts = self._within_file(offsets, count)
         if not count:
             return np.empty((len(starts), 0), dtype=self.dtype)
@@ -253,7 +258,9 @@ class Shard:
         return sliding_window_view(self._tokens, count)[starts]
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
-        """Ask the kernel for the pages of several windows at once: page faults would wait for the disk one by one."""
+        """Ask the kernel for the pages of several windows at once; page faults would wait for the disk one after the
+        other.
+        """
         if len(starts) < 2 or self._map is None:
             return
         begins = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
@@ -262,9 +269,9 @@ class Shard:
             self._map.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Mask of the document starts among ``count`` tokens from each of ``offsets`` [n] on: bool [n, count].
+        """Mask of the document starts among `count` tokens from each of `offsets` [n] on: bool [n, count].
 
-        Read from the index: shards of other programs may have no separators.
+        The index has them; shards of other programs may have no separators.
         """
         starts = self._within_file(offsets, count)
         self._check_size()
@@ -277,32 +284,34 @@ class Shard:
         return begins
 
     def _check_size(self) -> None:
-        """Raise ``DataError`` where a file was truncated since it was opened: reading beyond its end from the memory
-        map would kill the process with SIGBUS. Two system calls per batch.
+        """Raise `DataError` if a file was truncated since it was opened: reading beyond its end through the memory map
+        would kill the process with SIGBUS. This costs two system calls per batch.
         """
         for path, mapped in zip(shard_paths(self.prefix), (self._map, self._index_map), strict=True):
             if mapped is not None and (size := mapped.size()) < len(mapped):
                 raise DataError(
-                    f"{path}: has {size} bytes, and had {len(mapped)} when it was opened: it was truncated while it "
-                    "was in use. Copy the shard again from where it was built, then resume."
+                    f"{path}: truncated while it was in use, from {len(mapped)} to {size} bytes; copy the shard "
+                    "again, then resume"
                 )
 
     def _within_file(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Offsets in the file of offsets in this part, from which ``count`` tokens must lie in the part."""
+        """Turn offsets in this part into offsets in the file; `count` tokens from each must lie in the part."""
         outside = np.flatnonzero((offsets < 0) | (offsets + count > self.len_tokens))
         if outside.size:
             offset = int(offsets[outside[0]])
             raise DataError(
-                f"{self.prefix}: tokens {offset} to {offset + count} lie outside its {self.len_tokens} tokens."
+                f"{self.prefix}: tokens {offset} to {offset + count} lie outside its {self.len_tokens} tokens"
             )
         return offsets + self._first_token
 
     def _document_offset(self, index: int) -> int:
-        """Offset in this part of a document, or of the end for ``index`` == ``documents``."""
+        """Offset of a document in this part; for `index` == `documents` the end of the part."""
         return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
     def _document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """First token of documents by their number in the file, the file's end for one past the last: int64 [n]."""
+        """First tokens of documents by their number in the file, int64 [n]; for one past the last document, the file's
+        end.
+        """
         sequences = documents if self._one_sequence_each else self._boundaries[documents]
         last = len(self._starts) - 1
         starts = self._starts[np.minimum(sequences, last)] // self.dtype.itemsize
@@ -323,7 +332,7 @@ class Shard:
 
 
 def _token_map(path: Path, dtype: np.dtype) -> tuple[mmap.mmap | None, np.ndarray | RemoteTokens]:
-    """The map of a ``.bin`` file and the tokens in it; without a map those that a note of a store stands for."""
+    """The map of a `.bin` file and its tokens. Tokens on a store have no map."""
     if remote_size(path) is not None:
         return None, RemoteTokens(path.with_name(path.name + NOTE), dtype)
     mapped = _mapped(path)
@@ -331,7 +340,7 @@ def _token_map(path: Path, dtype: np.dtype) -> tuple[mmap.mmap | None, np.ndarra
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Map a file that is not empty; the map keeps it open and knows its current size."""
+    """Map a file that is not empty. The map keeps the file open and reports its current size."""
     with path.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -341,10 +350,10 @@ DIGEST_TOKENS = 4096
 
 
 def sampled_digest(shard: Shard) -> str:
-    """SHA-256 of tokens and document starts in ``DIGEST_WINDOWS`` windows spread evenly over a shard or its part.
+    """SHA-256 of tokens and document starts in `DIGEST_WINDOWS` windows spread evenly over a shard or its part.
 
-    Reads at most 2 MB: another corpus differs, a change between the windows is not noticed. Independent of dtype, name
-    and manifest.
+    It reads at most 2 MB, so it distinguishes corpora but misses a change between the windows. It does not depend on
+    dtype, name or manifest.
     """
     count = min(DIGEST_TOKENS, shard.len_tokens)
     offsets = np.unique(np.linspace(0, shard.len_tokens - count, DIGEST_WINDOWS).astype(np.int64))
@@ -355,20 +364,20 @@ def sampled_digest(shard: Shard) -> str:
 
 
 LABELS_SUFFIX = "_label"
-"""Of the prefix of a label shard that is written beside a shard."""
+"""Added to the prefix of a shard for the label shard beside it."""
 _LENGTH = np.dtype("<i4")
 
 
 class ShardWriter:
-    """Appends documents to one shard, which can be read after ``finish``, byte for byte as megatron-core's builder.
+    """Appends documents to one shard, which can be read after `finish`. It writes the same bytes as megatron-core's
+    builder.
 
-    Unlike that builder it keeps the document lengths in a temporary file, not in a Python list (gigabytes for 10^8
-    documents).
+    Document lengths are kept in a temporary file: a Python list would take gigabytes for 10^8 documents.
 
     Args:
-        prefix: path of the pair without ``.bin`` and ``.idx``.
-        vocab_size: decides the dtype; ids at or above it are refused.
-        labels: write int32 labels, which may be ``MASKED``.
+        prefix: path of the pair without `.bin` and `.idx`.
+        vocab_size: determines the dtype; ids at or above it are an error.
+        labels: write int32 labels, which may be `MASKED`.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int, labels: bool = False) -> None:
@@ -388,10 +397,13 @@ class ShardWriter:
     def extend(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents given as concatenated tokens and the length of each.
 
-        Raises ``DataError`` for an id outside the vocabulary, which the dtype could not hold.
+        Raises `DataError` for an id outside the vocabulary, because the dtype may not hold it.
         """
         if tokens.size and (int(tokens.min()) < self._smallest or int(tokens.max()) >= self._vocab_size):
-            raise DataError(f"{self._bin_path}: a token id lies outside the vocabulary of {self._vocab_size}.")
+            raise DataError(
+                f"{self._bin_path}: a token id lies outside the vocabulary of {self._vocab_size}; prepare with "
+                "the tokenizer that made the ids"
+            )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         self._lengths.write(np.ascontiguousarray(lengths, dtype=_LENGTH).data)
         self.documents += len(lengths)

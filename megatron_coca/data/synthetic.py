@@ -1,7 +1,7 @@
 """Synthetic tasks as training data: samples computed from the seed and the sample number, without files.
 
-Every task gives the tokens of a sample and a mask of the inputs whose next token is an answer. Random numbers are
-hashes of (seed, split, sample number), so that a resumed run reads the same samples.
+Every task makes the tokens of a sample and a mask of the inputs that an answer follows. Random numbers are hashes of
+(seed, split, sample number), so that a resumed run reads the same samples.
 
 Token ids: filler, then one token for each pair of a key and a value (a fact), then keys, then values, or for the tasks
 without facts filler and one separator.
@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_coca.data.blend import Blend, SourceShare, UncheckedBatch
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order import Blend, SourceShare, UncheckedBatch, derive_key, random_words
+from megatron_coca.data.permutation import derive_key, random_words
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """A task and its sizes, as in the configuration; `filler_tokens` are ids 0, 1, ... of random filler or of text."""
+    """A task and its sizes, as in the configuration. The first `filler_tokens` ids are random filler or text."""
 
     task: str = "recall"
     facts: int = 8
@@ -54,7 +55,9 @@ class TaskSettings:
 
 
 class Draws:
-    """Random numbers of samples: each call gives new columns, a function of (seed, split, sample number, column)."""
+    """Random numbers of samples. Each call returns new columns, which depend only on (seed, split, sample number,
+    column).
+    """
 
     def __init__(self, numbers: np.ndarray, seed: int, split: str) -> None:
         self.numbers, self._key, self._column = numbers, derive_key("synthetic", seed, split), 0
@@ -87,15 +90,15 @@ def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np
 def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
     """Facts in random places, each asked for once later: a key token, then its value.
 
-    The `facts` facts (one token) and as many questions (two tokens) take random slots between filler; slots are paired
-    at random, and the fact is in the earlier one of a pair. Keys are different within a sample.
+    The `facts` facts (one token each) and as many questions (two tokens each) take random slots between filler. Slots
+    are paired at random; the fact takes the earlier slot of a pair. Keys are different within a sample.
     """
     samples, width = filler.shape
     facts = settings.facts
     keys, values = draws.subset(facts, settings.keys), draws.integers(facts, settings.values)
     slots = np.sort(draws.subset(2 * facts, width - facts), axis=1)
     pairs = np.sort(draws.subset(2 * facts, 2 * facts).reshape(samples, facts, 2), axis=2)
-    # A question takes one token more than its slot, which moves everything behind it.
+    # A question takes one token more than its slot, which moves everything after it.
     asked = np.zeros((samples, 2 * facts), dtype=np.int64)
     np.put_along_axis(asked, pairs[:, :, 1], 1, axis=1)
     places = slots + np.cumsum(asked, axis=1) - asked
@@ -124,9 +127,9 @@ def recall_question(
 
 
 def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Between 1 and `facts` facts in random places, then questions on all of them, in random order, at the end.
+    """Between 1 and `facts` facts in random places, and at the end questions on all of them in random order.
 
-    With every further fact there is one more distractor for each question.
+    Every further fact adds one distractor to each question.
     """
     samples, width = filler.shape
     counts, facts = 1 + draws.integers(1, settings.facts)[:, 0], settings.facts
@@ -162,7 +165,7 @@ def reverse(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
 
 
 def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Random tokens, then the first `ngram` - 1 tokens of an n-gram that occurred before, and its last one."""
+    """Random tokens, which end with an n-gram that occurred before. Its last token is the answer."""
     samples, width = filler.shape
     size = settings.ngram
     source = draws.integers(1, width - 2 * size + 1) + np.arange(size)
@@ -189,10 +192,10 @@ class SyntheticSamples:
     Args:
         settings: the task.
         seq_length: tokens of a model's input; a sample has one more.
-        seed: with `split` selects the samples.
-        text: for `settings.text`, the filler.
+        seed: determines the samples, together with `split`.
+        text: the filler, if `settings.text` is set.
 
-    Raises ``DataError`` if a sample has no room for the task.
+    Raises `DataError` if a sample has no room for the task.
     """
 
     shards, weights, first = (), (), 0
@@ -203,7 +206,7 @@ class SyntheticSamples:
         least = {"recall": 3 * settings.facts, "multi_query": 3 * settings.facts, "ngram": 2 * settings.ngram}
         needed = least.get(settings.task, 3)
         if seq_length + 1 < needed:
-            raise DataError(f"seq_length {seq_length}: a sample of {settings.task} needs {needed - 1}; raise it")
+            raise DataError(f"seq_length: {seq_length} is too short for {settings.task}; set at least {needed - 1}")
         self.settings, self.seq_length, self.seed = settings, seq_length, seed
         self._split, self.text = split, text
 
@@ -219,8 +222,8 @@ class SyntheticSamples:
             filler = self.text.batch(indices)
             if filler.max() >= self.settings.filler_tokens:
                 raise DataError(
-                    f"token id {filler.max()} of the text is not below filler_tokens {self.settings.filler_tokens}, "
-                    "where the ids of facts begin; set it to the vocabulary of the text"
+                    f"filler_tokens: {self.settings.filler_tokens} is too small for token id {filler.max()} of the "
+                    "text; set it to the size of the text's vocabulary"
                 )
         else:
             filler = draws.integers(self.seq_length + 1, self.settings.filler_tokens)
@@ -232,12 +235,12 @@ class SyntheticSamples:
         return f"synthetic task {self.settings.task}"
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "SyntheticSamples":
-        """Return the same samples, for numbers from ``first`` on."""
+        """Return the same samples, for numbers from `first` on."""
         later = type(self)(self.settings, self.seq_length, self.seed, self._split, self.text)
         later.first = first
         return later
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """The one source of ``n_samples`` samples, which are all new."""
+        """The task as the only source of `n_samples` samples, all of which are new."""
         name = f"synthetic {self.settings.task}"
         return [SourceShare(name, 1.0, n_samples, 1.0, n_samples * self.seq_length, 0.0)]

@@ -1,9 +1,9 @@
-"""Positions of training samples other than 0, 1, ..., so that a model meets larger ones than its training length.
+"""Positions of training samples other than 0, 1, ..., so that a model sees larger positions than its training length.
 
 Randomised positions are those of Ruoss et al. (2023), "Randomized Positional Encodings Boost Length Generalization of
 Transformers", `pose` those of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
 Skip-wise Training", and `stretched` those of Chen et al. (2024), "CLEX: Continuous Length Extrapolation for Large
-Language Models". They are drawn on the host, as a function of (seed, sample number) alone.
+Language Models". They are drawn on the host, and depend only on the seed and the sample number.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_coca.data.order import derive_key, random_words
+from megatron_coca.data.permutation import derive_key, random_words
 
 
 def _subset(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """A sorted random subset of 0 .. largest-1; `words` is one row for each of these numbers."""
+    """A sorted random subset of 0 .. largest-1; `words` has a random word for each of these numbers."""
     return np.sort(np.argpartition(words, length - 1)[:length] if length < largest else np.arange(largest))
 
 
@@ -31,7 +31,7 @@ def _pose(words: np.ndarray, length: int, largest: int) -> np.ndarray:
 
 
 def _stretched(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """A sorted random subset of 0 .. largest-1 that has both ends in it."""
+    """A sorted random subset of 0 .. largest-1 that contains both ends."""
     inner = _subset(words[: largest - 2], length - 2, largest - 2) + 1 if length > 2 else np.arange(0)
     return np.concatenate(([0], inner, [largest - 1]))[-length:] if length > 1 else np.arange(length)
 
@@ -42,8 +42,8 @@ DRAWN: dict[str, tuple[Callable[[int], int], Callable[[np.ndarray, int, int], np
     "pose": (lambda largest: 2, _pose),
     "stretched": (lambda largest: largest, _stretched),
 }
-"""By `training_positions.type`: the random words needed for positions below a bound, and (words, tokens, bound) ->
-increasing positions int64 [tokens].
+"""By `training_positions.type`: the number of random words for positions below a bound, and (words, tokens, bound) ->
+increasing positions, int64 [tokens].
 """
 
 
@@ -53,9 +53,9 @@ class DrawnPositions:
 
     Attributes:
         type: a key of `DRAWN`.
-        largest: positions are below it; at least the length of a sample. With `stretched` a multiple of that length:
-            the samples of a step reach t times their length, for one integer t drawn for the step.
-        seed: of the run.
+        largest: bound of the positions, at least the length of a sample. With `stretched` it is a multiple of that
+            length, and the positions of a step reach t times their length, for one integer t drawn for the step.
+        seed: seed of the run.
     """
 
     type: str
@@ -63,10 +63,10 @@ class DrawnPositions:
     seed: int
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Positions int64 [n, length] of samples by global number, int64 [n], which are read at `step`.
+        """Draw positions, int64 [n, length], for the samples with these global numbers, int64 [n], of `step`.
 
-        With `begins`, bool [n, length], every document of a sample draws its own; the largest position of `stretched`
-        stays that of the step.
+        With `begins`, bool [n, length], every document of a sample has its own draw; the bound of `stretched` remains
+        that of the step.
         """
         (words_for, make), largest = DRAWN[self.type], self.largest
         if self.type == "stretched":

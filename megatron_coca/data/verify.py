@@ -1,4 +1,4 @@
-"""Verify shards: their files against the manifest and against one another."""
+"""Verify shards: compare their files with the manifest and with one another."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 
 @dataclass
 class Verified:
-    """Result for one shard, or for the tokenizer and the manifest of a folder.
+    """The result for one shard, or for the tokenizer and the manifest of a folder.
 
     Attributes:
         place: the prefix of the shard, or the folder.
-        tokens: of the shard, where it could be opened.
-        content: the .bin file was compared with its SHA-256, which needs a manifest; otherwise only index and sizes.
-        faults: one sentence each.
+        tokens: tokens of the shard, if it could be opened.
+        content: True if the .bin file was compared with the SHA-256 of the manifest; otherwise only index and sizes
+            were checked.
+        faults: one message for each fault.
     """
 
     place: Path
@@ -33,10 +34,11 @@ class Verified:
 
 
 def verify_shards(entries: Sequence[ShardEntry], show: bool = False) -> list[Verified]:
-    """Read all files of all shards and their tokenizers once; a fault in one does not stop the others.
+    """Read all files of all shards and their tokenizers once. A fault in one shard does not stop the check of the
+    others.
 
-    In a shard with a manifest every document must end with the separator, which finds an altered index. Raises
-    ``DataError`` for a damaged manifest.
+    With a manifest every document must also end with the separator, which detects an altered index. Raises `DataError`
+    for a damaged manifest.
     """
     folders = {entry.prefix.parent: _verify_folder(entry.prefix.parent) for entry in entries}
     results = [result for result, _ in folders.values() if result.faults]
@@ -51,7 +53,7 @@ def verify_shards(entries: Sequence[ShardEntry], show: bool = False) -> list[Ver
 
 
 def _verify_folder(folder: Path) -> tuple[Verified, int | None]:
-    """(result, separator) of a folder; the latter is None where unknown."""
+    """Return (result, separator) of a folder; the separator is None if it is unknown."""
     result, tokenizer = Verified(folder), None
     try:
         tokenizer = load_saved_tokenizer(folder) if (folder / DESCRIPTION).is_file() else None
@@ -63,25 +65,31 @@ def _verify_folder(folder: Path) -> tuple[Verified, int | None]:
     listed = manifest_entries(folder)
     in_manifest = {prefix.name for entry in listed for prefix in (entry.prefix, entry.labels) if prefix is not None}
     result.faults += [
-        f"{path.with_suffix('')}: not listed in the {MANIFEST} of its folder."
+        f"{path.with_suffix('')}: not listed in the {MANIFEST} of its folder; prepare the corpus again, "
+        "or move the file away"
         for path in sorted(folder.glob("*.idx"))
         if path.stem not in in_manifest
     ]
     if tokenizer and recorded["fingerprint"] != tokenizer.fingerprint:
-        result.faults.append(f"{folder}: the tokenizer is not the one that {MANIFEST} names.")
+        result.faults.append(
+            f"{folder}: the tokenizer is not the one that {MANIFEST} names; restore it, or prepare the corpus again"
+        )
     return result, recorded["eod"]
 
 
 def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bool) -> None:
-    """Check one shard, adding to ``result``. ``DataError`` for a shard that cannot be opened."""
+    """Check one shard and add to `result`. Raises `DataError` if it cannot be opened."""
     shard = Shard(entry.prefix, entry.labels)
     result.tokens, path = shard.len_tokens, shard_paths(entry.prefix)[0]
     if entry.documents is not None and entry.sha256 is None:
-        result.faults.append(f"{entry.prefix}: listed in {MANIFEST} without a SHA-256.")
+        result.faults.append(f"{entry.prefix}: listed in {MANIFEST} without a SHA-256; prepare the corpus again")
     counts = (("documents", entry.documents, shard.documents), ("tokens", entry.tokens, shard.len_tokens))
     for name, expected, actual in counts:
         if expected is not None and expected != actual:
-            result.faults.append(f"{entry.prefix}: {actual:,} {name}, where {MANIFEST} records {expected:,}.")
+            result.faults.append(
+                f"{entry.prefix}: {actual:,} {name}, but {MANIFEST} records {expected:,}; restore the shard, or "
+                "prepare the corpus again"
+            )
     if entry.sha256 is None:
         return
     result.content, digest, unended = True, hashlib.sha256(), 0
@@ -92,8 +100,8 @@ def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bo
     _compare_content(path, digest.hexdigest(), entry.sha256, result)
     if unended and eod is not None:
         result.faults.append(
-            f"{path}: {unended:,} documents of the index do not end with the separator, {eod}. "
-            "The .bin or the .idx file has changed: restore both, or prepare the corpus again."
+            f"{path}: {unended:,} documents of the index do not end with the separator, {eod}: the .bin or "
+            "the .idx file has changed; restore both, or prepare the corpus again"
         )
     if shard.labels is not None and entry.labels_sha256 is not None:
         labels = shard_paths(shard.labels.prefix)[0]
@@ -104,6 +112,6 @@ def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bo
 def _compare_content(path: Path, digest: str, recorded: str, result: Verified) -> None:
     if digest != recorded:
         result.faults.append(
-            f"{path}: its content has changed since it was written: SHA-256 {digest[:12]}, where {MANIFEST} has "
-            f"{recorded[:12]}. Restore the file, or prepare the corpus again."
+            f"{path}: content has changed since it was written (SHA-256 {digest[:12]}, {MANIFEST} has "
+            f"{recorded[:12]}); restore the file, or prepare the corpus again"
         )

@@ -25,7 +25,8 @@ from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Show, Store
-from megatron_coca.model import GPT, keep_freed_memory
+from megatron_coca.model import GPT
+from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked, plain
 
 logger = logging.getLogger(__name__)

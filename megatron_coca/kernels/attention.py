@@ -1,4 +1,4 @@
-"""Flash attention with distance bands and bias formulas as a differentiable function."""
+"""Flash attention with distance bands and bias formulas, as a differentiable function."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ from megatron_coca.kernels.tiles import (
 def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp).
 
-    The output has the query's shape and dtype; its heads are adjacent in memory, so that joining them copies
-    nothing. The log-sum-exp is float32 [batch, heads, query_length], to the base 2.
+    The output has the query's shape and dtype. Its heads are adjacent in memory, so that joining them copies nothing.
+    The log-sum-exp is float32 [batch, heads, query_length], to the base 2.
     """
     query, launch = operands.query, plan.blocks.forward
     batch, heads, query_length, _ = query.shape
@@ -52,7 +52,7 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for what `forward` returns."""
+    """Allocate the results of `forward`."""
     batch, heads, length, head_dim = query.shape
     out = torch.empty((batch, length, heads, head_dim), dtype=query.dtype, device=query.device).transpose(1, 2)
     return out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -60,7 +60,7 @@ def empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND: tl.constexpr):
-    """One program per block of queries and head; the last blocks, which see most, go first."""
+    """One program per block of queries and head. The last blocks see the most keys and start first."""
     query, key, far_query, far_key, value = tensors
     heads, group, query_length, key_length = sizes
     block, blocks, place, batch, head = block_and_head(query_length, heads, KIND.rows)
@@ -73,7 +73,7 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
-    # A finite peak to begin with: a tile without a visible key then leaves it, and no -inf is subtracted from -inf.
+    # The peak starts finite: a tile without a visible key does not change it, and -inf is never subtracted from -inf.
     state = (zero_tile(KIND.rows, KIND.columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
@@ -104,7 +104,7 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """The key tiles `begin` to `end` folded into (accumulator, largest score before the scale, sum of weights)."""
+    """Fold the key tiles `begin` to `end` into (accumulator, largest score before the scale, sum of weights)."""
     acc, peak, total = state
     near, far, values, key_length = keys
     limits, bias, scale = scoring
@@ -148,21 +148,21 @@ def flash_attention(
         query: Q' [batch, heads, query_length, head_dim] of the pairs with r < window.
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`.
         value: V, like `key`.
-        scale: positive factor on the dot products: the kernels take a row's maximum before it.
+        scale: positive factor on the dot products. The kernels compute the maximum of a row before scaling.
         far_query, far_key: Q' and K' of the pairs with r >= window, in the same shapes; without them these pairs are
-            not seen.
+            masked.
         window: None: every pair belongs to `query` and `key`.
         first_keys: far pairs are limited to this number of first keys of the document.
         formula: bias of the distance: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
-        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]; they get gradients where they require them.
-        starts: int64 [batch, key_length], non-decreasing: the first token of the document of each token. Earlier ones
-        are not seen.
+        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]; they get gradients if they require them.
+        starts: int64 [batch, key_length], non-decreasing: the first token of each token's document. Earlier keys are
+            masked.
 
-    The softmax is in float32, and the products of float32 operands are not rounded to TF32. Gradients are the same
-    bits in every run.
+    The softmax is in float32, and products of float32 operands are not rounded to TF32. Gradients are bit-for-bit the
+    same in every run.
 
     Raises:
-        ValueError: shapes that do not fit, or a head_dim, dtype or formula that is not served.
+        ValueError: the shapes do not fit, or the head_dim, dtype or formula is not supported.
     """
     _check_operands(query, key, value)
     if formula is not None and formula not in FORMULAS:
@@ -179,14 +179,14 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         dtypes = [x.dtype for x in (query, key, value)]
         raise ValueError(f"flash_attention: query, key and value must share one of {DTYPES}, not {dtypes}")
     if head_dim > WIDEST:
-        raise ValueError(f"flash_attention: head_dim is {head_dim}, the kernels serve up to {WIDEST}")
+        raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {WIDEST}")
     if key.shape != value.shape or key.shape[::3] != query.shape[::3]:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ValueError(f"flash_attention: the shapes of query, key and value do not fit: {shapes}")
     if heads % key.shape[1] != 0:
         raise ValueError(f"flash_attention: {heads} query heads are not a multiple of {key.shape[1]} key heads")
     if query_length > key.shape[2]:
-        raise ValueError(f"flash_attention: {query_length} queries are more than {key.shape[2]} keys")
+        raise ValueError(f"flash_attention: there are more queries ({query_length}) than keys ({key.shape[2]})")
 
 
 def _two_columns(coefficients: Tensor) -> Tensor:

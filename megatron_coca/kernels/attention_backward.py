@@ -1,7 +1,7 @@
 """Flash attention backward: one kernel for dK' and dV, one for dQ' and the bias's coefficients, no atomics.
 
-With P the weights and D = rowsum(dO * O), dS = P * (dO V^T - D); each segment's gradients take the pairs in its band.
-Every number is summed by one program in a fixed order, so equal inputs give equal bits.
+P are the weights, D = rowsum(dO * O), and dS = P * (dO V^T - D). The gradients of a segment sum over the pairs in its
+band. One program sums each number in a fixed order, so equal inputs give equal bits.
 """
 
 from typing import Any
@@ -36,10 +36,11 @@ from megatron_coca.kernels.tiles import (
 
 
 def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Fills `results.key`, `results.far_key` and `results.value`.
+    """Fill `results.key`, `results.far_key` and `results.value`.
 
-    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)). Each segment has a launch of its
-    own: the sums of three gradients at once exceed the registers. The second adds to the first one's dV, in float32.
+    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)). Each segment has its own launch,
+    because the sums of three gradients together exceed the registers. The second launch adds to dV of the first, in
+    float32.
     """
     near = operands.query, operands.key, results.key
     if operands.far_query is None:
@@ -59,7 +60,7 @@ def _launch(
     saved: tuple[Tensor, Tensor, Tensor],
     beyond: bool,
 ) -> None:
-    """dK' and dV of one segment (query, key, dK'); `values` is (dV so far, dV), `beyond` says which pairs are its."""
+    """Compute dK' and dV of one segment (query, key, dK'). `values` is (dV so far, dV), `beyond` selects its pairs."""
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
     _key_gradients[(triton.cdiv(key.shape[2], launch.keys) * key.shape[0] * key.shape[1],)](
@@ -99,7 +100,7 @@ def _key_gradients(
     KIND: tl.constexpr,
 ):
     """One program per block of keys and key head, over the query heads that share it. The pairs are those below the
-    window, or all of them without one; or, BEYOND, those from the window on.
+    window (all pairs without a window), or with BEYOND those from the window on.
     """
     query, key, value, grad = tensors
     key_out, value_sum, value_out = outputs
@@ -109,7 +110,8 @@ def _key_gradients(
     held = load_tile(plane(key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
-    # A query sees the keys of its own document: those whose document has not ended. Neither bound is per query.
+    # A query sees the keys of its own document, which are those with a document that has not ended. Neither bound is
+    # per query.
     document = (
         start_of_document(starts, batch, n, key_length, KIND),
         start_of_document(stops, batch, n, key_length, KIND),
@@ -120,7 +122,8 @@ def _key_gradients(
         sums = (sums[0], load_tile(place, row, key_length, KIND.width, KIND.keys, KIND.columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
-    # One loop needs fewer registers than several: with documents every tile is masked, in a window most tiles are.
+    # One loop needs fewer registers than several. With documents every tile is masked, and with a window most tiles
+    # are.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
@@ -157,7 +160,7 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """The query tiles `begin` to `end` added to (dK', dV). A tile is [keys, queries] here, so that no matrix of weights
+    """Add the query tiles `begin` to `end` to (dK', dV). A tile is [keys, queries] here, so that no matrix of weights
     is transposed.
     """
     key_sum, value_sum = sums
@@ -187,7 +190,7 @@ def _tiles(
 def query_gradients(
     operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
 ) -> Tensor | None:
-    """Fills `results.query` and `results.far_query`; the gradients of the coefficients [heads, 2] if requested.
+    """Fill `results.query` and `results.far_query`; return the gradients of the coefficients [heads, 2] if requested.
 
     `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)).
     """
@@ -269,7 +272,7 @@ def _query_gradients(
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS:
         pair = coefficients_out + (place.to(tl.int64) * blocks + block) * 2
-        # A row of dS sums to 0, but for the rounding of D, which would enter once for every query.
+        # A row of dS sums to 0 except for the rounding of D, which would enter once for every query.
         tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
         tl.store(pair + 1, tl.load(coefficients + 2 * head) * tl.sum(sums[4] - sums[2] * sums[6], 0))
 
@@ -291,8 +294,8 @@ def _query_tiles(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """The key tiles `begin` to `end` added to dQ' near and far and, by row, the sums of dS, of dS * db/dc0 and dS *
-    db/dc1 / c0, and of P * db/dc0 and P * db/dc1 / c0, b being the bias.
+    """Add the key tiles `begin` to `end` to dQ' near and far and, by row, to the sums of dS, of dS * db/dc0 and dS *
+    db/dc1 / c0, and of P * db/dc0 and P * db/dc1 / c0. b is the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, values, key_length = keys
@@ -326,9 +329,9 @@ ROWS = 64
 def backward(
     operands: Operands, plan: Plan, out: Tensor, lse: Tensor, grad: Tensor, with_coefficients: bool
 ) -> tuple[Operands, Tensor | None]:
-    """The gradients of all operands, and those of the coefficients [heads, 2] if requested.
+    """Compute the gradients of all operands, and those of the coefficients [heads, 2] if requested.
 
-    `out` and `lse` are what `forward` gave, `grad` is the gradient of `out` with a contiguous last dimension.
+    `out` and `lse` are the results of `forward`; `grad` is the gradient of `out` with a contiguous last dimension.
     """
     results = Operands(
         query=torch.empty_like(operands.query),

@@ -1,7 +1,7 @@
-"""Losses and score gradients of a chunk of logits in one kernel launch, the gradients in place of the logits.
+"""Losses and gradients of a chunk of logits in one kernel launch; the gradients overwrite the logits.
 
-The kernel reads the logits twice and writes them once: the largest logit and the sum of exponentials in one pass
-(Milakov and Gimelshein 2018), softmax - onehot in the other. The arithmetic is in float32 and rounded once.
+The kernel reads the logits twice and writes them once: one pass for the largest logit and the sum of exponentials
+(Milakov and Gimelshein 2018), one for softmax - onehot. It computes in float32 and rounds once.
 """
 
 import torch
@@ -13,19 +13,19 @@ from megatron_coca.kernels.tiles import OPTIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 4096
-"""Logits that a program holds at once."""
+"""Number of logits that a program holds at a time."""
 WARPS = 8
 
 
 def cross_entropy_in_place(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Losses in nats, float32 [tokens]; `logits` becomes their gradient, softmax - onehot.
+    """Return losses in nats, float32 [tokens], and overwrite `logits` with their gradient, softmax - onehot.
 
     Args:
         logits: contiguous [tokens, vocabulary].
         labels: int64 [tokens]; losses and gradients of tokens with the label `ignored` are 0.
 
     Raises:
-        ValueError: the logits are not contiguous, or not of one of `DTYPES`.
+        ValueError: the logits are not contiguous, or their dtype is not in `DTYPES`.
     """
     if logits.dtype not in DTYPES or not logits.is_contiguous():
         raise ValueError(f"cross_entropy_in_place: logits must be contiguous and one of {DTYPES}, not {logits.dtype}")
@@ -47,7 +47,7 @@ def _cross_entropy(logits, labels, losses, vocabulary, ignored, COLUMNS: tl.cons
     kept = label != ignored
     target = tl.load(row + label, mask=kept, other=0.0).to(tl.float32)
     columns = tl.arange(0, COLUMNS)
-    # Every lane has its own peak, so that a tile needs no reduction; finite, because -inf - -inf would be NaN.
+    # Every lane has its own peak, so that a tile needs no reduction. It is finite, because -inf - -inf would be NaN.
     peak = tl.full([COLUMNS], -1e30, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, vocabulary, COLUMNS):

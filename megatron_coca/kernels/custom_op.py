@@ -1,4 +1,4 @@
-"""Functions with gradients of their own that torch.compile takes as single operations, without looking into them."""
+"""Functions with their own gradients that torch.compile treats as single opaque operations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,19 +16,20 @@ def operation(
     keep: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`run` with its gradients: in compiled code the operation `megatron_coca::name`, elsewhere an autograd.Function.
+    """Make a function of `run` and its gradients: in compiled code the operation `megatron_coca::name`, elsewhere an
+    autograd.Function.
 
-    PyTorch's dispatcher takes several times the host's time of the latter. Its cache of compiled code knows an
-    operation by its name: results of other shapes, dtypes or strides need another name.
+    PyTorch's dispatcher takes several times the host time of an autograd.Function. Its cache of compiled code
+    identifies an operation by its name, so results of other shapes, dtypes or strides need another name.
 
     Args:
-        schema: of the arguments and results, in PyTorch's notation.
-        fake: empty results of the same shapes, dtypes and strides.
+        schema: schema of the arguments and results, in PyTorch's notation.
+        fake: returns empty results of the same shapes, dtypes and strides.
         keep, backward: `setup_context` and `backward` as in `torch.library.register_autograd`; the context's
             `needs_input_grad` has an entry for each tensor of a list.
     """
     plain = run if keep is None or backward is None else _differentiable(run, keep, backward)
-    if not hasattr(torch.library, "custom_op"):  # before PyTorch 2.4, with which the plugin runs too
+    if not hasattr(torch.library, "custom_op"):  # before PyTorch 2.4, which the plugin supports
         return plain
     registered = torch.library.custom_op(f"megatron_coca::{name}", run, mutates_args=(), schema=schema)
     registered.register_fake(fake)
@@ -41,7 +42,7 @@ def _differentiable(
     run: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
     class Plain(torch.autograd.Function):
-        """Takes every tensor as an argument of its own: PyTorch tracks no gradients of tensors inside lists."""
+        """Takes every tensor as a separate argument, because PyTorch does not track gradients of tensors in lists."""
 
         @staticmethod
         def forward(ctx: Any, *flat: Any) -> Any:

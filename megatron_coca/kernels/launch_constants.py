@@ -1,4 +1,4 @@
-"""Constants of a call of the attention kernels: scale, bands, formula, and the sizes of the blocks."""
+"""Constants of a call of the attention kernels: scale, bands, formula and block sizes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ from torch import Tensor
 from megatron_coca.kernels.tiles import OPTIONS, operand
 
 WIDEST = 256
-"""The largest head_dim that CONFIGS serves."""
+"""The largest head_dim in CONFIGS."""
 
 
 class Launch(NamedTuple):
-    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline stages,
-    and the most registers a thread may take (None: as the compiler likes).
+    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps per program, pipeline stages of
+    its loop, and the maximum registers per thread (None: chosen by the compiler).
     """
 
     rows: int
@@ -34,10 +34,10 @@ class Blocks(NamedTuple):
 
 
 SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
-"""For the interpreter, where a tile costs the same at any size, and tests want several of them."""
+"""For the interpreter: a tile costs the same at any size, and tests need several tiles."""
 
 _SINGLE = Launch(32, 16, 8, 1)
-"""For float32 and 256 features, of which wider tiles exceed 99 KiB or the registers; two segments spill at any size."""
+"""For float32 with 256 features: larger tiles exceed 99 KiB or the registers, and two segments spill at any size."""
 _WIDE = {
     (1, 512): Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
     (2, 512): Blocks(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
@@ -72,20 +72,20 @@ CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
         **_WIDE,
     },
 }
-"""Architecture -> (number of segments, bytes of an operand's row as `row_class` counts them) -> block sizes on CUDA.
+"""Block sizes on CUDA by architecture, and by (number of segments, `row_class` of the operands).
 
-Not yet timed on a GPU: chosen from what the compiler reports, which benchmarks/kernels/budgets.json records, so that
-no register spills and loads are pipelined.
+They are not yet timed on a GPU. They are chosen from the compiler's reports (recorded in
+benchmarks/kernels/budgets.json), so that no register spills and loads are pipelined.
 """
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    """The table in CONFIGS for a compute capability. The launches of 80 fit the 99 KiB of 8.6, 8.9 and 12.0 too."""
+    "The table in CONFIGS for a compute capability. The launches of 80 also fit into the 99 KiB of 8.6, 8.9 and 12.0."
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
 def padded(head_dim: int) -> int:
-    """The columns of a tile: the next power of two, at least the 16 that a matrix product needs."""
+    """The columns of a tile: the next power of two, and at least 16, the minimum of a matrix product."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -101,7 +101,7 @@ def row_class(query: Tensor) -> int:
 
 
 def blocks_for(query: Tensor, segments: int) -> Blocks:
-    """The row of CONFIGS for these operands; on the CPU, which is the interpreter, the small blocks."""
+    """The row of CONFIGS for these operands; on the CPU (the interpreter) the small blocks."""
     if query.device.type == "cpu":
         return SMALL
     return CONFIGS[architecture(torch.cuda.get_device_capability(query.device))][segments, row_class(query)]
@@ -125,13 +125,13 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A call's numbers.
+    """The numbers of a call.
 
     Attributes:
         scale: factor on the dot products.
-        window: distances below it belong to the first segment; None: all do.
-        first_keys: number of keys of the document that the second segment sees; None: all.
-        formula: of the bias, "none" without one.
+        window: distances below it belong to the first segment; None if all do.
+        first_keys: number of first keys of a document that the second segment sees; None for all.
+        formula: formula of the bias, "none" without a bias.
         blocks: the launches.
     """
 
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """(window, first_keys) as the kernels take them, 0 where there is none."""
+        """(window, first_keys) as the kernels take them; 0 stands for None."""
         return self.window or 0, self.first_keys or 0
 
     def options(self, launch: Launch, operands: "Operands") -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of a call, their last dimensions contiguous.
+    """The tensors of a call, with contiguous last dimensions.
 
     Attributes:
         query, key: of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads, key_length,

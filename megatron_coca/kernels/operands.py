@@ -1,4 +1,4 @@
-"""Q' and K' of the rotated score forms, for all segments in one kernel launch over q and k, and the backward pass.
+"""Compute Q' and K' of the rotated score forms for all segments in one kernel launch, and their gradients.
 
 With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 + t2) / 2):
 
@@ -7,7 +7,7 @@ With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 
     coca_strict  Q' = ((x1^2 + x2^2) c, (x1^2 + x2^2) s)       K' = (u c, u s)
 
 The features after the rotary block are copied (rotary), or become q^2 and relu(t) (both forms of CoCA). The forms are
-those of Su et al. 2021 and Zhu et al. 2024. The arithmetic is in float32 and rounded once.
+those of Su et al. 2021 and Zhu et al. 2024. Kernels compute in float32 and round once.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, stor
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for: the form; segments; features in a half of the rotary block and after it; rows of a
-    block; and both numbers of features padded to powers of two.
+    """Compile-time constants of a kernel: the form; segments; features in half of the rotary block and after the block;
+    rows of a block; and both numbers of features padded to powers of two.
     """
 
     form: str
@@ -58,7 +58,7 @@ def backward_kernel(query, key, query_tables, key_tables, heads, query_length, k
 
 @triton.jit
 def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
-    SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6 has no static range to a field
+    SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6 has no static range up to a field
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
     x1, x2 = _load_halves(x, start, length, LAYOUT)
@@ -133,14 +133,14 @@ def _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY: tl.constexpr, LAYOUT: tl
             slope = g1 * (cos - sin) + g2 * (cos + sin)
         else:
             slope = g1 * cos + g2 * sin
-        # Half to each member of the pair, and nothing where the average is not positive.
+        # Each member of the pair gets half; a pair without a positive average gets nothing.
         shared = tl.where(x1 + x2 > 0, 0.5 * slope, 0.0)
         return shared, shared
 
 
 @triton.jit
 def _relu(x):
-    # Written so that a NaN stays one: the maximum of a NaN and 0 would be 0.
+    # Written so that a NaN stays a NaN; the maximum of NaN and 0 would be 0.
     return tl.where(x < 0, 0.0, x)
 
 
@@ -175,22 +175,22 @@ Form = Literal["rotary", "coca", "coca_strict"]
 FORMS = ("rotary", "coca", "coca_strict")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS = 4096
-"""Numbers of one operand that a program holds; with the head's width it gives the rows."""
+"""Numbers of one operand that a program holds; divided by the head's width, they give its rows."""
 
 
 def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -> list[Tensor]:
-    """Q' and K' of the first segment, then of the next ones, in the shapes and the dtype of q and k, heads adjacent in
+    """Compute Q' and K' of all segments, in order, with the shapes and dtype of q and k and with heads adjacent in
     memory.
 
     Args:
-        q: [batch, heads, query_length, head_dim], of any strides but a contiguous last dimension.
+        q: [batch, heads, query_length, head_dim] with a contiguous last dimension and any other strides.
         k: [batch, kv_heads, key_length, head_dim], the same; the t of CoCA.
         tables: for each segment cos and sin of the queries, float32 [query_length, rotated / 2] or [batch or 1, 1,
             query_length, rotated / 2], and cos and sin of the keys, the same.
         form: a row of the table above.
 
-    Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass. To
-    torch.compile it is one operation forward and one backward.
+    Gradients flow to q and k but not to the tables. Only the arguments are kept for the backward pass. torch.compile
+    sees one operation forward and one backward.
 
     Raises:
         ValueError: `unsupported` gives a reason.
@@ -202,7 +202,7 @@ def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -
 
 
 def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> str | None:
-    """None, or why `fused_operands` cannot serve."""
+    """Return None, or the reason why `fused_operands` does not support these arguments."""
     if form not in FORMS:
         return f"form {form!r} is none of {', '.join(FORMS)}"
     if q.dtype not in DTYPES or k.dtype != q.dtype:
@@ -212,10 +212,10 @@ def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> st
     if any(table.dtype != torch.float32 for table in tables):
         return "the tables must be float32"
     if any(table.requires_grad for table in tables):
-        return "the tables are learned, and the kernel gives them no gradient"
+        return "the tables are learned, but the kernel computes no gradient for them"
     rows = (q.shape[2], q.shape[2], k.shape[2], k.shape[2]) * (len(tables) // 4)
     if any(table.shape[-2] != length for table, length in zip(tables, rows, strict=True)):
-        return f"the tables must have a row per token: {rows}, not {tuple(table.shape[-2] for table in tables)}"
+        return f"the tables must have one row per token, {rows}, not {tuple(table.shape[-2] for table in tables)}"
     return None
 
 
@@ -234,7 +234,9 @@ def _empty_operands(q: Tensor, k: Tensor, tables: list[Tensor]) -> list[Tensor]:
 
 
 def _empty_operand(x: Tensor) -> Tensor:
-    """Heads adjacent in memory: attention lays its output out as Q', and joining its heads then copies nothing."""
+    """Allocate with heads adjacent in memory. The output of attention has the layout of Q', so joining its heads copies
+    nothing.
+    """
     batch, heads, length, head_dim = x.shape
     return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
 
@@ -276,8 +278,8 @@ _operand_gradients = operation(
 def _launch(
     kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Sequence[Tensor], form: str
 ) -> None:
-    """One program for each head of q or of k, block of rows and row of the batch. Heads go fastest: those of one block
-    of rows share its tables in the cache.
+    """One program for each head of q or of k, block of rows and row of the batch. Heads vary fastest, because those of
+    one block of rows share its tables in the cache.
     """
     (batch, heads, query_length, head_dim), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
     half, longest = tables[0].shape[-1], max(query_length, key_length)
@@ -299,7 +301,7 @@ def _launch(
 
 
 def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) -> Layout:
-    """Blocks of about ELEMENTS numbers, and of no more rows than there are."""
+    """Rows of a block of about ELEMENTS numbers, at most all rows."""
     tail = head_dim - 2 * half
     half_block = triton.next_power_of_2(half)
     tail_block = triton.next_power_of_2(tail) if tail else 0
@@ -309,7 +311,9 @@ def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) ->
 
 
 def _table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
-    """(cos, sin, stride of the batch, stride of a row); the batch's stride is 0 where one table serves it whole."""
+    """(cos, sin, stride of the batch, stride of a row); the stride of the batch is 0 if one table is for the whole
+    batch.
+    """
     cos, sin = cos.contiguous(), sin.contiguous()
     own = cos.dim() == 4 and cos.shape[0] == batch
     return cos, sin, cos.stride(0) if own else 0, cos.stride(-2)

@@ -1,7 +1,7 @@
-"""Operands with their strides, tiles in and out of memory, and matrix products, shared by all kernels.
+"""Parts that all kernels share: operands with strides, loading and storing of tiles, matrix products.
 
-An operand is passed to a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is
-contiguous. Row numbers are 32-bit inside a tile and 64-bit between tiles.
+An operand is passed to a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is contiguous.
+Row numbers are 32-bit inside a tile and 64-bit between tiles.
 """
 
 import triton
@@ -9,16 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options of every launch: a product and a sum may become one instruction with one rounding."""
+"""Compiler options of every launch: a product and a sum may be fused into one instruction with one rounding."""
 
 
 def operand(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """`x` [batch, heads, length, head_dim] as the tuple that kernels take."""
+    """Turn `x` [batch, heads, length, head_dim] into the tuple that kernels take."""
     return x, x.stride(0), x.stride(1), x.stride(2)
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """`x`, copied only where its last dimension is not contiguous."""
+    """Return `x`, or a copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -30,7 +30,7 @@ def plane(x, batch, head):
 
 @triton.jit
 def load_tile(x, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] from row `start` of a plane, zero beyond `length` rows and WIDTH columns."""
+    """Load [ROWS, COLUMNS] from row `start` of a plane, with zeros beyond `length` rows and WIDTH columns."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     pointers = x[0] + tl.cast(start, tl.int64) * x[1] + rows[:, None] * x[1] + columns[None, :]
@@ -42,7 +42,7 @@ def load_tile(x, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
-    """The inverse of `load_tile`: one rounding to the type of the memory, nothing written beyond the edges."""
+    """The inverse of `load_tile`. It rounds once to the dtype of the memory and writes nothing beyond the edges."""
     rows = tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     pointers = x[0] + tl.cast(start, tl.int64) * x[1] + rows[:, None] * x[1] + columns[None, :]
@@ -52,7 +52,7 @@ def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """The tiles at row `start` of the segments in use; for an unused one, the other is loaded."""
+    """Load the tiles at row `start` of the segments in use. An unused segment gets the tile of the other."""
     if NEAR:
         near_tile = load_tile(near, start, length, KIND.width, ROWS, KIND.columns)
     if FAR:
@@ -67,7 +67,7 @@ def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, RO
 @triton.jit
 def zero_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS] float32."""
-    # Its own function, because Triton 3.6 takes only compile-time arguments for a shape, not fields of one.
+    # A separate function, because Triton 3.6 takes only compile-time arguments for a shape, not their fields.
     return tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
@@ -79,7 +79,7 @@ def constant_rows(value, ROWS: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """a b in float32; float32 operands are not rounded to TF32."""
+    """The product a b in float32; float32 operands are not rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee")
 
 
@@ -87,7 +87,7 @@ def dot(a, b):
 def block_and_head(length, heads, ROWS: tl.constexpr):
     """(block of rows, blocks, batch and head in one number, batch, head) of this program.
 
-    One dimension of the grid holds them all, because only the first may exceed 65,535.
+    They share one dimension of the grid, because only the first dimension may exceed 65,535.
     """
     blocks = tl.cdiv(length, ROWS)
     place = tl.program_id(0) // blocks
@@ -113,13 +113,13 @@ def distances(m, n):
 
 @triton.jit
 def power_of_distance(distance, exponent):
-    """distance^exponent, and 0 at distance <= 0, where the logarithm has no value."""
+    """distance^exponent; 0 for distance <= 0, which has no logarithm."""
     return tl.where(distance > 0, tl.exp2(exponent * tl.log2(tl.maximum(distance, 1.0))), 0.0)
 
 
 @triton.jit
 def add_bias(products, m, n, bias, KIND: tl.constexpr):
-    """Products plus the bias of the distances m - n divided by the scale, as `load_coefficients` gives c0."""
+    """Products plus the bias at distances m - n, divided by the scale as in c0 of `load_coefficients`."""
     if KIND.formula == "linear":
         products = products - bias[0] * distances(m, n)
     if KIND.formula == "log":
@@ -159,11 +159,12 @@ def logits(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Scores of a tile divided by the scale, -inf where unseen. `held` and `loaded` are (near, far) tiles, `m` and `n`
-    the tokens of the queries and keys, `start` the first token of each query's document. A tile is one product, or two
-    where a segment ends inside it.
+    """Scores of a tile divided by the scale, -inf for masked pairs. `held` and `loaded` are (near, far) tiles, `m` and
+    `n` the tokens of the queries and keys, `start` the first token of each query's document. A tile takes one product,
+    or two if a segment ends inside it.
 
-    The scale is left to the exponent, exp2(score * scale - peak * scale), which is one instruction more than exp2.
+    The scale is applied in the exponent, exp2(score * scale - peak * scale), which takes one more instruction than
+    exp2.
     """
     r = m - n
     if NEAR and FAR:
@@ -180,8 +181,8 @@ def logits(
 
 @triton.jit
 def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
-    """Mask of the visible pairs of a tile: keys not to come (r >= 0), at distances of the tile's segment (below the
-    window, or from it on), where a far segment has only the first keys of a document among these, and in one document.
+    """Mask of the visible pairs of a tile: keys that are not later (r >= 0), at distances of the tile's segment (below
+    the window, or from it on), and in the query's document. A far segment has only the first keys of a document.
     """
     seen = r >= 0
     if KIND.window and not FAR:
@@ -201,7 +202,7 @@ def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl
 
 @triton.jit
 def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """The gradients of a tile's scores, split between the segments where it holds both."""
+    """The gradients of a tile's scores, split between the segments if it holds both."""
     if NEAR and FAR:
         return tl.where(r < limits[0], slopes, 0.0), tl.where(r < limits[0], 0.0, slopes)
     else:
@@ -223,8 +224,8 @@ def key_phases(first_query, starts, batch, key_length, limits, KIND: tl.constexp
     """Boundaries of the phases of a block of queries, in key tiles.
 
     [0] to [1] all pairs are far; [2] to [3] the window's edge crosses; [3] to [4] all are near and seen; [4] to [5] the
-    diagonal crosses too. Without a window the first two are empty. Tiles of earlier documents, and far ones behind the
-    first keys, are left out.
+    diagonal crosses too. Without a window the first two are empty. Tiles of earlier documents, and far tiles after the
+    first keys, are skipped.
     """
     last_query = tl.minimum(first_query + KIND.rows, key_length) - 1
     begin = start_of_document(starts, batch, first_query, key_length, KIND) // KIND.keys
@@ -246,8 +247,8 @@ def query_phases(first_key, starts, stops, batch, query_length, key_length, limi
     """Boundaries of the phases of a block of keys, in query tiles.
 
     [0] to [1] the diagonal crosses and all pairs are near; [2] to [3] all are near and seen; [3] to [4] the window's
-    edge crosses; [4] to [5] all are far. Queries of later documents are left out, and far ones where the block holds
-    none of the first keys.
+    edge crosses; [4] to [5] all are far. Queries of later documents are skipped, and so are far queries if the block
+    holds none of the first keys.
     """
     last_key = tl.minimum(first_key + KIND.keys, key_length) - 1
     past = key_length - query_length
@@ -263,7 +264,8 @@ def query_phases(first_key, starts, stops, batch, query_length, key_length, limi
         far = tl.minimum(end, tl.cdiv(tl.maximum(limits[0] + last_key - past, 0), KIND.rows))
     far_end = end
     if KIND.first:
-        # The block's first key is the nearest to its document's start, unless another document begins in the block.
+        # The block's first key is the nearest to the start of its document, unless another document starts in the
+        # block.
         first_start = start_of_document(starts, batch, first_key, key_length, KIND)
         last_start = start_of_document(starts, batch, last_key, key_length, KIND)
         far_end = tl.where((first_key < first_start + limits[1]) | (last_start > first_start), end, far)

@@ -1,4 +1,4 @@
-"""The transformer language model of GPT-NeoX and LLaMA shape."""
+"""The transformer language model in the shapes of GPT-NeoX and LLaMA."""
 
 from megatron_coca.model.build import (
     Attention,
@@ -7,7 +7,6 @@ from megatron_coca.model.build import (
     choose_backends,
     draw_learned_positions,
     empty_model,
-    keep_freed_memory,
 )
 from megatron_coca.model.generate import (
     DYNAMIC_LENGTH,
@@ -21,4 +20,5 @@ from megatron_coca.model.generate import (
     generate_tokens,
     row_seeds,
 )
-from megatron_coca.model.gpt import GPT, LanguageModelLoss, next_token_loss
+from megatron_coca.model.gpt import GPT, LanguageModelLoss
+from megatron_coca.model.loss import next_token_loss

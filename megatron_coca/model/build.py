@@ -1,6 +1,5 @@
-"""Building a model from its configuration: layers, initial weights, compilation."""
+"""Build a model from its configuration: layers, initial weights, compilation."""
 
-import ctypes
 import logging
 import math
 from collections.abc import Callable
@@ -10,89 +9,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.backends.gated import QUERY_ROWS
 from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError, Needs
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, check_kernel
 from megatron_coca.config import Config, ConfigError, ModelConfig
-from megatron_coca.config.checks.parallelism import compile_refusal
+from megatron_coca.model.compilation import compile_blocks, reason_not_compiled
 from megatron_coca.model.gpt import GPT, resolve_positions
 from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
 
 logger = logging.getLogger(__name__)
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-LARGEST_THRESHOLD = 32 << 20
-"""glibc takes no larger M_MMAP_THRESHOLD on 64-bit machines."""
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; return False if the C library has no such setting.
-
-    Memory returned to the kernel costs a page fault per page, 10 to 20% of a training step of small models
-    (docs/training.md). Peak memory does not change.
-    """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):
-        return False
-    settings = {M_MMAP_THRESHOLD: LARGEST_THRESHOLD, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 << 20}
-    accepted = [library.mallopt(name, value) for name, value in settings.items()]
-    return all(accepted)
-
-
-def missing_compile_tools(device_type: str) -> str | None:
-    """None, or why torch.compile cannot make kernels for "cpu" or "cuda" here."""
-    # Not at the top: the compiler takes seconds to import and few runs use it.
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "no C++ compiler was found (install g++, or set CXX to one)"
-    return "Triton cannot be used here (pip install triton)" if device_type == "cuda" and not has_triton() else None
-
-
-COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
-"""PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
-
-UNCOMPILED = {
-    "reference": "it is the measure of the others, one operation after the other",
-    "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
-}
-"""Attention backends whose blocks are not compiled, with the reason."""
-
-
-def refuses_compilation(config: Config, backend: str, device_type: str) -> str | None:
-    """None, or why the blocks of a training run with this attention backend are not compiled.
-
-    A block is compiled once, so nothing in it may depend on the data but through tensors of fixed shapes.
-    """
-    if backend in UNCOMPILED:
-        return f"attention_backend {backend}: {UNCOMPILED[backend]}"
-    if config.data.reset_attention_mask and backend != "triton":
-        return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
-    if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
-        return f"attention_chunk_size: {backend} is called once per chunk, from Python"
-    dense = [f"pos_emb {kind.pos_emb}" for kind in config.layer_types.values() if kind.embedding.by_query]
-    dense += ["attn_logit_softcapping"] * (config.model.attn_logit_softcapping is not None)
-    if dense:
-        return f"{dense[0]}: its scores are contracted by opt_einsum, which is not traced"
-    gated = any(kind.gate for kind in config.layer_types.values()) and config.model.seq_length > QUERY_ROWS
-    if gated and backend == "sdpa" and device_type == "cuda":
-        return (
-            "forgetting_gate: PyTorch's mask of the later blocks of queries is not traced; set attention_backend=triton"
-        )
-    return compile_refusal(config) or missing_compile_tools(device_type)
-
-
-def compile_blocks(blocks: nn.ModuleList) -> None:
-    """Compile every block in place for training, keeping parameter names; all share the code compiled for the first."""
-    logger.info("torch_compile: the first step compiles the blocks and takes longer")
-    for block in blocks:
-        block.compile(options=COMPILE_OPTIONS)
-
 
 Initializer = Callable[[Tensor], Tensor]
 
@@ -114,15 +39,16 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 }
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
-"""Layers that write into the residual stream; they use `output_layer_init_method`."""
+"""Layers that write to the residual stream; they use `output_layer_init_method`."""
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
-    """Initialise every weight matrix by the configured methods, biases with 0; norms keep 1 and 0.
+    """Initialise weight matrices by the configured methods and biases with 0. Norms keep 1 and 0.
 
-    Values depend only on the seed and the parameters' shapes and order, and modules of the position method come last:
-    all position methods share the initial weights of their common layers. The global random state is preserved.
+    Values depend only on the seed and on the shapes and order of the parameters. Modules of the position method come
+    last, so all position methods share the initial weights of their common layers. The global random state is
+    preserved.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
@@ -142,7 +68,9 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
 @torch.no_grad()
 def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> list[str]:
-    """Initialise the parameters of the position method by the seed; returns their names. Preserves the random state."""
+    """Initialise the parameters of the position method from the seed, and return their names. The global random state
+    is preserved.
+    """
     parts = {name: part for name, part in module.named_modules() if isinstance(part, LEARNED_MODULES)}
     tables = {name: part for name, part in module.named_modules() if isinstance(part, LearnedPositions)}
     with torch.random.fork_rng(devices=[]):
@@ -155,7 +83,7 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
 
 
 def backend_needs(config: Config, method: PositionMethod, device_type: str, training: bool = True) -> Needs:
-    """Requirements of a model on its attention backend."""
+    """The requirements of a model on its attention backend."""
     needs = method.needs(device_type, config.model.attention_dropout, training)
     if not training:
         return needs
@@ -168,10 +96,10 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
 
 
 def choose_backends(config: Config, device: str) -> dict[str, str]:
-    """Return the name of the attention backend of every type of layers of a model in training on `device`.
+    """Return the name of the attention backend for each type of layers of a model that trains on `device`.
 
     Raises:
-        BackendError: none serves a type.
+        BackendError: no backend supports a type.
     """
     device_type, types = device.partition(":")[0], config.layer_types
     return {
@@ -181,20 +109,21 @@ def choose_backends(config: Config, device: str) -> dict[str, str]:
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
-    """An initialised float32 model on `device`, with its position method and the attention backend for that device.
+    """Build an initialised float32 model on `device`, with its position method and the attention backend for that
+    device.
 
-    With `training` False the backend need not support dropout or training-only maps.
+    With `training` False the backend does not have to support dropout or training-only maps.
 
     Raises:
         ConfigError: `vocab_size` is not known.
-        BackendError: the named attention backend or operand kernel cannot serve the model on that device, or there is
-            no compiler for `torch_compile`.
+        BackendError: the attention backend or operand kernel does not support the model on that device, or there is no
+            compiler for `torch_compile`.
     """
     return assemble_model(config, device, training).to(device)
 
 
 def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
-    """As `build_model` for `device`, with the weights in host memory: for models that are sharded afterwards."""
+    """Build a model as `build_model` does for `device`, but with its weights in host memory, to be sharded later."""
     with torch.random.fork_rng(devices=[]):  # PyTorch initialises the layers first
         model = _compose(config, device, training)
     initialize(model, config.model, config.seed)
@@ -204,10 +133,10 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
 def empty_model(
     config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32, memory: str | None = None
 ) -> GPT:
-    """As `build_model`, with uninitialised weights of `dtype` that are loaded later.
+    """Build a model as `build_model` does, but with uninitialised weights of `dtype`, to be loaded later.
 
-    `memory` is their device, by default `device`. Initialising 7 billion weights takes minutes, and float32 twice the
-    memory.
+    `memory` is the device of the weights, by default `device`. Initialising 7 billion weights would take minutes, and
+    float32 twice the memory.
     """
     with torch.device("meta"):
         model = _compose(config, device, training)
@@ -215,22 +144,23 @@ def empty_model(
 
 
 class Attention(nn.Module):
-    """Causal self-attention with the positions of a configuration, for a network of one's own.
+    """Causal self-attention with the position method of a configuration, for use in your own network.
 
-    Only the configuration's keys of attention matter. Initial weights follow from these and PyTorch's random state.
+    Only the attention keys of the configuration matter. Initial weights depend on these keys and PyTorch's random
+    state.
 
     Raises:
-        ConfigError: `pos_emb` adds positions to the embedding and not in attention.
+        ConfigError: `pos_emb` adds positions to the embedding instead of the attention.
         BackendError: as `build_model`.
     """
 
     def __init__(self, config: Config, layer: int = 0, device: str = "cpu", training: bool = True) -> None:
-        """`layer` counts from 0 and matters where layers differ; `training` as for `build_model`."""
+        """`layer` counts from 0 and matters if layers differ; `training` is as for `build_model`."""
         super().__init__()
         name = config.model.layer_names[layer]
         method, position = build_methods(config)[name], config.layer_types[name]
         if method.name in ABSOLUTE:
-            raise ConfigError(f"pos_emb: {method.name} is added to the embedding; an attention layer has no part in it")
+            raise ConfigError(f"pos_emb: {method.name} is added to the embedding, not in attention; choose another one")
         check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
         needs = backend_needs(config, method, torch.device(device).type, training)
         _, backend = select_backend(position.attention_backend, needs)
@@ -245,7 +175,7 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Hidden states [batch, length, hidden_size] -> the same; the other arguments are those of
+        """Map hidden states [batch, length, hidden_size] to the same shape. The other arguments are as in
         `GPT.hidden_states`.
         """
         positions, reached, packed = resolve_positions(hidden[..., 0], positions, documents)
@@ -272,7 +202,7 @@ def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     if not training or not wanted or (wanted == "auto" and device_type != "cuda"):
         return model
     backends = dict.fromkeys(choose_backends(config, device).values())
-    reasons = (refuses_compilation(config, backend, device_type) for backend in backends)
+    reasons = (reason_not_compiled(config, backend, device_type) for backend in backends)
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is None:
         compile_blocks(model.blocks)

@@ -1,4 +1,4 @@
-"""Cost of a model from its configuration: parameters, FLOPs per token, memory; peak FLOP/s of GPUs."""
+"""The cost of a model from its configuration: parameters, FLOPs per token, memory; and peak FLOP/s of GPUs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES,
 from megatron_coca.config.optimization import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
-"""Learned vectors of hidden_size per norm (including its bias); scalenorm has one scalar."""
+"""Learned vectors of size hidden_size per norm (including its bias); scalenorm has one scalar."""
 
 
 @dataclass(frozen=True)
 class ParameterCount:
     """Parameters of a model by part.
 
-    `embedding` includes padding and, with tied weights, is the output head too (`head` is then 0); `norms` includes the
-    final one; `position` counts the position method's table, bias or network.
+    `embedding` includes padding; with tied weights it is also the output head, and `head` is 0. `norms` includes the
+    final norm. `position` counts the table, bias or network of the position method.
     """
 
     embedding: int
@@ -43,14 +43,14 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of training on one token; one multiplication with its addition counts as two.
+    """Floating-point operations per trained token; a multiplication with its addition counts as two.
 
     Attributes:
-        model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B):
-            N counts the weights of matrix products, with the output head and without the embedding; n queries with n
-            keys in L layers of width h. It ignores causality and recomputation, so programs are comparable.
-        executed: the work of a causal kernel, (n + 1) / 2 keys per query on average, plus the forward pass of the
-            blocks again if activations are recomputed.
+        model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B): N
+            counts the weights of matrix products, including the output head but not the embedding; n queries and n keys
+            in L layers of width h. It ignores causality and recomputation, which makes programs comparable.
+        executed: the work of a causal kernel, with (n + 1) / 2 keys per query on average, and a second forward pass of
+            the blocks if activations are recomputed.
         forward: the forward part of `executed`, once.
     """
 
@@ -60,7 +60,7 @@ class Flops:
 
 
 def parameter_count(config: Config) -> ParameterCount:
-    """The parameters of the model that `build_model(config)` makes.
+    """Count the parameters of the model that `build_model(config)` builds.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -80,7 +80,7 @@ def parameter_count(config: Config) -> ParameterCount:
 
 
 def trained_count(config: Config) -> ParameterCount:
-    """As `parameter_count`, for the trained parts only (`trainable`).
+    """Count parameters as `parameter_count` does, but only those that are trained (`trainable`).
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -98,9 +98,9 @@ def trained_count(config: Config) -> ParameterCount:
 
 
 def flops_per_token(config: Config, length: int | None = None) -> Flops:
-    """The mean cost of one token in samples of `length` tokens (default: seq_length); see `Flops`.
+    """The mean cost of a token in samples of `length` tokens (default: seq_length); see `Flops`.
 
-    Counts matrix products and attention only: norms, activations, rotations and the loss add a few percent, and
+    Only matrix products and attention count: norms, activations, rotations and the loss add a few percent, and
     relative-position maps with several bands cost more.
 
     Raises:
@@ -112,7 +112,10 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     gates = model.hidden_size * model.num_attention_heads
     blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.hidden_size
-    gau = (model.gau_key_width + model.gau_features) / 2, model.gau_features  # scores once, and as they are computed
+    gau = (
+        (model.gau_key_width + model.gau_features) / 2,
+        model.gau_features,
+    )  # scores as counted in `model`, and as executed
     widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
@@ -122,7 +125,7 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
 
 
 def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
-    """The mean over all layers of what the position keys of each one give."""
+    """The mean over all layers of a quantity that depends on their position keys."""
     values, names = {name: value(position) for name, position in config.layer_types.items()}, config.model.layer_names
     return sum(values[name] for name in names) / len(names)
 
@@ -133,8 +136,8 @@ def recomputes_blocks(model: ModelConfig) -> bool:
 
 
 def _not_repeated(model: ModelConfig) -> int:
-    """PyTorch ends a second forward pass with the last tensor that a gradient needs: the group's last matrix product
-    is not one of them, unless dropout follows.
+    """PyTorch ends the recomputation at the last tensor that a gradient needs. That excludes the last matrix product of
+    the group, unless dropout follows it.
     """
     size, last = getattr(model, "checkpoint_num_layers", 1), model.num_layers - 1
     ends = [model.layer_names[min(first + size - 1, last)] for first in range(0, model.num_layers, size)]
@@ -143,7 +146,8 @@ def _not_repeated(model: ModelConfig) -> int:
 
 
 def norms_per_block(model: ModelConfig, name: str) -> int:
-    """Norms of the inputs of attention and MLP, one if they share theirs, and of their outputs, in one type of layers.
+    """Number of norms in one type of layers: of the inputs of attention and MLP, which may share one, and of their
+    outputs.
 
     Gated attention units have no MLP.
     """
@@ -154,7 +158,7 @@ def norms_per_block(model: ModelConfig, name: str) -> int:
 
 
 def packed_mlp_width(model: ModelConfig) -> int:
-    """Rows of the MLP's first matrix: value and gate together, where the activation is gated."""
+    """Rows of the MLP's first matrix; with a gated activation, value and gate together."""
     return model.ffn_hidden_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
 
 
@@ -164,7 +168,7 @@ def packed_attention_width(model: ModelConfig) -> int:
 
 
 def _weights_per_block(model: ModelConfig, name: str) -> int:
-    """Numbers in the matrices of one block: what a token is multiplied with."""
+    """Numbers in the matrices of one block that a token is multiplied with."""
     h = model.hidden_size
     if name == GAU:
         return h * (3 * model.gau_features + model.gau_key_width)
@@ -174,9 +178,9 @@ def _weights_per_block(model: ModelConfig, name: str) -> int:
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
-    """Numbers of one layer's attention by part; each of its matrices has hidden_size numbers for every row.
+    """Numbers in one layer's attention by part. Each row of a matrix has hidden_size numbers.
 
-    Queries, keys and values of a gated attention unit are trained together and counted as queries, with its gate.
+    Queries, keys, values and gate of a gated attention unit are trained together and counted as queries.
     """
     if name == GAU:
         width, key, bias = model.gau_features, model.gau_key_width, int(model.use_bias_in_attn_linear)
@@ -210,7 +214,7 @@ def norm_parameters(model: ModelConfig) -> int:
 
 
 def _position(config: Config) -> int:
-    """Learned numbers of the position methods: of each layer, and those that layers of one type share."""
+    """Learned numbers of the position methods, both those of each layer and those that all layers of a type share."""
     model, total = config.model, 0
     if config.position.embedding.weights == "table":
         total += model.max_position_embeddings * model.hidden_size
@@ -239,8 +243,9 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("V100", 125e12),
     ("RTX 4090", 165e12),
 )
-"""(part of the device name, FLOP/s), more specific names first. Dense bfloat16 with float32 accumulation, from the
-vendors' data sheets; float16 for V100, which has no bfloat16. `peak_theoretical_tflops` is for others.
+"""(part of the device name, FLOP/s), with more specific names first. The figures are for dense bfloat16 with float32
+accumulation, from the vendors' data sheets; for V100, which has no bfloat16, they are for float16. Set
+`peak_theoretical_tflops` for other devices.
 """
 
 
@@ -254,16 +259,16 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number by dtype."""
 
 COEFFICIENTS = {"coca": 0.65, "coca_strict": 0.5}
-"""Additional activations of CoCA, rectified or squared coefficients in float32, in units of hidden_size numbers."""
+"""Additional activations of CoCA in units of hidden_size numbers: rectified or squared coefficients in float32."""
 
 
 class Activations(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
-        kept: for the backward pass by one block, on average over the groups that are recomputed together.
-        working: in addition, while the backward pass of one group runs.
-        ends: by the embedding and the final norm.
+        kept: kept for the backward pass by one block, on average over the groups that are recomputed together.
+        working: needed in addition while the backward pass of one group runs.
+        ends: kept by the embedding and the final norm.
     """
 
     kept: float
@@ -272,11 +277,11 @@ class Activations(NamedTuple):
 
 
 def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> Activations:
-    """Saved activations of `micro` samples of seq_length tokens, with `tensor` ranks sharing heads and MLP width and
-    `sequence` ranks sharing tokens.
+    """The saved activations of `micro` samples of seq_length tokens. `tensor` ranks share the heads and the MLP width,
+    `sequence` ranks share the tokens.
 
-    For fused attention (SDPA); the reference backend and attention dropout on the CPU also save N x N tensors. Dropout
-    masks are counted as on the CPU, in the activations' dtype.
+    This is for fused attention (SDPA); the reference backend and attention dropout on the CPU also save N x N tensors.
+    Dropout masks count as on the CPU, in the dtype of the activations.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens = micro * model.seq_length / sequence
@@ -290,18 +295,18 @@ def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
     return Activations(hidden / group + selected, group * (block - selected), ends)
 
 
-def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> float:
+def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
     """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
     auto = model.loss_chunk_size == "auto"
     chunk = LOSS_CHUNK_TOKENS if auto else int(model.loss_chunk_size)
     if chunk == 0:
-        # Logits, in half precision their float32 copy, log-probabilities, and the gradient of these.
+        # The logits, their float32 copy (in half precision), the log-probabilities and their gradient.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
     head = vocabulary * model.hidden_size
     scored = min(chunk, tokens) * vocabulary * (size + 4 + (size if size < 4 else 0))
-    if auto:  # on a GPU logits that become their gradient in place
+    if auto:  # on a GPU the logits become their gradient in place
         scored = max(scored, min(LOSS_CHUNK_BYTES, tokens * vocabulary * size))
     return scored + tokens * model.hidden_size * size + head * (8 + size)
 
@@ -315,7 +320,7 @@ def _kept_by_block(config: Config, size: int, tensor: int) -> float:
 def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
     model, norms = config.model, norms_per_block(config.model, name)
     hidden = model.hidden_size
-    # The input of every norm and its output; in parallel blocks both norms see one input.
+    # The input and output of every norm; in parallel blocks both norms have the same input.
     streams = norms + (norms - 1 if model.gpt_j_residual and norms > 1 else norms)
     dropout = (1 if name == GAU else 2) * hidden * size if model.hidden_dropout else 0
     saved = hidden * streams * size + norms * hidden * _norm_extra(model, size) + dropout
@@ -328,7 +333,9 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
 
 
 def _norm_extra(model: ModelConfig, size: int) -> float:
-    """Bytes per feature that a norm saves besides input and output; RMSNorm and ScaleNorm save float32 tensors."""
+    """Bytes per feature that a norm saves in addition to its input and output; RMSNorm and ScaleNorm save float32
+    tensors.
+    """
     return 0 if model.norm in ("layernorm", "non_parametric_layernorm") else 4 if size == 4 else 6
 
 
@@ -340,7 +347,7 @@ def _mlp_numbers(model: ModelConfig) -> int:
 
 
 def _operand_bytes(config: Config, size: int) -> float:
-    """Rotated queries and keys and the activations of forming them, mean over layers; 0 for non-rotary ones."""
+    """Rotated queries and keys and the activations of computing them, mean over layers; 0 for non-rotary methods."""
     model = config.model
     operands = (2 * model.num_attention_heads + model.num_kv_heads) * model.head_dim * size
 

@@ -1,4 +1,4 @@
-"""Generation of token ids for a batch of prompts of one length: the largest logit at every step, or a draw."""
+"""Generate token ids for a batch of prompts of equal length, greedily or by sampling."""
 
 import hashlib
 from collections import Counter
@@ -19,8 +19,8 @@ DynamicLength = Literal["current", "prompt", "total"]
 """The length for length-dependent extensions during generation; a key of `DYNAMIC_LENGTHS`."""
 
 DYNAMIC_LENGTH: DynamicLength = "current"
-"""The default, here and in evaluation; the only one of exported models, because transformers does not tell a model the
-final length.
+"""The default in generation and evaluation. Exported models have only this one, because transformers does not tell a
+model the final length.
 """
 
 DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
@@ -31,17 +31,17 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
 """(prompt length, number of new tokens) -> length in tokens; None: the current number of tokens."""
 
 Finished = Callable[[list[int]], bool]
-"""Called after each token with all generated tokens of a row; True ends the row."""
+"""Called after each token with all generated tokens of a row. True ends the row."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of a token from logits, in the order and with the definitions of transformers' processors.
+    """How a token is chosen from logits, in the order and with the definitions of transformers' processors.
 
     Attributes:
-        temperature: divisor of the logits; 0 takes the largest one, and then top_k, top_p and seed have no effect.
-        top_k: keep the k largest logits, and those equal to the last of them; 0 keeps all.
-        top_p: keep the likeliest tokens until their probabilities reach this sum, at least one; 1 keeps all (Holtzman
+        temperature: divisor of the logits; 0 takes the largest logit, and top_k, top_p and seed have no effect.
+        top_k: keep the k largest logits and those equal to the smallest of them; 0 keeps all.
+        top_p: keep the likeliest tokens, at least one, until their probabilities reach this sum; 1 keeps all (Holtzman
             et al. 2020).
         repetition_penalty: divisor of the positive and factor of the negative logits of the tokens in prompt and
             continuation (Keskar et al. 2019); 1 changes nothing.
@@ -67,13 +67,14 @@ class Sampling:
         }
         for name in (name for name, holds in valid.items() if not holds):
             raise ValueError(
-                f"{name} {getattr(self, name)}: temperature is 0 or at least 1e-30, top_k and seed are at least 0, "
-                "top_p is above 0 and at most 1, repetition_penalty is between 1e-20 and 1e20"
+                f"{name}: {getattr(self, name)} is out of range; temperature is 0 or at least 1e-30, top_k and "
+                "seed are at least 0, top_p is above 0 and at most 1, repetition_penalty is between 1e-20 and "
+                "1e20"
             )
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """[batch, vocabulary] -> the same in float32 or better: distances to the largest logit, divided by the
-        temperature; -inf for tokens left out.
+        """Map logits [batch, vocabulary] to scores of the same shape in float32 or better: distances to the largest
+        logit, divided by the temperature; -inf for tokens that are left out.
         """
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
@@ -103,23 +104,25 @@ def generate_tokens(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times; each waits once.
+    """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times. Each step waits for the
+    device once.
 
-    Prompts have one length and no padding, because not every position method is shift-invariant. Length-dependent ones
-    take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are those of full passes without
-    a cache. With "current" frequencies change at each step: keys in the cache are rotated again, hidden states of
-    earlier tokens stay. LongRoPE changes them once; all tokens are computed again there, as in Phi 3's class of
-    transformers, so the tokens are those of full passes too.
+    Prompts have equal lengths and no padding, because some position methods are not shift-invariant. Length-dependent
+    methods use the length that `dynamic_length` selects. With "prompt" or "total" the tokens are those of full passes
+    without a cache. With "current" the frequencies change at each step: keys in the cache are rotated again, hidden
+    states of earlier tokens stay. LongRoPE changes its frequencies once, and then all tokens are computed again, as in
+    Phi 3's class in transformers. So its tokens are also those of full passes.
 
-    The random numbers of a row follow from its seed alone, so a sample does not depend on the other rows, except that
-    rounding depends on the size of the batch: where a draw lies at the border of two tokens, the other may follow.
+    The random numbers of a row depend only on its seed, so a sample does not depend on the other rows, except that
+    rounding depends on the size of the batch: a draw at the border of two tokens may give either.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         prompts: int64 [batch, length], both at least 1; so is `max_new_tokens`.
-        sampling: by default the token of the largest logit.
-        seeds: of the rows; by default those of `row_seeds`.
-        vocab_size: ids from here on are never generated; by default those that pad the model's vocabulary.
+        sampling: by default the token with the largest logit is taken.
+        seeds: seeds of the rows; by default those of `row_seeds`.
+        vocab_size: ids from this one on are never generated; by default these are the ids that pad the model's
+            vocabulary.
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
 
     Raises:
@@ -152,12 +155,14 @@ def generate_tokens(
 
 
 def _on_host(new: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tokens `new`, int64 [batch, 1], as [batch] on the host. Raises FloatingPointError unless all are `finite`."""
+    """Copy the tokens `new`, int64 [batch, 1], to the host as [batch]. Raises FloatingPointError unless all are
+    `finite`.
+    """
     host, whole = torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu").unbind(1)
     if not whole.all():
         raise FloatingPointError(
-            f"the logits of a generated token are infinite or NaN: {dtype} overflowed, or the weights are not finite; "
-            "use float32 or bfloat16"
+            f"logits: infinite or NaN for a generated token, because {dtype} overflowed or the weights are "
+            "not finite; use float32 or bfloat16"
         )
     return host
 
@@ -173,9 +178,9 @@ def generate(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Tensor:
-    """Continuations of `prompts`, int64 [batch, max_new_tokens] on their device; see `generate_tokens`.
+    """Generate continuations of `prompts`, int64 [batch, max_new_tokens], on their device; see `generate_tokens`.
 
-    `finished` ends a row early; the rest of it is `NOT_GENERATED`. By default no row ends.
+    `finished` ends a row early and fills it with `NOT_GENERATED`. By default no row ends early.
     """
     steps = generate_tokens(
         model,
@@ -200,7 +205,7 @@ def generate(
 
 
 def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
-    """A seed for each prompt from `seed`, its tokens, and the number of equal prompts before it."""
+    """Derive a seed for each prompt from `seed`, its tokens, and the number of equal prompts before it."""
     seeds, copies = [], Counter[tuple[int, ...]]()
     for prompt in map(tuple, prompts):
         digest = hashlib.sha256(repr((seed, prompt, copies[prompt])).encode()).digest()
@@ -210,29 +215,31 @@ def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 
 
 def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
-    """float64 [rows, count] in [0, 1): the numbers of a row follow from its seed, and the first of them not from
-    `count`. On the CPU, so that they are the same on every device.
+    """Draw float64 [rows, count] in [0, 1). The numbers of a row depend on its seed, and the n-th does not depend on
+    `count`. They are drawn on the CPU, so that they are the same on every device.
     """
     rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    return torch.stack(rows).clamp_(max=1 - 2**-40)  # so that a product with a sum of probabilities stays below it
+    return torch.stack(rows).clamp_(max=1 - 2**-40)  # keeps the product with a sum of probabilities below that sum
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [batch, vocabulary] in float32 or better, smaller for the tokens in `seen`, bool of the same shape."""
+    """Reduce the logits [batch, vocabulary] of the tokens in `seen`, bool of the same shape, in float32 or better."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def draw(scores: Tensor, uniform: Tensor) -> Tensor:
-    """int64 [batch, 1]: the first token whose cumulative probability exceeds `uniform`, float64 [batch], of the
-    softmax of `scores` [batch, vocabulary].
+    """Draw tokens, int64 [batch, 1], from the softmax of `scores` [batch, vocabulary]: the first token at which the
+    cumulative probability exceeds `uniform`, float64 [batch].
     """
     cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
     return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
 
 
 def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yield indices of one length's prompts, at most `tokens_per_batch` tokens with their answers, short ones first."""
+    """Yield the indices of prompts of equal length, shortest first, with at most `tokens_per_batch` tokens including
+    answers.
+    """
     for length in sorted(set(lengths)):
         indices = [index for index, other in enumerate(lengths) if other == length]
         size = max(1, tokens_per_batch // (length + max_new_tokens))
@@ -241,10 +248,12 @@ def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per
 
 def _check(model: GPT, prompts: Tensor, max_new_tokens: int, dynamic_length: str) -> None:
     if model.training:
-        raise ValueError("the model is in training mode, dropout would change what it generates: call model.eval()")
+        raise ValueError("model: in training mode, so dropout would change the output; call model.eval()")
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or 0 in prompts.shape:
-        raise ValueError(f"prompts are int64 [batch, length] of at least 1 x 1, not {prompts.dtype} {[*prompts.shape]}")
+        raise ValueError(
+            f"prompts: must be int64 [batch, length] of at least 1 x 1, not {prompts.dtype} {[*prompts.shape]}"
+        )
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+        raise ValueError(f"max_new_tokens: {max_new_tokens} must be at least 1")
     if dynamic_length not in DYNAMIC_LENGTHS:
-        raise ValueError(f"dynamic_length {dynamic_length!r} is not known; known: {', '.join(DYNAMIC_LENGTHS)}")
+        raise ValueError(f"dynamic_length: {dynamic_length!r} is unknown; use {', '.join(DYNAMIC_LENGTHS)}")

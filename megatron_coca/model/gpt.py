@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn as nn
@@ -16,17 +16,8 @@ from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_f
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.layers import (
-    IGNORED,
-    Block,
-    Embedding,
-    OutputHead,
-    absolute,
-    build_norm,
-    linear_cross_entropy,
-    next_token_loss,
-    soft_capped,
-)
+from megatron_coca.model.layers import Block, Embedding, absolute, build_norm, soft_capped
+from megatron_coca.model.loss import IGNORED, linear_cross_entropy, next_token_loss
 
 Recomputing = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -42,7 +33,7 @@ EXPENSIVE = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention,
     )
 )
-"""Operations whose results `selective` keeps: matrix products and PyTorch's flash attention."""
+"""`selective` keeps the results of these operations: matrix products and PyTorch's flash attention."""
 
 
 def _choose(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -53,22 +44,24 @@ CONTEXTS: dict[str, Recomputing] = {
     "full": noop_context_fn,
     "selective": partial(create_selective_checkpoint_contexts, _choose),
 }
-"""By `checkpoint_policy`."""
+"""Recomputation contexts by `checkpoint_policy`."""
 
 Contexts = Mapping[str, PositionContext]
-"""By the type of a layer."""
+"""Position contexts by type of layer."""
 Step = Callable[[Tensor, Contexts], Tensor]
 
 
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
-    """The functions of one training forward pass: the blocks, or with activation checkpointing groups of
+    """Yield the functions of a training forward pass: the blocks, or with activation checkpointing groups of
     `checkpoint_num_layers` blocks. Results are identical bit for bit, because recomputation restores the random state.
     """
     if not model.checkpoint_activations:
         yield from (partial(_through, [block]) for block in blocks)
         return
     recomputing, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
-    random = bool(model.hidden_dropout or model.attention_dropout)  # else no state is read, which no capture allows
+    random = bool(
+        model.hidden_dropout or model.attention_dropout
+    )  # otherwise the random state is not read: a CUDA graph capture does not allow that
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
         through = partial(_through, group)
@@ -79,6 +72,29 @@ def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tenso
     for block in group:
         x = block(x, contexts[str(block.layer_type)])
     return x
+
+
+class OutputHead(nn.Linear):
+    """An untied output matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels the loss.
+
+    The loss is computed in this module's forward pass, because ZeRO stage 3 gathers its weights only there.
+    """
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunk: int | Literal["auto"] | None = None,
+        kernel: str = "auto",
+        cap: float | None = None,
+    ) -> Tensor:
+        """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
+        if labels is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap)
 
 
 class GPT(ShardedModule):
@@ -134,12 +150,12 @@ class GPT(ShardedModule):
             documents: integer [batch, length]: adjacent tokens with the same number form one document, and attention
                 stays within it.
             cache: from `new_cache`; the tokens are added to it.
-            length: for length-dependent extensions, without a cache; by default the largest position + 1.
-            last: return only the last tokens, [batch, last, hidden_size] (evaluation only; the last block then computes
-                only these).
+            length: the length for length-dependent extensions, without a cache; by default the largest position + 1.
+            last: return only this many last tokens, [batch, last, hidden_size]; the last block then computes only
+                these. For evaluation only.
         """
         if last is not None and self.training:
-            raise ValueError("the argument `last` is for evaluation: call model.eval()")
+            raise ValueError("last: for evaluation only; call model.eval()")
         if cache is not None:
             self._check_cache(cache, documents, length)
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
@@ -171,8 +187,8 @@ class GPT(ShardedModule):
         cache: Cache | None = None,
         batch: int = 1,
     ) -> Contexts:
-        """What the layers of each type share; the arguments are those of `PositionEncoding`, with the positions `seen`
-        of all tokens where a `cache` holds earlier ones.
+        """The contexts that all layers of a type share. The arguments are those of `PositionEncoding`; if a `cache`
+        holds earlier tokens, `seen` has the positions of all tokens.
         """
         found, encodings = {}, self.encodings()
         for name in dict.fromkeys(self.layer_types):  # a pipeline stage may lack layers of some types
@@ -185,19 +201,25 @@ class GPT(ShardedModule):
 
     def _check_cache(self, cache: Cache, documents: Tensor | None, length: int | None) -> None:
         if length is not None:
-            raise ValueError("the cache has the length: new_cache(length)")
+            raise ValueError("length: the cache already has one; give it to new_cache(length) instead")
         if documents is not None:
-            raise ValueError("documents cannot be combined with a cache: generation continues one document")
+            raise ValueError(
+                "documents: cannot be combined with a cache, because generation continues one document; leave "
+                "one of them out"
+            )
         if self.training or torch.is_grad_enabled():
-            raise ValueError("a cache is for generation: call model.eval() and work under torch.no_grad()")
+            raise ValueError("cache: for generation only; call model.eval() and use torch.no_grad()")
         if len(cache.layers) != len(self.blocks):
-            raise ValueError(f"this cache has {len(cache.layers)} layers, the model has {len(self.blocks)}")
+            raise ValueError(
+                f"cache: has {len(cache.layers)} layers, but the model has {len(self.blocks)}; use the model's "
+                "new_cache"
+            )
 
     def through_blocks(
         self, x: Tensor, contexts: Contexts, cache: Cache | None = None, last: int | None = None
     ) -> Tensor:
-        """Hidden states [batch, length, hidden_size] through the blocks and the final norm; of the `last` tokens only
-        if given.
+        """Pass hidden states [batch, length, hidden_size] through the blocks and the final norm; with `last` return
+        only the last tokens.
         """
         if self.training:
             for step in trained_steps(self.blocks, self._config):
@@ -206,7 +228,7 @@ class GPT(ShardedModule):
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, name, layer, tokens in zip(self.blocks, self.layer_types, layers, wanted, strict=True):
-            # Not compiled: lengths vary, and every one would be compiled.
+            # Not compiled, because every new length would be compiled again.
             x = block._call_impl(x, contexts[name], layer, tokens)
         return self.norm(x)
 
@@ -215,14 +237,14 @@ class GPT(ShardedModule):
         return Cache([self.methods[name].window for name in self.layer_types], length, capacity)
 
     def outgrown(self, cache: Cache, new: int) -> bool:
-        """Whether a text leaves a cache that was told no length: with `new` more tokens an extension switches to the
-        frequencies of long texts (LongRoPE), and all tokens must be computed again, into a new cache.
+        """True if `new` more tokens make an extension switch to the frequencies of long texts (LongRoPE), for a cache
+        without a length. All tokens must then be computed again, into a new cache.
         """
         switches = {method.switch for method in self.methods.values()} if cache.length is None and len(cache) else ()
         return any(switch is not None and cache.reached <= switch < cache.reached + new for switch in switches)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of any slice of `hidden_states`, in its dtype."""
+        """The logits of any slice of `hidden_states`, in its dtype."""
         head, hidden = self.final_linear, self._scaled(hidden)
         logits = F.linear(hidden, self.embedding.word_embeddings.weight) if head is None else head(hidden)
         return soft_capped(logits, self._config.final_logit_softcapping)
@@ -251,15 +273,18 @@ class GPT(ShardedModule):
 def resolve_positions(
     input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None = None
 ) -> tuple[Tensor, int, PackedDocuments | None]:
-    """Positions of the tokens, the largest + 1, and document boundaries from the arguments of `hidden_states`.
+    """Return the positions of the tokens, the largest + 1, and the document boundaries for the arguments of
+    `hidden_states`.
 
-    On the host, `positions` and `documents` are read without waiting for the device of `input_ids`.
+    If `positions` and `documents` are on the host, this does not wait for the device of `input_ids`.
 
     Raises:
-        ValueError: `documents` is not shaped like `input_ids`.
+        ValueError: `documents` and `input_ids` have different shapes.
     """
     if documents is not None and documents.shape != input_ids.shape:
-        raise ValueError(f"documents {tuple(documents.shape)} must be shaped like input_ids {tuple(input_ids.shape)}")
+        raise ValueError(
+            f"documents: shape {tuple(documents.shape)} differs from that of input_ids, {tuple(input_ids.shape)}"
+        )
     packed = documents_from_ids(documents, input_ids.device) if documents is not None else None
     if positions is not None:
         return positions.to(input_ids.device, non_blocking=True), int(positions.max()) + 1, packed
@@ -274,7 +299,7 @@ class LanguageModelLoss(ShardedModule):
     """A model with its objective: samples [batch, length + 1] int64 -> the next-token loss in nats per token.
 
     `documents` and `positions`, integer [batch, length], go to the model; `loss_mask`, bool [batch, length], selects
-    inputs whose next token counts. The loss is multiplied by `loss_weight`.
+    the inputs with a next token that counts. The loss is multiplied by `loss_weight`.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -289,7 +314,7 @@ class LanguageModelLoss(ShardedModule):
         loss_mask: Tensor | None = None,
         loss_weight: float = 1.0,
     ) -> Tensor:
-        length = None if positions is None else samples.shape[1] - 1  # drawn positions do not count tokens
+        length = None if positions is None else samples.shape[1] - 1  # drawn positions do not tell the number of tokens
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)

@@ -1,14 +1,12 @@
-"""Embedding, norms, MLP, transformer block and output head of GPT-NeoX and LLaMA."""
+"""Embedding, norms, MLP and transformer block of GPT-NeoX and LLaMA."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.gated_unit import GatedAttentionUnit
@@ -17,8 +15,7 @@ from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
-from megatron_coca.config.model import GAU, GLOBAL, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
-from megatron_coca.kernels import missing_triton
+from megatron_coca.config.model import GAU, GLOBAL
 from megatron_coca.model.summed_gradients import SummedLayerNorm, SummedRows
 
 
@@ -30,7 +27,7 @@ def sums_in_half(weight: Tensor | None) -> bool:
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`."""
+    """`torch.nn.LayerNorm` with gradients summed in float32 on the CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         if sums_in_half(self.weight):
@@ -39,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RowEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` with its plain options."""
+    """`torch.nn.Embedding` with default options, and gradients summed in float32 on the CPU."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return SummedRows.apply(ids, self.weight) if sums_in_half(self.weight) else super().forward(ids)
@@ -52,7 +49,8 @@ class LearnedPositions(RowEmbedding):
         super().__init__(positions, hidden_size, _weight=torch.empty(positions, hidden_size))
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """[..., hidden_size] for integer positions [...]; `reached` (largest + 1), if known, avoids a device sync.
+        """Look up [..., hidden_size] for integer positions [...]. `reached` (largest + 1), if known, avoids a wait for
+        the device.
 
         Raises:
             PositionRangeError: a position has no vector.
@@ -60,8 +58,8 @@ class LearnedPositions(RowEmbedding):
         reached = int(positions.max()) + 1 if reached is None else reached
         if reached > self.num_embeddings:
             raise PositionRangeError(
-                f"pos_emb: learned has {self.num_embeddings} positions (max_position_embeddings); "
-                f"position {reached - 1} is beyond them"
+                f"max_position_embeddings: {self.num_embeddings} learned positions do not include {reached - 1}; "
+                "use shorter texts, or train a model with a larger table"
             )
         return super().forward(positions)
 
@@ -74,7 +72,7 @@ class SinusoidalPositions(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """[..., hidden_size] float64 for integer positions [...] of any size."""
+        """Compute [..., hidden_size] in float64 for integer positions [...] of any size."""
         pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
         phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
         return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size]
@@ -87,13 +85,13 @@ ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def absolute(methods: Iterable[PositionMethod], model: ModelConfig) -> nn.Module | None:
-    """The module of absolute positions that the layers' methods name, which then is the same for all, or None."""
+    """Build the module of absolute positions, if the methods of the layers need one; all layers share it."""
     named = next((method.name for method in methods if method.name in ABSOLUTE), None)
     return ABSOLUTE[named](model) if named is not None else None
 
 
 class Embedding(nn.Module):
-    """input_ids [batch, length] -> [batch, length, hidden_size], in the dtype of the weights.
+    """Map input_ids [batch, length] to [batch, length, hidden_size] in the dtype of the weights.
 
     The weights are set later: PyTorch's initialization of an embedding on the meta device imports TorchDynamo, which
     takes 2 seconds.
@@ -122,8 +120,8 @@ class Embedding(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """g * x / |x| with one learned g (Nguyen and Salazar 2019); x [..., hidden_size], the norm is taken in float32 or
-    better.
+    """g * x / |x| with one learned g (Nguyen and Salazar 2019) for x [..., hidden_size]. The norm is computed in
+    float32 or better.
     """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -162,12 +160,12 @@ NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
-    """A new norm of the configured kind for hidden states [..., hidden_size]."""
+    """Build a norm of the configured kind for hidden states [..., hidden_size]."""
     return NORMS[model.norm](model)
 
 
 class HeadRMSNorm(nn.Module):
-    """RMSNorm of every head by itself, x [..., heads, head_dim], with a weight for each head and feature."""
+    """RMSNorm of each head of x [..., heads, head_dim], with a weight for each head and feature."""
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -184,8 +182,8 @@ QK_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "scalenorm": lambda m: ScaleNorm(m.head_dim, m.scalenorm_epsilon),
     "non_parametric_layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
 }
-"""`use_qk_layernorm` by `norm`: one norm for queries and keys, as GPT-NeoX has it. Its layernorm has the mean and the
-variance of all heads together, the others of each head.
+"""The norm of `use_qk_layernorm` by `norm`: queries and keys share it, as in GPT-NeoX. Layernorm uses the mean and
+variance of all heads together, the other norms normalise each head.
 """
 
 
@@ -194,7 +192,7 @@ def _heads(model: ModelConfig) -> tuple[int, int]:
 
 
 class AllHeadsNorm(nn.Module):
-    """A norm of all heads of a token together, x [..., heads, head_dim]."""
+    """A norm over all heads of a token together, x [..., heads, head_dim]."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -205,7 +203,7 @@ class AllHeadsNorm(nn.Module):
 
 
 def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
-    """The norms of queries and keys [..., heads, head_dim] by their names in SelfAttention: none, one or two."""
+    """Build the norms of queries and keys [..., heads, head_dim] by their names in SelfAttention: none, one or two."""
     if model.use_qk_layernorm:
         return {"qk_layernorm": QK_NORMS[model.norm](model)}
     if model.qk_norm == "head":
@@ -236,7 +234,7 @@ GATED: dict[str, Activation] = {
 }
 
 TOKENS_AT_ONCE = 8192
-"""Tokens per chunk of the MLP without gradients, which limits the memory of its inner features."""
+"""Tokens per chunk of the MLP without gradients; this limits the memory of its inner features."""
 
 
 class MLP(nn.Module):
@@ -268,16 +266,16 @@ class MLP(nn.Module):
 
 
 def build_activation(model: ModelConfig) -> Activation:
-    """The configured activation, of the gate where there is one."""
+    """The configured activation; with a gate, the activation of the gate."""
     if model.activation == "gelu" and model.bias_gelu_fusion:
-        return partial(F.gelu, approximate="tanh")  # as GPT-NeoX's fused kernel
+        return partial(F.gelu, approximate="tanh")  # as in GPT-NeoX's fused kernel
     return GATED.get(model.activation) or UNGATED[model.activation]
 
 
 def build_attention(
     model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str = GLOBAL
 ) -> SelfAttention:
-    """A new attention layer of one type of layers, with PyTorch's initial weights."""
+    """Build the attention of one type of layers, with PyTorch's initial weights."""
     bias = model.use_bias_in_attn_linear
     if layer_type == GAU:
         return GatedAttentionUnit(model.hidden_size, model.gau_features, method, backend, bias)
@@ -298,9 +296,9 @@ class Block(nn.Module):
     """Hidden states [batch, length, hidden_size] -> the same.
 
     Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
-    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` has norms of the outputs of attention
-    and MLP instead, and `sandwich` both. Layers of type `gau` have a gated attention unit and no MLP: x += attention(
-    norm1 x).
+    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` normalises the outputs of attention
+    and MLP instead, `sandwich` both inputs and outputs. Layers of type `gau` have a gated attention unit and no MLP: x
+    += attention( norm1 x).
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
@@ -322,7 +320,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
     ) -> Tensor:
-        """With `last`, only the hidden states of the last tokens: [batch, last, hidden_size]."""
+        """With `last`, return only the hidden states of the last tokens, [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
         attended = self._drop(self.attention_output_layernorm(self.attention(normed, context, cache)))
         if last is not None:
@@ -342,167 +340,9 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-IGNORED = -100
-"""Label of tokens without loss, as in PyTorch."""
-
-
-def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy in nats per token, float32 or better, of labels [batch, length] and logits [batch, length,
-    vocabulary].
-
-    With `loss_mask`, bool [batch, length], the mean is over the selected labels, as in GPT-NeoX and Megatron; 0 if none
-    is selected.
-    """
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    if loss_mask is None:
-        return F.cross_entropy(scores, labels.flatten())
-    kept = labels.masked_fill(~loss_mask, IGNORED)
-    total = F.cross_entropy(scores, kept.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / loss_mask.sum().clamp(min=1)
-
-
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap), computed in float32 or better and rounded once, or the logits without a cap."""
+    """Return cap * tanh(logits / cap), computed in float32 or better and rounded once; without a cap, the logits."""
     if cap is None:
         return logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (cap * torch.tanh(wide / cap)).to(logits.dtype)
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk: int | Literal["auto"] | None,
-    kernel: str = "auto",
-    cap: float | None = None,
-) -> Tensor:
-    """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
-
-    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
-    `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
-    and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is `loss_kernel`.
-    A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more. `cap`
-    is that of `soft_capped`, with the kernel "torch".
-    """
-    count = (labels != IGNORED).sum().clamp(min=1)
-    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if kernel == "auto" or not trained:
-        fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and cap is None
-        fused = fused and missing_triton("cuda") is None
-        kernel = "triton" if fused else "torch"
-    if chunk == "auto":
-        fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())
-        chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
-    size = min(chunk or len(labels), len(labels))
-    if trained:
-        return _SummedLoss.apply(hidden, weight, labels, size, kernel, cap) / count
-    chunks = zip(hidden.split(size), labels.split(size), strict=True)
-    return sum(_losses(soft_capped(states @ weight.t(), cap), targets)[0].sum() for states, targets in chunks) / count
-
-
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [tokens], 0 for ignored tokens, and log-probabilities, in float32 or better."""
-    logs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
-
-
-def _gradient_with_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    losses, logs = _losses(logits, targets)
-    kept = (targets != IGNORED)[:, None]
-    index = targets[:, None].clamp(min=0)
-    target_grad = logs.gather(1, index).expm1()
-    return losses, logs.exp_().scatter_(1, index, target_grad).mul_(kept).to(logits.dtype)
-
-
-def _gradient_with_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place  # triton exists on some platforms only
-
-    return cross_entropy_in_place(logits, targets, IGNORED), logits
-
-
-LOSS_KERNELS = {"torch": _gradient_with_torch, "triton": _gradient_with_triton}
-"""By `loss_kernel`: logits [tokens, vocabulary] and targets -> losses [tokens], and d loss / d logits = softmax -
-onehot, 0 for ignored tokens, in the logits' dtype.
-"""
-
-
-class _SummedLoss(torch.autograd.Function):
-    """The sum of the losses. The forward pass also computes the gradients of hidden states and weights; the backward
-    pass multiplies them by the gradient of the sum.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str, cap: float | None
-    ) -> Tensor:
-        wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
-        weight_grad = torch.empty(weight.shape if trained else (0,), dtype=wide, device=weight.device)
-        total, hidden_grad = torch.zeros((), dtype=wide, device=weight.device), torch.empty_like(hidden)
-        for start in range(0, len(labels), size):
-            tokens = slice(start, start + size)
-            states = hidden[tokens]
-            logits = states @ weight.t()
-            capped = None if cap is None else soft_capped(logits.to(wide), cap)
-            logits = logits if capped is None else capped.to(logits.dtype)
-            losses, logit_grad = LOSS_KERNELS[kernel](logits, labels[tokens])
-            if cap is not None and capped is not None:
-                logit_grad = (logit_grad * (1 - (capped / cap).square())).to(logit_grad.dtype)
-            total = total + losses.sum()
-            torch.mm(logit_grad, weight, out=hidden_grad[tokens])
-            if trained:
-                _add_product(weight_grad, logit_grad.t(), states, start == 0)
-        ctx.dtype = weight.dtype
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        # With dimensions, so that products are in float32: a scalar would itself be rounded to half precision.
-        factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
-        torch.mul(hidden_grad, factor, out=rounded)
-        if not ctx.needs_input_grad[1]:
-            return rounded, None, None, None, None, None
-        weight_rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
-        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a b, or total = a b for the `first` product; `total` may be wider than a and b."""
-    if a.dtype != total.dtype and not a.is_cuda:
-        product = a @ b
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(a, b, **_result(a, total), out=total)
-    else:
-        torch.addmm(total, a, b, **_result(a, total), out=total)
-
-
-def _result(a: Tensor, total: Tensor) -> dict[str, Any]:
-    """Return the arguments of `torch.mm` with which CUDA adds a product of half precision to a float32 `total`."""
-    return {"out_dtype": total.dtype} if a.dtype != total.dtype else {}
-
-
-class OutputHead(nn.Linear):
-    """An untied output matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels their loss.
-
-    The loss is computed in this module's forward, because ZeRO stage 3 gathers its weights only there.
-    """
-
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__(width, vocabulary, bias=False)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None = None,
-        chunk: int | Literal["auto"] | None = None,
-        kernel: str = "auto",
-        cap: float | None = None,
-    ) -> Tensor:
-        """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
-        if labels is None:
-            return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap)

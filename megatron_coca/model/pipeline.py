@@ -1,7 +1,7 @@
 """Pipeline stages of a model.
 
-Only hidden states are sent between stages; each computes positions, document boundaries and the PositionContext from
-the micro-batch, which every stage receives.
+Pipeline stages send each other only hidden states. Each computes positions, document boundaries and the PositionContext
+from the micro-batch, which all of them receive.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ from megatron_coca.attention.inputs import PackedDocuments
 from megatron_coca.model.gpt import GPT, Contexts, resolve_positions, weighted
 
 TOKEN_TABLE = "embedding.word_embeddings"
-"""The token embedding; with tied weights also the output head."""
+"""Path of the token embedding; with tied weights it is also the output head."""
 
 
 class StageInput(NamedTuple):
-    """A micro-batch for LanguageModelLoss: samples int64 [batch, length + 1]; the other tensors [batch, length]."""
+    """A micro-batch for LanguageModelLoss: samples int64 [batch, length + 1], other tensors [batch, length]."""
 
     samples: Tensor
     documents: Tensor | None = None
@@ -41,24 +41,24 @@ class Span:
 
     @property
     def has_embedding(self) -> bool:
-        """True for the first stage."""
+        """True for the first pipeline stage."""
         return self.begin == 0
 
     @property
     def has_head(self) -> bool:
-        """True for the last stage, with final norm and output head."""
+        """True for the last pipeline stage, which has the final norm and the output head."""
         return self.end == self.count
 
     @property
     def blocks(self) -> range:
-        """Indices of its blocks in the model."""
+        """Indices of the stage's blocks in the model."""
         return range(max(self.begin, 1) - 1, min(self.end, self.count - 1) - 1)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """A module that several stages have and train as one; `path` is its name in the model, `weights` the names of its
-    parameters, and the first of `stages` owns it.
+    """A module that several pipeline stages have and train as one. `path` is its name in the model, `weights` are the
+    names of its parameters, and the first of `stages` owns it.
     """
 
     path: str
@@ -73,36 +73,36 @@ PARTITION_METHODS: dict[str, LayerWeight] = {
     "parameters": lambda model, layer: _parameters(model, layer),
     "uniform": lambda model, layer: 1,
 }
-"""Cost of a layer in the partition into stages, by `pipe_partition_method`."""
+"""Cost of a layer in the partition into pipeline stages, by `pipe_partition_method`."""
 
 
 def layer_weights(model: GPT, method: str) -> list[int]:
-    """The weight of every layer of the whole model, by a name of `PARTITION_METHODS`."""
+    """The weight of each layer of the whole model by a method of `PARTITION_METHODS`."""
     weigh = PARTITION_METHODS[method]
     return [weigh(model, layer) for layer in range(len(model.blocks) + 2)]
 
 
 def _parameters(model: GPT, layer: int) -> int:
-    """A tied embedding counts in the first and in the last layer."""
+    """A tied embedding counts in the first and the last layer."""
     head = nn.ModuleList([model.norm, model.final_linear or model.embedding.word_embeddings])
     layers = [model.embedding, *model.blocks, head]
     return sum(parameter.numel() for parameter in layers[layer].parameters())
 
 
 class Stage(nn.Module):
-    """One pipeline stage: hidden states [batch, length, hidden_size] -> the same, for the micro-batches given to
-    `feed`, in order. The first stage ignores its argument; the last one returns the scalar loss.
+    """One pipeline stage. It maps hidden states [batch, length, hidden_size] to the same shape, for the micro-batches
+    given to `feed` in order. The first pipeline stage ignores its argument; the last one returns the scalar loss.
 
     Attributes:
         model: the model without the layers of other stages.
         spans: the layers of every stage.
-        index: of this stage.
-        sharing: modules that several stages have.
+        index: index of this stage.
+        sharing: modules that several pipeline stages have.
         names: name in the complete model of each parameter of this stage.
     """
 
     def __init__(self, model: GPT, bounds: Sequence[int], index: int) -> None:
-        """Removes the layers of other stages from `model`. `bounds` are the first layers of all stages, then the number
+        """Remove the layers of other stages from `model`. `bounds` are the first layers of all stages, then the number
         of layers (see `Span`).
         """
         super().__init__()
@@ -127,7 +127,7 @@ class Stage(nn.Module):
         )
 
     def feed(self, micro_batches: Iterable[StageInput]) -> None:
-        """Set the micro-batches of the next calls; unused earlier ones are dropped."""
+        """Set the micro-batches of the next calls; unused earlier ones are discarded."""
         self._fed = deque(micro_batches)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Stage(nn.Module):
     def _contexts(
         self, samples: Tensor, positions: Tensor, reached: int, dtype: torch.dtype, documents: PackedDocuments | None
     ) -> Contexts:
-        length = min(reached, samples.shape[1] - 1)  # drawn positions do not count tokens
+        length = min(reached, samples.shape[1] - 1)  # drawn positions do not tell the number of tokens
         return self.model.contexts(positions, length, dtype, documents=documents, reached=reached, batch=len(samples))
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:

@@ -1,7 +1,7 @@
-"""A norm and an embedding with gradients that are summed over tokens in float32, for the CPU.
+"""A norm and an embedding that sum their gradients over tokens in float32, for the CPU.
 
-PyTorch's CPU kernels sum them in the dtype of the weights. In half precision the sum of thousands of tokens then loses
-most small terms. Its CUDA kernels sum in float32, and are used as they are. Values of the forward pass stay the same.
+PyTorch's CPU kernels sum in the dtype of the weights, so in half precision the sum over thousands of tokens loses most
+small terms. PyTorch's CUDA kernels sum in float32 and need no replacement. The forward pass is unchanged.
 """
 
 from typing import Any

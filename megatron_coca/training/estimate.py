@@ -199,7 +199,7 @@ def fits(memory: Memory, gib: float) -> bool:
 def _stages(config: Config, topology: Topology, sizes: BatchSizes) -> Iterator[Memory]:
     trained = stage_trained(config, topology)
     saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence)
-    loss = loss_bytes(config, sizes.micro, topology.tensor, topology.sequence)
+    loss = loss_bytes(config, sizes.micro, topology.sequence)
     for stage, (numbers, blocks) in enumerate(stage_parameters(config, topology)):
         # One forward, one backward: a stage keeps one micro-batch more than there are stages after it.
         waiting = min(topology.pipe - stage, sizes.accumulation)

@@ -12,9 +12,10 @@ import torch
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import Config, stage_at
-from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
+from megatron_coca.model import assemble_model, choose_backends
 from megatron_coca.support.console import set_up_logging
 from megatron_coca.support.errors import InputError
+from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.training import launch
 from megatron_coca.training.collectives import FolderLock, from_main, require_writable
 from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters

@@ -129,7 +129,7 @@ def empty_shard(folder: Path) -> Path:
 DATA_FAULTS = {
     "missing": (lambda folder: folder / "absent", "absent.bin: no such file"),
     "empty": (empty_shard, "empty.idx: not an MMIDIDX index"),
-    "truncated": (truncated_shard, "short.bin: 4001 bytes where its index records 8000"),
+    "truncated": (truncated_shard, "short.bin: 4001 bytes, but its index records 8000"),
     "too short": (
         lambda folder: write_shard(folder / "tiny", 32),
         "tiny: 32 tokens do not fill a sample of seq_length + 1 = 33",
@@ -154,7 +154,7 @@ def test_shards(name: str, attempt: Attempt, tmp_path: Path) -> None:
         ),
         ({"train_batch_size": 5}, "train_batch_size: 5 is not a multiple of micro-batch 2"),
         ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not divide hidden_size 32"),
-        ({"attention_backend": "flex"}, "attention_backend flex cannot serve this model"),
+        ({"attention_backend": "flex"}, "attention_backend: flex does not support this model"),
         ({"train_iters": "null", "lr_decay_iters": 5}, "train_iters: not set; training needs it"),
         ({"optimizer.params.lr": "null"}, "optimizer.params.lr: not set; training needs it"),
         ({"seq_length": 100000}, "do not fill a sample of seq_length + 1 = 100001"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_coca.data import Shard
-from megatron_coca.data.order import Blend
+from megatron_coca.data.blend import Blend
 from megatron_coca.data.shards import ShardWriter
 
 FIRST = 3

@@ -19,7 +19,7 @@ from megatron_coca.model import build_model
 from megatron_coca.text_generation import load_generator
 from tests.checkpoint_files import TINY, write_checkpoint
 from tests.parity.test_harness_prompts import END, TURN, llama
-from tests.unit.data.test_chat import CHAT, folder, ours
+from tests.unit.data.tokenizers.test_chat import CHAT, folder, ours
 from tests.unit.evaluation.harness_cases import documents
 
 __all__ = ["folder", "ours"]

@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks.lm_eval_model import evaluate_task, index_tasks
 from tests.parity.test_harness import flat
-from tests.unit.data.test_chat import CHATML
+from tests.unit.data.tokenizers.test_chat import CHATML
 from tests.unit.evaluation.harness_cases import WORDS, adapter, command, read, requests, write_tasks
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>"]
@@ -155,7 +155,7 @@ def test_a_template_that_refuses_the_system_message(
     chat = {"system_instruction": "Be brief.", "fewshot_as_multiturn": True}
     options = ["--apply-chat-template", "--system-instruction", "Be brief."]
     compare(folder, tasks, "local_choice", tmp_path, *options, chat=chat)
-    assert caplog.text.count("refuses the messages (no system); the system message is left out") == 1
+    assert caplog.text.count("does not accept the messages (no system); the system message is left out") == 1
 
 
 @pytest.mark.parametrize("name", ["named_choice", "local_rolling", "free_until"])

@@ -1,1 +1,3 @@
-"""Attention backends: each turns `AttentionInputs` into the attention output, and reports what it does not support."""
+"""Attention backends: each turns `AttentionInputs` into the attention output, and reports the inputs it does not
+support.
+"""

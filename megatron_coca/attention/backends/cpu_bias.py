@@ -1,8 +1,8 @@
 """Attention with a bias by distance on the CPU, in linear memory: PyTorch's flash kernel with a strided view as mask.
 
-The bias b(r) depends on the distance r = m - n of query m and key n alone, so a mask of all pairs repeats along its
-diagonals. With the rows of a block of queries in reverse order, entry (row, column) is at row + column of one vector, b
-at falling distances and then -inf for keys to come. A view with strides (1, 1) of that vector is the mask, without
+The bias b(r) depends only on the distance r = m - n of query m and key n, so a mask of all pairs repeats along its
+diagonals. If the rows of a block of queries are in reverse order, entry (row, column) is element row + column of one
+vector: b at falling distances, then -inf for later keys. A view with strides (1, 1) of that vector is the mask, without
 its rows x columns numbers:
 
     queries 3 to 5, keys 0 to 5               along = b5 b4 b3 b2 b1 b0 -- --       (--: -inf)
@@ -12,8 +12,8 @@ its rows x columns numbers:
     query 4 (row 1)   b4  b3  b2  b1  b0  --    along[1:7]
     query 3 (row 2)   b3  b2  b1  b0  --  --    along[2:8]
 
-The gradient of b(r) is the sum of a diagonal of the score gradients. They are computed by tiles, each written through a
-view of a buffer with one more column for every row, so that a diagonal of the tile is a column of the buffer.
+The gradient of b(r) is the sum of a diagonal of the score gradients. They are computed in tiles. Each tile is written
+through a view of a buffer with one more column for every row, so that a diagonal of the tile is a column of the buffer.
 """
 
 import math
@@ -28,10 +28,10 @@ from megatron_coca.kernels.custom_op import operation
 
 aten = torch.ops.aten
 QUERY_BLOCK = 512
-"""Query rows per call: longer blocks compute more masked pairs, shorter ones make more calls (docs/attention.md)."""
+"""Query rows per call. Longer blocks compute more masked pairs, shorter blocks need more calls (docs/attention.md)."""
 TILE_ROWS, KEY_BLOCK = 256, 1024
-"""Query rows and key columns of a tile of score gradients, 1 MiB, which fits the cache of a core; fewer rows leave out
-more of the keys that are masked.
+"""Query rows and key columns of a tile of score gradients: 1 MiB, which fits into the cache of a core. Fewer rows skip
+more masked keys.
 """
 
 
@@ -42,7 +42,8 @@ def biased_attention(
     window for r < window only. Without a bias b is 0.
 
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients. The
-    latter are sums over all pairs in which most cancels, so half precision is computed in float32 for them.
+    gradients of the coefficients are sums over all pairs in which most terms cancel, so half precision uses float32 for
+    them.
     """
     rows, dtype = min(QUERY_BLOCK, query.shape[2]), query.dtype
     along = diagonals(bias, key.shape[2], rows, query, window).contiguous()
@@ -54,8 +55,8 @@ def biased_attention(
 def diagonals(
     bias: DistanceBias | None, key_length: int, rows: int, query: Tensor, window: int | None = None
 ) -> Tensor:
-    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads, ...]; -inf
-    too from the distance `window` on.
+    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (later keys), [heads, ...]. It is
+    also -inf at distances from `window` on.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     distance = torch.arange(key_length - 1, -rows, -1)
@@ -66,7 +67,7 @@ def diagonals(
 
 
 def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
-    """The mask [1, heads, rows, columns] of a block whose last row sees `columns` keys, rows reversed."""
+    """The mask [1, heads, rows, columns] of a block, rows reversed; the last row sees `columns` keys."""
     heads, length = along.shape
     return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
 
@@ -81,7 +82,7 @@ class _Rows(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Weights and score gradients [rows, columns], and the buffer [rows, rows + columns] that `scores` is a view of."""
+    "Buffers for weights and score gradients [rows, columns]; `scores` is a view of a buffer [rows, rows + columns]."
 
     weights: Tensor
     scores: Tensor
@@ -112,7 +113,7 @@ def biased_gradients(
     scale: float,
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and, where it is `learned`, `along`."""
+    """The gradients of query, key, value and, if it is `learned`, `along`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     query_grad = torch.empty_like(query)
     key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
@@ -162,7 +163,7 @@ _operation = operation("attend_biased", f"({_GIVEN}) -> (Tensor, Tensor)", atten
 
 
 def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
-    """(first row, row after the last, keys that the last row sees) of every block of queries."""
+    """Yield (first row, row after the last, number of keys that the last row sees) for every block of queries."""
     stops = [min(start + QUERY_BLOCK, query_length) for start in range(0, query_length, QUERY_BLOCK)]
     starts = range(0, query_length, QUERY_BLOCK)
     return [(start, stop, key_length - query_length + stop) for start, stop in zip(starts, stops, strict=True)]
@@ -171,7 +172,7 @@ def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
 def _flash_backward(
     rows: _Rows, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sums: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """The query gradient of a block; those of its keys and values are added to `sums`."""
+    """Return the query gradient of a block; the gradients of its keys and values are added to `sums`."""
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         rows.grad, rows.query, keys, values, rows.out, rows.lse, 0.0, False, attn_mask=mask, scale=scale
     )
@@ -189,7 +190,7 @@ def _tiled_backward(
     sums: tuple[Tensor, Tensor],
     diagonal_sums: Tensor,
 ) -> Tensor:
-    """As `_flash_backward`, and adds the gradient of entry (row, column) of the mask to `diagonal_sums` [heads, ...] at
+    """As `_flash_backward`; also add the gradient of entry (row, column) of the mask to `diagonal_sums` [heads, ...] at
     row + column.
     """
     wide = diagonal_sums.dtype
@@ -213,7 +214,7 @@ def _tiled_backward(
 
 
 def _tiles(rows: int, visible: int) -> Iterator[tuple[slice, slice]]:
-    """Rows, reversed, and key columns of every tile; row number i sees the first `visible` - i keys."""
+    """Yield the rows, reversed, and key columns of every tile. Row i sees the first `visible` - i keys."""
     for top in range(0, rows, TILE_ROWS):
         for first in range(0, visible - top, KEY_BLOCK):
             yield slice(top, min(top + TILE_ROWS, rows)), slice(first, min(first + KEY_BLOCK, visible - top))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_coca.attention.backends.reference import ReferenceBackend, missing_einsum
 from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Band, DistanceBias, Needs, Segment, made_once
 
-if TYPE_CHECKING:  # imported where it is used: it imports TorchDynamo, which takes 2 seconds
+if TYPE_CHECKING:  # imported when it is used, because it imports TorchDynamo, which takes 2 seconds
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
@@ -22,40 +22,41 @@ MOST_SHAPES = 256
 
 
 class FlexBackend:
-    """FlexAttention of one segment. `compiled=False` runs its dense definition, which any device can (for tests)."""
+    """FlexAttention for one segment. `compiled=False` runs its dense definition on any device (for tests)."""
 
     def __init__(self, compiled: bool = True) -> None:
         self._compiled = compiled
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason why the model is not supported."""
-        if find_spec("torch.nn.attention.flex_attention") is None:  # before 2.5, which the plugin runs with
+        """Return None, or the reason why the model is not supported."""
+        if find_spec("torch.nn.attention.flex_attention") is None:  # before 2.5, which the plugin supports
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":
             return "its compiled kernel has no backward pass off CUDA"
         if len(needs.bands) > 1:
             return "FlexAttention takes one query and one key operand, not one pair for each band"
         if needs.bands[0].chunk is not None:
-            return "its masks are of distances in tokens, not in chunks"
+            return "its masks take distances in tokens, not in chunks"
         if needs.dropout > 0:
             return "FlexAttention has no dropout"
         if needs.bias in PAIRWISE:
-            return f"it looks a bias up by the distance, and that of {needs.bias} follows the query's position too"
+            return f"it looks up a bias by distance, but {needs.bias} also depends on the query's position"
         if needs.gates:
             return "it is compiled for every length, and forgetting gates need a call for every block of queries"
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
-        A single query does not use the kernel, which would be compiled for every generated token.
+        A single query does not use the kernel, because that would be compiled for every generated token.
 
         Raises:
             ValueError: there is dropout, or there are forgetting gates.
         """
         if inputs.dropout > 0 or inputs.gates is not None:
             raise ValueError(
-                "attention_backend flex has neither dropout nor forgetting_gate; build the model with training=True"
+                "attention_backend: flex supports neither dropout nor forgetting_gate; build the model with "
+                "training=True"
             )
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
@@ -81,15 +82,17 @@ class FlexBackend:
 
 
 def padded_size(size: int, smallest: int) -> int:
-    """The least of four sizes per octave, from `smallest` on, that is not below `size`."""
+    """Round `size` up to one of four sizes per octave, from `smallest` on."""
     step = max(smallest, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
 
 def _padded(inputs: AttentionInputs) -> AttentionInputs:
-    """As many queries as keys, rows and tokens padded by zeros: evaluation brings any length, and each would compile.
+    """Pad rows and tokens with zeros, and queries to the number of keys. Otherwise every length in evaluation would be
+    compiled.
 
-    Queries are padded in front, where cached tokens are, and both behind, where no token sees them.
+    Queries are padded at the front, in the place of cached tokens, and queries and keys at the end, where no token sees
+    them.
     """
     (segment,), (batch, _, length, _) = inputs.segments, inputs.value.shape
     behind = padded_size(length, BLOCK) - length
@@ -109,7 +112,7 @@ def _flex_attention() -> Any:
 
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
-    """Compiled per length: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
+    """Compile for each length: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
 
     `fullgraph` makes too many lengths an error instead of a silent fallback to the dense definition.
     """
@@ -135,8 +138,8 @@ def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
 
 
 def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
-    """The bias is looked up in a vector [heads, key_length], because gradients of learned coefficients would need an
-    atomic addition per pair, and tensors created in a score_mod miscompile.
+    """The bias is looked up in a vector [heads, key_length]: gradients of learned coefficients would need an atomic
+    addition per pair, and tensors created in a score_mod are compiled wrongly.
     """
     past = inputs.past
     wide = torch.promote_types(inputs.value.dtype, torch.float32)
@@ -159,7 +162,7 @@ def _block_mask(inputs: AttentionInputs, band: Band) -> "BlockMask":
 
 
 def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> "BlockMask":
-    """As `create_block_mask` makes it, without its N x N tensor; `starts` as in `PackedDocuments`."""
+    """Build the mask of `create_block_mask` without its N x N tensor; `starts` is as in `PackedDocuments`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first = torch.zeros(1, key_length, dtype=torch.long, device=device) if starts is None else starts

@@ -1,17 +1,17 @@
-"""Forgetting gates by kernels that know none: in blocks of queries, as features of the operands.
+"""Forgetting gates for kernels without gates: in blocks of queries, as features of the operands.
 
-The bias of query m and key n is F_m - F_n with F the running sum of log gates. Softmax cancels what is the same for all
-keys of a row, so that c - F_n serves as well for any c of the row, its origin. F grows with the length, so a block of
-queries has origins of its own, the F of a few of its tokens: numbers near the diagonal, where a key counts, stay as
-small as the sum between a row and its origin.
+The bias of query m and key n is F_m - F_n with F the running sum of log gates. A term that is the same for all keys of
+a row cancels in softmax, so c - F_n works for any c of the row, its origin. F grows with the length, so a block of
+queries has its own origins, the F of a few of its tokens: near the diagonal, where keys count, numbers stay as small as
+the sum between a row and its origin.
 
-Q' gets features that are constant, and K' features whose products with them are c - F_n: a kernel's own gradients then
-are those of the gates, and its memory stays linear. Half precision gets the number as a sum of three; other precisions
-use the same features for more origins. On the CPU half precision is computed in float32: the gradient of a gate is a
-running sum of the gradients of keys, which a kernel rounds one by one.
+Q' gets constant features, and K' gets features with products c - F_n. So the kernel computes the gradients of the
+gates, in linear memory. In half precision the number is a sum of three; other precisions use the same features for more
+origins. On the CPU half precision uses float32: the gradient of a gate is a running sum of the gradients of keys, and a
+kernel would round each of these.
 
-Strong gates are bounded, each by itself: where the sum of the gates between a key and its query is below `_closed`, the
-key has no weight, and it makes no difference by how much.
+Strong gates are bounded: a key has no weight if the sum of the gates between it and its query is below `_closed`, and
+the exact sum makes no difference.
 """
 
 import math
@@ -28,16 +28,16 @@ from megatron_coca.attention.backends.reference import widened
 from megatron_coca.attention.inputs import GATE_PARTS, AttentionInputs, gate_features, query_block
 
 QUERY_ROWS = 256
-"""Queries of a call. The kernels' float32 sums have errors of 6e-8 times the log gates between a row and its origin."""
+"""Queries per call. The kernels' float32 sums have errors of 6e-8 times the log gates between a row and its origin."""
 
 
 def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """`attend` of inputs with gates, for an `attend` that knows none: [batch, heads, query_length, head_dim].
+    """Apply an `attend` without gates to inputs with gates: [batch, heads, query_length, head_dim].
 
-    With several blocks, the backward pass computes each again.
+    With several blocks, the backward pass computes each block again.
     """
     dtype = inputs.query.dtype
-    if inputs.query.device.type == "cpu":  # elsewhere kernels may know no float32
+    if inputs.query.device.type == "cpu":  # elsewhere kernels may lack float32
         inputs = widened(inputs)
     assert inputs.gates is not None
     closed, outputs = _closed(inputs), []
@@ -53,10 +53,11 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
 @torch.no_grad()
 def _closed(inputs: AttentionInputs) -> Tensor:
-    """A sum of log gates [batch, heads, 1] with which a key has no weight beside the query's own, whatever the scores.
+    """A sum of log gates [batch, heads, 1] below which a key has no weight compared with the query's own key, for any
+    scores.
 
-    Scores differ by at most twice the product of the largest norms, biases by the largest one over that of distance 0,
-    and exp(-128) is 0 in float32 (exp(-768) in float64). float16 holds the sums of fewer nats.
+    Scores differ by at most twice the product of the largest norms, and biases by the excess of the largest over that
+    of distance 0. exp(-128) is 0 in float32 (exp(-768) in float64). float16 can represent only smaller sums.
     """
     (batch, heads), keys = inputs.query.shape[:2], inputs.value.shape[2]
     wide = torch.promote_types(inputs.query.dtype, torch.float32)
@@ -81,7 +82,7 @@ def _attend_block(
 
 
 def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> AttentionInputs:
-    """The block with its gates in the operands; `total` is F of its keys, [batch, heads, keys] float64."""
+    """Put the gates of a block into its operands; `total` is F of its keys, [batch, heads, keys] float64."""
     kv_heads, dtype, rows = block.value.shape[1], block.value.dtype, block.query.shape[2]
     groups = block.query.shape[1] // kv_heads
     width, parts = gate_features(groups), GATE_PARTS if dtype.itemsize == 2 else 1
@@ -104,8 +105,9 @@ def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> Att
 
 
 def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
-    """c - F_n of all keys for every `size` of the last `rows` tokens, c that of the token in their middle, [batch,
-    heads, origins, keys]; no smaller than what closes a key to the first of these rows, for which it is largest.
+    """Compute c - F_n of all keys for every group of `size` of the last `rows` tokens, [batch, heads, origins, keys]. c
+    is the F of the group's middle token. Values are bounded below by the value that closes a key to the group's first
+    row, which has the largest one.
     """
     first = torch.arange(total.shape[-1] - rows, total.shape[-1], size, device=total.device)
     stop = (first + size).clamp(max=total.shape[-1])
@@ -115,7 +117,7 @@ def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
-    """`count` numbers of `dtype` whose sum is x, float64; the gradient is that of the first."""
+    """Split x, float64, into `count` numbers of `dtype` with sum x; the gradient is that of the first."""
     parts = [x.to(dtype)]
     for _ in range(count - 1):
         x = x.detach() - parts[-1].detach()

@@ -1,4 +1,5 @@
-"""Attention over several segments from unmasked flash calls merged by log-sum-exp: O(N) memory, each pair once.
+"""Attention over several segments by unmasked flash calls merged by log-sum-exp, in O(N) memory, with each pair
+computed once.
 
 The visible pairs are divided into pieces that need no mask. A row's output is the sum of its pieces' outputs weighted
 by their shares of the softmax denominator. In the backward pass each piece calls the flash kernel's own backward with
@@ -26,8 +27,9 @@ Shape = Literal["full", "lower", "upper"]
 class Piece:
     """`blocks` equal blocks of `rows` consecutive queries and `columns` consecutive keys, `step` tokens apart.
 
-    `query` and `key` are the indices of the first block's first query row and key. Visible in a block are all pairs
-    (full), those with column <= row (lower, causal), or with column >= row (upper, causal after reversing both sides).
+    `query` and `key` are the indices of the first query row and key of the first block. In a block all pairs are
+    visible (full), or those with column <= row (lower, causal), or those with column >= row (upper, causal after
+    reversing both sides).
     """
 
     query: int
@@ -41,11 +43,12 @@ class Piece:
 
 @lru_cache(maxsize=256)
 def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
-    """The pieces of `band` for queries `past` to `length` of `length` keys: every visible pair once, no other pair.
+    """The pieces of `band` for queries `past` to `length` of `length` keys. They cover every visible pair once and no
+    other pair.
 
-    With row = m - low, the query at token m sees the keys row - width < n <= row that exist and are among the first
-    keys. Going down the rows, the range of keys first grows by one per row, then slides (or stays, if the first keys
-    are exhausted before the width), and then shrinks.
+    With row = m - low, the query at token m sees the existing keys row - width < n <= row among the first keys. From
+    row to row the range of keys first grows by one, then slides (or stays, if the first keys are exhausted before the
+    width), and then shrinks.
     """
     if band.chunk is not None:
         return tuple(_fold(_chunks(band, band.chunk, past, length)))
@@ -66,7 +69,7 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
 
 
 def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
-    """The queries of a chunk see whole chunks, and of their own the keys up to themselves."""
+    """The queries of a chunk see whole chunks, and in their own chunk the keys up to themselves."""
     for start in range(past // size * size, length, size):
         top, bottom = max(start, past), min(start + size, length)
         left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
@@ -134,22 +137,22 @@ MAX_CUDA_HEAD_DIM = 256
 
 
 class MergeBackend:
-    """Any number of segments with any bands."""
+    """Supports any number of segments with any bands."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason why the model is not supported."""
+        """Return None, or the reason why the model is not supported."""
         if needs.device_type not in ("cpu", "cuda"):
-            return f"it calls PyTorch's flash kernels for CPU and CUDA, not {needs.device_type}"
+            return f"it calls PyTorch's flash kernels, which exist for CPU and CUDA but not for {needs.device_type}"
         if needs.bias:
-            return "its calls take no mask, so no bias"
+            return "its calls take no mask and so no bias"
         if needs.dropout > 0:
-            return "its calls share no random state, so a weight could not be dropped alike forward and backward"
+            return "its calls share no random state, so the forward and backward pass would drop different weights"
         if needs.device_type == "cuda" and (needs.head_dim % 8 or needs.head_dim > MAX_CUDA_HEAD_DIM):
             return f"its CUDA kernels need a head_dim that is a multiple of 8 and at most {MAX_CUDA_HEAD_DIM}"
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
             TypeError: there is no kernel for the operands' dtype and device.
@@ -157,7 +160,7 @@ class MergeBackend:
         """
         if inputs.bias is not None or inputs.dropout > 0:
             raise ValueError(
-                "attention_backend merge supports neither bias nor dropout; build the model with training=True"
+                "attention_backend: merge supports neither bias nor dropout; build the model with training=True"
             )
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
@@ -181,7 +184,7 @@ def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
 def _cut(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
     """The same rows in the kernel's order, [batch * blocks, heads, size, ...]."""
     x = _view(x, piece, start, size)
-    return (x.flip(3) if piece.shape == "upper" else x).flatten(0, 1)  # of a reversed copy often a view
+    return (x.flip(3) if piece.shape == "upper" else x).flatten(0, 1)  # often a view of the reversed copy
 
 
 def _queries(x: Tensor, piece: Piece) -> Tensor:
@@ -199,9 +202,9 @@ def _restore(x: Tensor, piece: Piece) -> Tensor:
 
 
 class _Accumulator:
-    """A tensor [batch, heads, length, ...] that pieces are added to, and a record of the rows already written.
+    """A tensor [batch, heads, length, ...] to which pieces are added, and a record of the written rows.
 
-    The memory starts empty and the first piece of a row is copied, not added: for ReRoPE that saves clearing and
+    The memory is not cleared, and the first piece of a row is copied, not added. For ReRoPE this saves clearing and
     reading most of it.
     """
 
@@ -210,7 +213,9 @@ class _Accumulator:
         self._written = bytearray(tensor.shape[2])
 
     def first(self, piece: Piece, start: int, size: int, fill: float = 0.0) -> bool:
-        """Record these rows as written; return True if none was before, else set the unwritten ones to `fill`."""
+        """Record these rows as written. Return True if none was written before; otherwise set the unwritten rows to
+        `fill`.
+        """
         spans = [(start + block * piece.step, start + block * piece.step + size) for block in range(piece.blocks)]
         first = not any(any(self._written[low:high]) for low, high in spans)
         for low, high in spans:
@@ -225,7 +230,7 @@ class _Accumulator:
         view.copy_(result) if self.first(piece, start, size) else view.add_(result)
 
     def finished(self) -> Tensor:
-        """The tensor, with zeros in rows that no piece wrote."""
+        """The tensor, with zeros in rows without a piece."""
         self._fill(0, len(self._written), 0.0)
         return self.tensor
 
@@ -242,8 +247,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
 
-    `operands` are query and key of each segment; `bands` four numbers of each, as `_numbers` gives them; `sinks` none
-    or one tensor [heads], which counts in the log-sum-exp.
+    `operands` are the query and key of each segment; `bands` are four numbers for each, from `_numbers`; `sinks` is
+    empty or one tensor [heads], which counts in the log-sum-exp.
     """
     op, query = flash_op(value), operands[0]
     out, lse = (_Accumulator(x) for x in _results(value, query))
@@ -262,7 +267,7 @@ def merge(
             # never NaN, because every row of a piece has a key.
             rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
             totals.copy_(torch.logaddexp(totals, piece_lse))
-    for sink in sinks:  # one more piece, whose output is 0
+    for sink in sinks:  # one more piece with output 0
         score = sink.to(lse.tensor.dtype)[:, None]
         out.tensor.mul_(torch.sigmoid(lse.tensor - score)[..., None])
         lse.tensor.copy_(torch.logaddexp(lse.tensor, score))
@@ -343,7 +348,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
-    out, lse, *saved = ctx.saved_tensors  # read once: recomputation gives them once
+    out, lse, *saved = ctx.saved_tensors  # read once, because recomputation provides them once
     sinks, (value, *operands) = saved[: ctx.has_sinks], saved[ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
     return None, None, value_grad, grads, [_sink_gradient(sink, grad, out, lse) for sink in sinks]

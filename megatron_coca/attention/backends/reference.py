@@ -19,25 +19,26 @@ from megatron_coca.attention.inputs import (
 )
 
 LONGEST = 8192
-"""Queries of a call. The scores of one head take 256 MiB there in float32, and a call holds several such tensors."""
+"""Maximum queries per call. The scores of one head then take 256 MiB in float32, and a call holds several such tensors.
+"""
 
 
 class ReferenceBackend:
     """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions. O(N^2) memory."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the missing package or too many tokens: it supports all inputs else."""
+        """Return Return None, or the reason: a missing package or too many tokens. It supports everything else."""
         return missing_einsum() or too_long(needs.length)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
             BackendError: there are more than LONGEST queries.
         """
         if reason := too_long(inputs.query.shape[2]):
-            raise BackendError(f"attention_backend reference: {reason}; set attention_backend to auto")
-        # Not at the top: GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
+            raise BackendError(f"attention_backend: reference does not support this model ({reason}); set auto")
+        # Imported here because GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
         import opt_einsum
 
         dtype, inputs = inputs.query.dtype, widened(inputs)
@@ -49,8 +50,8 @@ class ReferenceBackend:
 
 
 def widened(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with operands in float32 or better: scores rounded to half precision at every step would have several
-    times its error.
+    """The inputs with operands in float32 or better; scores rounded to half precision at every step would have several
+    times the error.
     """
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     segments = tuple(replace(each, query=each.query.to(dtype), key=each.key.to(dtype)) for each in inputs.segments)
@@ -58,21 +59,21 @@ def widened(inputs: AttentionInputs) -> AttentionInputs:
 
 
 QUERY_ROWS = 256
-"""Queries whose scores `attend_in_blocks` has in memory at once."""
+"""Maximum queries per block in `attend_in_blocks`."""
 LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
-"""Where a pair has a network's hidden units, a block has so many pairs, within these limits of its queries."""
+"""Pairs of a block if a network computes each pair's bias, and limits of the queries of such a block."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
-    """The same for inputs without documents, for blocks of queries in turn: memory is linear in the length, and the
-    backward pass computes the scores again. In half precision it keeps operands in float32, in which the gradients of
-    the blocks are summed.
+    """Attention for inputs without documents, one block of queries after the other. Memory is linear in the length, and
+    the backward pass computes the scores again. Half precision keeps operands in float32, so that the gradients of the
+    blocks are summed in float32.
     """
     dtype, inputs = inputs.query.dtype, widened(inputs)
     block_of, outputs, size = ReferenceBackend().attend, [], QUERY_ROWS
     if inputs.bias is not None and inputs.bias.formula in PAIRWISE:
         size = min(max(PAIRS // inputs.value.shape[2], LEAST_ROWS), MOST_ROWS)
-    for start in reversed(range(0, inputs.query.shape[2], size)):  # each fits into the memory of the one before
+    for start in reversed(range(0, inputs.query.shape[2], size)):  # each block fits into the memory of the one before
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
@@ -80,7 +81,9 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Scores [..., heads, rows, keys] with those of the sinks [heads], if there are any, in one more column."""
+    """Append the scores of the sinks [heads], if there are any, to the scores [..., heads, rows, keys] as one more
+    column.
+    """
     if sinks is None:
         return scores
     return torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
@@ -96,12 +99,12 @@ def gate_bias(gates: Tensor, queries: int | Tensor) -> Tensor:
 
 
 def too_long(queries: int) -> str | None:
-    """None, or the reason why so many queries are refused."""
-    return f"its N x N scores are of at most {LONGEST:,} tokens, not {queries:,}" if queries > LONGEST else None
+    """Return None, or the reason why so many queries are not supported."""
+    return f"its N x N scores take at most {LONGEST:,} tokens, not {queries:,}" if queries > LONGEST else None
 
 
 def missing_einsum() -> str | None:
-    """None, or the reason why the contractions cannot run here."""
+    """Return None, or the reason why the contractions cannot run here."""
     return None if find_spec("opt_einsum") else "opt_einsum is not installed (pip install opt_einsum)"
 
 
@@ -131,8 +134,8 @@ def _scores(inputs: AttentionInputs) -> Tensor:
 
 
 def _visible(band: Band, distance: Tensor, first: Tensor | None) -> Tensor:
-    """Pairs in the band, [query_length, key_length], or [batch, 1, query_length, key_length] for documents, where
-    `first` is that of `_first_keys`.
+    """Mask of the pairs in the band, [query_length, key_length], or [batch, 1, query_length, key_length] for documents.
+    `first` is the result of `_first_keys`.
     """
     inside, key = distance >= 0, torch.arange(distance.shape[1], device=distance.device)
     begin = 0 if first is None else first
@@ -150,6 +153,6 @@ def _first_keys(inputs: AttentionInputs) -> Tensor | None:
 
 
 def _distances(query_length: int, key_length: int, device: torch.device) -> Tensor:
-    """r = m - n for every pair, the queries being the last rows, [query_length, key_length] int64."""
+    """r = m - n for every pair, [query_length, key_length] int64; the queries are the last tokens."""
     rows = torch.arange(key_length - query_length, key_length, device=device)
     return rows[:, None] - torch.arange(key_length, device=device)[None, :]

@@ -1,6 +1,7 @@
-"""PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA.
+"""PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory on the CPU and, without a bias, on CUDA.
 
-Its kernels have no soft-capping, and no bias of more than the distance: both are computed in blocks of dense scores.
+Its kernels support neither soft-capping nor a bias that depends on more than the distance. Both are computed in blocks
+of dense scores.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from megatron_coca.attention.inputs import (
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
-"""PyTorch supports fewer key heads than query heads; the CPU kernel of 2.3 reads beyond them."""
+"""True if PyTorch supports fewer key heads than query heads; the CPU kernel of 2.3 reads beyond them."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -82,14 +83,14 @@ def flash_op(x: Tensor) -> CpuFlash | CudaFlash:
     kernel = _KERNELS.get((x.device.type, x.dtype))
     if kernel is None:
         raise TypeError(
-            f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
-            "set attention_backend: triton on CUDA or reference, or use another precision"
+            f"attention_backend: merge has no kernel for {x.dtype} on {x.device.type}; set it to triton on "
+            "CUDA or to reference, or use another precision"
         )
     return kernel
 
 
 def with_key_heads(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs, before PyTorch 2.5 with keys and values repeated for every query head."""
+    """The inputs; before PyTorch 2.5 with keys and values repeated for every query head."""
     groups = inputs.query.shape[1] // inputs.value.shape[1]
     if GROUPED or groups == 1:
         return inputs
@@ -101,10 +102,10 @@ BANDS_REASON = "it takes one query and one key operand, and every key up to the 
 
 
 class SdpaBackend:
-    """Causal flash attention; on the CPU with a distance bias, in linear memory too."""
+    """Causal flash attention. On the CPU it also supports a distance bias, in linear memory."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason why the model is not supported."""
+        """Return None, or the reason why the model is not supported."""
         if needs.softcap is not None or needs.bias in PAIRWISE:
             return missing_einsum()
         if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
@@ -114,12 +115,12 @@ class SdpaBackend:
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
-            ValueError: the bands are none that `supports` accepts. A map that only trains brings them to a model that
-                was built for evaluation.
-            RuntimeError: there is a bias, off the CPU.
+            ValueError: `supports` does not accept the bands. This happens if a model built for evaluation trains with a
+                training-only map.
+            RuntimeError: there is a bias and the device is not the CPU.
         """
         inputs = with_key_heads(inputs)
         if inputs.softcap is not None or (inputs.bias is not None and inputs.bias.formula in PAIRWISE):
@@ -128,18 +129,19 @@ class SdpaBackend:
             return attend_gated(self.attend, inputs)
         if not _served(tuple(segment.band for segment in inputs.segments), inputs.bias is not None):
             raise ValueError(
-                f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "
-                "model built with training=True, or attention_backend: reference"
+                f"attention_backend: sdpa does not support the map ({BANDS_REASON}); build the model with "
+                "training=True for a training-only map, or set attention_backend to reference"
             )
         if inputs.bias is not None and inputs.query.device.type != "cpu":
             raise RuntimeError(
-                "this model was built for the CPU; build it with the device it runs on: build_model(config, device=...)"
+                "device: this model was built for the CPU; build it for the device that it runs on, "
+                "build_model(config, device=...)"
             )
         return attend_by_document(_attend_row, inputs)
 
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:
-    """Return whether SDPA computes these bands: one of all distances or, with a bias to hide keys, a window."""
+    """True if SDPA supports these bands: one band of all distances or, with a bias that hides keys, a window."""
     return bands == (CAUSAL,) or (biased and bands == (Band(high=bands[0].high),))
 
 
@@ -161,7 +163,7 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
 
 
 def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
-    """The bias of every pair: with dropout, PyTorch's CPU attention is dense in any case."""
+    """The bias of every pair; with dropout, PyTorch's CPU attention is dense anyway."""
     rows, columns = inputs.query.shape[2], inputs.key.shape[2]
     along = diagonals(bias, columns, rows, inputs.query, inputs.segments[0].band.high)
     return reversed_mask(along, rows, columns, columns).flip(2)
@@ -169,10 +171,10 @@ def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
 
 @contextmanager
 def varying_lengths() -> Iterator[None]:
-    """Keep PyTorch from cuDNN, its first choice from Hopper on, for the shapes of evaluation and decoding.
+    """Keep PyTorch from using cuDNN, its first choice from Hopper on, for the shapes of evaluation and decoding.
 
-    cuDNN plans every shape anew, which in decoding is every token, and was reported to give wrong results there with
-    few key heads (github.com/pytorch/pytorch/issues/193893).
+    cuDNN makes a new plan for every shape, so for every token in decoding. It was also reported to give wrong results
+    there with few key heads (github.com/pytorch/pytorch/issues/193893).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

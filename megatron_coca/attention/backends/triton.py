@@ -1,4 +1,4 @@
-"""The kernels of megatron_coca.kernels: flash attention with a bias formula and up to two segments."""
+"""The backend of `megatron_coca.kernels`: flash attention with a bias formula and up to two segments."""
 
 from torch import Tensor
 
@@ -13,31 +13,32 @@ WIDEST_HEAD = 256
 class TritonBackend:
     """Flash attention kernels of `megatron_coca.kernels`, compiled on CUDA.
 
-    On the CPU they run only in Triton's interpreter, which is for tests and slow.
+    On the CPU they run only in Triton's interpreter, which is slow and meant for tests.
     """
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason why the model is not supported."""
+        """Return None, or the reason why the model is not supported."""
         if needs.dropout > 0:
             return "its kernels have no attention dropout"
         if needs.bias not in FORMULAS:
-            return f"its kernels know the bias formulas linear, log and power, not {needs.bias}"
+            return f"its kernels support the bias formulas linear, log and power, not {needs.bias}"
         if needs.head_dim > WIDEST_HEAD:
-            return f"its kernels serve head_dim up to {WIDEST_HEAD}, not {needs.head_dim}"
-        return _refused_bands(needs.bands) or missing_triton(needs.device_type)
+            return f"its kernels support head_dim up to {WIDEST_HEAD}, not {needs.head_dim}"
+        return _unsupported_bands(needs.bands) or missing_triton(needs.device_type)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype.
+        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
             ValueError: `supports` does not accept the bands, or there is dropout.
         """
-        # Not at the top: triton exists on some platforms only, and the other backends work without it.
+        # Imported here because triton exists only on some platforms, and the other backends work without it.
         from megatron_coca.kernels.attention import flash_attention
 
-        reason = _refused_bands(tuple(segment.band for segment in inputs.segments))
+        reason = _unsupported_bands(tuple(segment.band for segment in inputs.segments))
         if reason is not None or inputs.dropout > 0:
-            raise ValueError(f"triton attention: {reason or 'its kernels have no attention dropout'}")
+            problem = reason or "its kernels have no attention dropout"
+            raise ValueError(f"attention_backend: triton does not support this model ({problem}); choose another one")
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
         near, *far = inputs.segments
@@ -56,8 +57,8 @@ class TritonBackend:
         )
 
 
-def _refused_bands(bands: tuple[Band, ...]) -> str | None:
-    """None for [0, high) alone, or followed by [high, no end)."""
+def _unsupported_bands(bands: tuple[Band, ...]) -> str | None:
+    "Return None for [0, high), optionally followed by [high, no end); otherwise the reason against the bands."
     near, *far = bands
     if any(band.chunk is not None for band in bands):
         return "its kernels choose the segment of a pair by distances in tokens, not in chunks"

@@ -1,4 +1,4 @@
-"""Position mathematics: pure functions and literal tables, without configuration and without backends."""
+"""The mathematics of positions: pure functions and literal tables, without configuration or backends."""
 
 
 class PositionRangeError(ValueError):

@@ -1,8 +1,8 @@
 """Additive score biases as formulas of the distance r = m - n, without an N x N tensor.
 
-A bias has a `formula`, its `coefficients` ([heads, k] float32 or better) and `at`, which evaluates it. Kernels know
+A bias has a `formula`, its `coefficients` ([heads, k] float32 or better) and `at`, which evaluates it. Kernels support
 some formulas by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16
-has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules whose weights may have any
+has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules; their weights may have any
 dtype.
 """
 
@@ -26,15 +26,15 @@ class DistanceBias(Protocol):
 
     @property
     def formula(self) -> str:
-        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function; any other. For
-        one of `PAIRWISE` use `bias_of_pairs` in place of `at`.
+        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function; or any other.
+        For formulas in `PAIRWISE` use `bias_of_pairs` instead of `at`.
         """
         ...
 
     @property
     def coefficients(self) -> Tensor:
         """c0, c1 per query head, [heads, 1 or 2] float32 or better (buckets: [heads, buckets]); differentiable if
-        learned. Formulas that no kernel knows have none, [heads, 0].
+        learned. Formulas without a kernel have none, [heads, 0].
         """
         ...
 
@@ -49,7 +49,7 @@ class DistanceBias(Protocol):
 
 CPU = torch.device("cpu")
 PAIRWISE = frozenset({"fire"})
-"""Formulas of the distance and the query's position, whose `at` takes both."""
+"""Formulas of the distance and the query's position; their `at` takes both."""
 SMALLEST = 0.01
 """Lower bound of KERPLE's p and a, which must be positive (the authors' code)."""
 LARGEST_POWER = 2.0
@@ -92,7 +92,7 @@ class AlibiBias:
 
 @dataclass(frozen=True)
 class FixedBias:
-    """A bias without weights: `function` gives it for all heads, distance [...] -> [heads, ...]."""
+    """A bias without weights: `function` computes it for all heads, distance [...] -> [heads, ...]."""
 
     function: Callable[[Tensor], Tensor]
     formula: str
@@ -166,7 +166,7 @@ class FireBias(_OfCoefficients):
     2024, "Functional Interpolation for Relative Positions", section 3).
 
     `coefficients` [heads, 3 W + 2] for W hidden units: output weights of each head, and for all heads the same hidden
-    weights, hidden biases, c and a. An output bias, which the authors' network has, would be cancelled by softmax.
+    weights, hidden biases, c and a. The authors' network also has an output bias, which softmax would cancel.
     """
 
     formula: ClassVar[str] = "fire"
@@ -176,7 +176,7 @@ class FireBias(_OfCoefficients):
         against each other: [heads, ...].
         """
         if query is None:
-            raise ValueError("the bias of fire is of the distance and the query's position; call bias_of_pairs")
+            raise ValueError("fire: the bias depends on the distance and the query's position; call bias_of_pairs")
         values = self.coefficients.to(distance)
         weight, bias = values[0, FIRE_WIDTH:-2].chunk(2)
         c, threshold = values[0, -2].abs(), (values[0, -1] * FIRE_THRESHOLD).abs()
@@ -199,7 +199,7 @@ def bias_of_pairs(bias: DistanceBias, distance: Tensor, query: Tensor) -> Tensor
 class BucketBias(_OfCoefficients):
     """One number per bucket of distances: `coefficients` [heads, buckets] (Raffel et al. 2020, "T5", section 2.1).
 
-    For B buckets and E = floor(B/2), a distance below E is a bucket of its own; from there on the bucket is E +
+    For B buckets and E = floor(B/2), a distance below E has its own bucket; for larger distances the bucket is E +
     floor((B - E) ln(r/E) / ln(max_distance/E)), at most B - 1.
     """
 
@@ -217,10 +217,10 @@ class BucketBias(_OfCoefficients):
 
 @cache
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The smallest distance of each bucket, ascending; a bucket without an integer has that of the next one.
+    """The smallest distance of each bucket, ascending; a bucket without an integer has that of the next bucket.
 
-    Computed in integers, because a floating-point logarithm can round a distance at a border to either side: bucket
-    E + k contains r where (r/E)^(B - E) >= (max_distance/E)^k.
+    The computation uses integers, because a floating-point logarithm can round a distance at a border to either side:
+    bucket E + k contains r if (r/E)^(B - E) >= (max_distance/E)^k.
 
     There are at least 2 buckets, and `max_distance` is above half of them.
     """
@@ -235,10 +235,10 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8h/H) for h = 1..H where H is a power of two.
+    """2^(-8h/H) for h = 1..H if H is a power of two.
 
-    Otherwise the slopes of the largest power of two p <= H, then every other slope of 2p, as the ALiBi authors
-    extend them.
+    Otherwise the slopes of the largest power of two p <= H, then every other slope of 2p, as the ALiBi authors extend
+    them.
     """
     power = 2 ** int(math.log2(num_heads))
     slopes = _geometric_slopes(power)
@@ -252,7 +252,7 @@ def _geometric_slopes(count: int) -> list[float]:
 
 
 class _Bounded(torch.autograd.Function):
-    """clamp(weight, low, high) with the gradient of a projection: beyond a bound, a gradient passes if a descent step
+    """clamp(weight, low, high) with the gradient of a projection: beyond a bound, the gradient passes if a descent step
     leads back. (The gradient of `clamp` is zero there; the authors' code overwrites the weight instead.)
     """
 
@@ -279,12 +279,12 @@ def _bounded(weight: Tensor, high: float = math.inf) -> Tensor:
 
 
 class LearnedBias(nn.Module, ABC):
-    """Weights of a bias. The forward returns the coefficients as a tensor, by which ZeRO stage 3 finds the weights to
-    gather again for the backward pass.
+    """The weights of a bias. The forward pass returns the coefficients as a tensor, from which ZeRO stage 3 finds the
+    weights to gather again for the backward pass.
     """
 
     @abstractmethod
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """Initialise the weights."""
 
     @abstractmethod
@@ -293,8 +293,8 @@ class LearnedBias(nn.Module, ABC):
 
 
 class HeadWeights(nn.Module):
-    """A learned number of every query head of a layer, `weight` [heads], or two, with `bias` [heads]; the forward
-    returns them, [heads] or [heads, 2], as in LearnedBias.
+    """One learned number for every query head of a layer, `weight` [heads], or two, with `bias` [heads]. The forward
+    pass returns them, [heads] or [heads, 2], as in LearnedBias.
     """
 
     def __init__(self, heads: int, initial: float, biased: bool = False) -> None:
@@ -304,8 +304,8 @@ class HeadWeights(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """The initial value, and a bias of 0; draws nothing."""
+    def reset_parameters(self) -> None:
+        """Set the initial value, and a bias of 0. This draws no random numbers."""
         self.weight.fill_(self.initial)
         if self.bias is not None:
             self.bias.zero_()
@@ -322,10 +322,10 @@ class _LearnedKerple(LearnedBias):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """p ~ U(0, 2) and a ~ U(0, 1), as the authors' code draws them."""
-        self.bias_p.uniform_(0, 2, generator=generator)
-        self.bias_a.uniform_(0, 1, generator=generator)
+        self.bias_p.uniform_(0, 2)
+        self.bias_a.uniform_(0, 1)
 
 
 class LearnedKerpleLog(_LearnedKerple):
@@ -361,11 +361,11 @@ class LearnedFire(LearnedBias):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """c = 0.1, a = 1, and weights uniform within 1 / sqrt(inputs), PyTorch's default, as in the authors' code."""
         for weights in (self.hidden_weight, self.hidden_bias):
-            weights.uniform_(-1.0, 1.0, generator=generator)
-        self.output_weight.uniform_(-(FIRE_WIDTH**-0.5), FIRE_WIDTH**-0.5, generator=generator)
+            weights.uniform_(-1.0, 1.0)
+        self.output_weight.uniform_(-(FIRE_WIDTH**-0.5), FIRE_WIDTH**-0.5)
         self.c.fill_(0.1)
         self.a.fill_(1.0)
 
@@ -392,9 +392,9 @@ class LearnedBuckets(LearnedBias):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """Xavier-normal: standard deviation sqrt(2 / (buckets + heads))."""
-        nn.init.xavier_normal_(self.weight, generator=generator)
+        nn.init.xavier_normal_(self.weight)
 
     def forward(self) -> Tensor:
         """The table, multiplied by sqrt(head_dim), [heads, buckets]."""
@@ -408,7 +408,7 @@ class LearnedBuckets(LearnedBias):
 class BiasSource:
     """A method's score bias: at most one of a fixed bias, one learned for all layers, and one learned per layer.
 
-    `formula` is its kind; `shared` and `by_layer` make the learned modules.
+    `formula` is the kind of bias; `shared` and `by_layer` build the learned modules.
     """
 
     formula: str | None = None
@@ -425,7 +425,7 @@ def fixed_bias(formula: str, function: Callable[[Tensor, int], Tensor], heads: i
 def sandwich(distance: Tensor, heads: int) -> Tensor:
     """H/(8h) sum_j (cos(r theta_j) - 1), h = 1..H: inner products of sinusoidal embeddings of 128 features over the
     authors' compression ratio of each head (Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens
-    of Receptive Field Analysis"). Softmax does not see the constant that makes it 0 at r = 0.
+    of Receptive Field Analysis"). The constant that makes it 0 at r = 0 cancels in softmax.
     """
     theta = 10000.0 ** (-torch.arange(64, dtype=torch.float64, device=distance.device) / 64)
     profile = (distance.double()[..., None] * theta).cos().sum(-1) - 64
@@ -455,4 +455,4 @@ BIASES: dict[str, Builder] = {
     "fire": lambda heads, *_: BiasSource("fire", by_layer=lambda: LearnedFire(heads)),
     "sandwich": lambda heads, *_: fixed_bias("sandwich", sandwich, heads),
 }
-"""By `pos_emb`. GPT-NeoX learns one T5 table for all layers; KERPLE's authors learn a kernel for each."""
+"""Biases by `pos_emb`. GPT-NeoX learns one T5 table for all layers; KERPLE's authors learn a kernel for each layer."""

@@ -1,13 +1,14 @@
 """CLEX (Chen et al. 2024, "CLEX: Continuous Length Extrapolation for Large Language Models", sections 3.2-3.4).
 
-Log-frequencies z(t) as the solution of a learned differential equation in the scaling factor t, one for all layers:
+Log-frequencies z(t) are the solution of a learned differential equation in the scaling factor t, the same for all
+layers:
 
     dz/dt = tanh([z + ln theta_ntk(t)] W_up) W_down + d/dt ln theta_ntk(t),   z(1) = ln theta
 
 theta_ntk(t) are the NTK-aware frequencies with alpha = 2t - 1. Their part of the derivative is known, so it is not
 integrated numerically: y = z - ln theta_ntk obeys dy/dt = tanh([y + 2 ln theta_ntk(t)] W_up) W_down, y(1) = 0.
 
-The authors' code takes base 10000 for theta_ntk, independent of the model's base; here both are the model's.
+The authors' code uses base 10000 for theta_ntk regardless of the model's base; here both use the model's base.
 
 In training t and the positions are those of `training_positions: {type: stretched}` (data/training_positions.py).
 """
@@ -47,10 +48,10 @@ class Clex(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self) -> None:
         """`up` uniform within 1/sqrt(dim), `down` zero, as the authors draw them: training starts at NTK-aware."""
         bound = 1 / math.sqrt(self.dim)
-        self.up.uniform_(-bound, bound, generator=generator)
+        self.up.uniform_(-bound, bound)
         self.down.zero_()
 
     def factor_for(self, length: int) -> int:
@@ -60,9 +61,9 @@ class Clex(nn.Module):
     def in_training(self, positions: Tensor, length: int, reached: int) -> tuple[int, Tensor]:
         """t and the positions to rotate by, float64, for `length` tokens of training at `positions` below `reached`.
 
-        Positions that reach t times the length are those of the factor t. They are divided by floor(length/L) where
-        that is above 1. The authors' last position is t*length/floor(length/L) - 1, which can then be smaller than the
-        one before it; here it is divided as all others are.
+        Positions that reach t times the length belong to the factor t. They are divided by floor(length/L) if that is
+        above 1. The authors' last position is t*length/floor(length/L) - 1, which can then be smaller than the one
+        before it; here it is divided like all others.
         """
         t = min(math.ceil(reached / length), self.max_factor)
         return t, positions.to(torch.float64) / max(1, length // self.original_length)
@@ -72,12 +73,12 @@ class Clex(nn.Module):
 
         Differentiable in both parameters while gradients are recorded, else cached.
         """
-        return self(t)  # through the module's call, so that ZeRO stage 3 gathers the weights
+        return self(t)  # a call of the module, so that ZeRO stage 3 gathers the weights
 
     def forward(self, t: int) -> Tensor:
         """See `inverse_frequencies`.
 
-        The cache is valid while the weights have the same values; version counters are not sufficient, because
+        The cache is valid while the values of the weights are the same. Version counters are not sufficient, because
         DeepSpeed writes parameters through other tensors of the same storage.
         """
         if torch.is_grad_enabled() and (self.up.requires_grad or self.down.requires_grad):
@@ -107,8 +108,8 @@ class Clex(nn.Module):
     def _excess(self, t: int, up: Tensor, down: Tensor) -> Tensor:
         """y(t) [dim/2] by the classical Runge-Kutta method in equal steps of at most `ode_step`.
 
-        Followed as w = y W_up, which obeys dw/dt = tanh(w + drive(t)) W_down W_up: one small product per stage, and
-        y is W_down applied once, to the sum of the stages.
+        The method integrates w = y W_up, which obeys dw/dt = tanh(w + drive(t)) W_down W_up. A step of the method then
+        takes one small product, and W_down is applied only once, to the sum of all steps, to get y.
         """
         steps = max(1, math.ceil((t - 1) / self.ode_step - 1e-9))  # 1e-9: 15 / 0.1 is 150.00000000000003 or 150
         step = (t - 1) / steps

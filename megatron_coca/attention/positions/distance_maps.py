@@ -1,7 +1,7 @@
-"""Relative-position maps: pairs at a large distance are scored as if at another one.
+"""Relative-position maps: pairs at a large distance are scored as if they were at another distance.
 
 A map divides the pairs into bands of their distance r = m - n, in tokens or in chunks. Each band rotates its queries
-and keys to positions of its own, so a band is ordinary attention, and all bands share one softmax.
+and keys to its own positions, so a band is ordinary attention. All bands share one softmax.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ def _constant(position: float) -> MapPositions:
 
 @dataclass(frozen=True)
 class Band:
-    """The range low <= r < high of relative distances that one segment serves (`high` None: no upper end).
+    """The range low <= r < high of relative distances of one segment (`high` None: no upper end).
 
     With `first_keys` only that many keys at the start of the sequence, or document, are visible. With `chunk` the range
     counts chunks: low <= floor(m / chunk) - floor(n / chunk) < high, for m and n from the start of the document. The
-    two functions give the positions to which queries and keys are rotated, None their own; backends do not use them and
-    equality ignores them.
+    two functions return the positions to which queries and keys are rotated; None keeps their own positions. Backends
+    do not use the functions, and equality ignores them.
 
     Raises:
         ValueError: there are both `chunk` and `first_keys`.
@@ -41,7 +41,7 @@ class Band:
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.first_keys is not None:
-            raise ValueError("a band of chunks shows all of their keys; leave out first_keys")
+            raise ValueError("first_keys: a band of chunks shows all keys of its chunks; leave it out")
 
     def apart(self, query: Tensor, key: Tensor) -> Tensor:
         """The distance that `low` and `high` limit, for indices of tokens within their document."""
@@ -49,12 +49,12 @@ class Band:
 
 
 CAUSAL = Band()
-"""Every key up to the query's own, at its own distance."""
+"""All keys up to the query's own, at their own distances."""
 UNMAPPED = (CAUSAL,)
 
 
 Options = Mapping[str, Any]
-"""Options of a map by name: the window w in tokens, and what else its declaration lists."""
+"""Options of a map by name: the window w in tokens, and the other options of its declaration."""
 
 
 def _rerope(s: Options, training_length: int) -> tuple[Band, ...]:
@@ -70,8 +70,8 @@ def _leaky_rerope(s: Options, training_length: int) -> tuple[Band, ...]:
 
 
 def _inv_leaky_rerope(s: Options, training_length: int) -> tuple[Band, ...]:
-    """Leaky ReRoPE with k = L/(2L'), so with far steps longer than one: a model is trained with it, and plain rotation
-    at inference stays within the distances seen (Su 2023, kexue.fm/archives/9728).
+    """Leaky ReRoPE with k = L/(2L'), so with far steps longer than one: a model is trained with it, so that plain
+    rotation at inference stays within the distances of training (Su 2023, kexue.fm/archives/9728).
     """
     return _leaking(s["window"], training_length / (2 * s["target_length"]))
 
@@ -100,7 +100,7 @@ def _self_extend(s: Options, training_length: int) -> tuple[Band, ...]:
 
 def _string(s: Options, training_length: int) -> tuple[Band, ...]:
     """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below w, then
-    r - w + local, so that far pairs have the distances that training saw most.
+    r - w + local, so that far pairs have the distances that are most frequent in training.
     """
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
@@ -112,9 +112,10 @@ def _string(s: Options, training_length: int) -> tuple[Band, ...]:
 def _dual_chunk(s: Options, training_length: int) -> tuple[Band, ...]:
     """Dual chunk attention (An et al. 2024, "Training-Free Long-Context Scaling of Large Language Models", section 3).
 
-    Keys are at n mod c. A query is at m mod c for the keys of its own chunk, c further for those of the chunk before,
-    and at 2c - 1 for older ones, but nowhere beyond C, `max_position`: the paper has the largest position of training,
-    its code 3L/4 with c = 11L/16. Within a chunk, and from its first C - c tokens to the chunk before, distances stay.
+    Keys are at n mod c. A query is at m mod c for the keys of its own chunk, at m mod c + c for those of the chunk
+    before, and at 2c - 1 for older keys, but never beyond C, `max_position`: this is the largest position of training
+    in the paper, and 3L/4 with c = 11L/16 in its code. Distances stay the same within a chunk, and from its first C - c
+    tokens to the chunk before.
     """
     size, furthest = s["chunk_size"], s["max_position"]
 
@@ -142,8 +143,8 @@ def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
 def _streaming(s: Options, training_length: int) -> tuple[Band, ...]:
     """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
 
-    Pairs within the window keep their distance there but not their positions, so the configuration refuses score forms
-    that depend on absolute positions.
+    Pairs within the window keep their distance but not their positions, so score forms that depend on absolute
+    positions are a configuration error.
     """
     if s["sinks"] == 0:
         return (Band(high=s["window"]),)
@@ -167,4 +168,4 @@ DISTANCE_MAPS: dict[str, Callable[[Options, int], tuple[Band, ...]]] = {
     "lm_infinite": _lm_infinite,
     "streaming": _streaming,
 }
-"""By name: the options, window and defaults included, and the training length -> the bands."""
+"""Maps by name: (options, including the window and defaults; training length) -> bands."""

@@ -1,11 +1,11 @@
-"""Score forms: how a query and a key become the two operands whose dot product is the attention score.
+"""Score forms: they turn a query and a key into two operands, and the dot product of these is the attention score.
 
-Every form here, CoCA included, is ordinary attention on modified operands Q' and K', so any flash kernel runs it in
-O(N) memory. The papers write CoCA as a three-operand contraction over an N x N intermediate;
-`tests.reference` follows them literally.
+Every form here, including CoCA, is ordinary attention on modified operands Q' and K', so any flash kernel can run it in
+O(N) memory. The papers write CoCA as a three-operand contraction with an N x N intermediate; `tests.reference` follows
+them literally.
 
-Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32
-or better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end) and return x's dtype.
+Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32 or
+better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end) and return x's dtype.
 """
 
 import math
@@ -30,7 +30,7 @@ class RotaryTables(NamedTuple):
 def rotary_tables(
     positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype, amplitude: Tensor | float = 1.0
 ) -> RotaryTables:
-    """Tables in at least float32 (float64 where `dtype` is).
+    """Tables in float32, or in float64 if `dtype` is float64.
 
     `positions` is [length] or [batch, length], of any real type; `amplitude` broadcasts to [..., length, d/2].
     """
@@ -186,8 +186,8 @@ SCALE_BASE = 512
 def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
     """xPos's factor on queries, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma); keys are divided by it.
 
-    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores; it keeps the factors small, which
-    would overflow at 32k without it.
+    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores. It keeps the factors small: without
+    it they would overflow at 32k.
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
@@ -198,14 +198,15 @@ def check_range(centre: float, dtype: torch.dtype) -> None:
     """Check that `dtype` can represent the factors of positions 0 to 2 centre times features of size 100.
 
     Raises:
-        PositionRangeError: it cannot; the limit is near 68,000 tokens in float32 and near 5,000 in float16.
+        PositionRangeError: it cannot represent them. The limit is near 68,000 tokens in float32 and near 5,000 in
+            float16.
     """
     largest = torch.finfo(dtype).max / 100
     reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
     if centre > reach:
         raise PositionRangeError(
-            f"pos_emb: xpos at {2 * centre:.0f} tokens multiplies operands by more than {dtype} holds; it reaches"
-            f" {2 * reach:.0f} tokens in this precision"
+            f"pos_emb: xpos overflows {dtype} at {2 * centre:.0f} tokens; use at most {2 * reach:.0f} tokens, "
+            "or a wider precision"
         )
 
 
@@ -228,7 +229,7 @@ class ScoreForm:
         query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
         key_rest: k -> K' on them.
         kernel: the form's name among the fused kernels, or None.
-        decay: the tables carry xPos's exponential factors.
+        decay: True if the tables include xPos's exponential factors.
     """
 
     query: Operand | None = None
@@ -245,8 +246,8 @@ class ScoreForm:
         return self.query is not None
 
     def query_operand(self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None) -> Tensor:
-        """Q' of q [batch, heads, length, head_dim]; `factor` ([length, 1] or [batch, 1, length, 1]) multiplies the
-        features that are not rotated (the tables contain it already).
+        """Q' of q [batch, heads, length, head_dim]; `factor` ([length, 1] or [batch, 1, length, 1]) multiplies only the
+        features that are not rotated, because the tables already include it.
         """
         if self.query is None or tables is None:
             return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
@@ -272,14 +273,14 @@ def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form, which the paper writes as a contraction)."""
+    """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form; the paper writes it as a contraction)."""
     return times_rotated(q, tables)
 
 
 def coefficients(t: Tensor) -> Tensor:
     """u = relu of the mean of the two members of each rotated pair, [..., d] -> [..., d/2].
 
-    `t` is the output of the key projection, with the shape of a key; the collinear key is (u, u).
+    `t` is the output of the key projection and has the shape of a key; the collinear key is (u, u).
     """
     return positive_mean(t)
 
@@ -300,7 +301,7 @@ def _strict_key(u: Tensor, tables: RotaryTables) -> Tensor:
 
 
 PLAIN = ScoreForm()
-"""Q' = q, K' = k: position enters through a bias, the embedding, or not at all."""
+"""Q' = q, K' = k: positions enter through a bias, through the embedding, or not at all."""
 
 ROTATED = ScoreForm(query=rotate, key=rotate, kernel="rotary")
 """R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2)."""
@@ -323,15 +324,15 @@ def _log_n(positions: Tensor, training_length: int) -> Tensor:
 
 
 def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
-    """ln(m + 1)/ln L, m counted from 0, from the first step of training on (Su 2021, kexue.fm/archives/8823; the form
-    for a causal model, whose row m sees m + 1 keys, is our reading).
+    """ln(m + 1)/ln L with m counted from 0, from the first step of training on (Su 2021, kexue.fm/archives/8823). The
+    form for a causal model, in which row m sees m + 1 keys, is our reading of it.
     """
     return positions.log1p() / math.log(training_length)
 
 
 def _ssmax(positions: Tensor, training_length: int) -> Tensor:
-    """ln(m + 1), which a learned factor of every head multiplies: n^(s z) in place of e^z for the n = m + 1 keys that a
-    row sees (Nakanishi 2025, "Scalable-Softmax Is Superior for Attention", section 3).
+    """ln(m + 1), multiplied by a learned factor of every head: n^(s z) instead of e^z for the n = m + 1 keys that a row
+    sees (Nakanishi 2025, "Scalable-Softmax Is Superior for Attention", section 3).
     """
     return positions.log1p()
 

@@ -1,6 +1,6 @@
 """Rotary frequencies and their extensions beyond the training length.
 
-An extension is a pure function of (rotary dimension d, base, training length L, scaling, present length l), without
+An extension is a pure function of (rotary dimension d, base, training length L, scaling, current length l), without
 state between calls. Notation: theta_j = base^(-2j/d), j = 0..d/2-1, s = factor. `clex`, the only learned extension, has
 its own module.
 """
@@ -44,7 +44,7 @@ def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ra
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(dim // 2, dtype=theta.dtype, device=theta.device)
-    return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp of no width is a step
+    return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp without width is a step
 
 
 RAMPS: dict[str, Callable[[Tensor, float, int, Ramp], Tensor]] = {
@@ -54,7 +54,7 @@ RAMPS: dict[str, Callable[[Tensor, float, int, Ramp], Tensor]] = {
 
 
 def interpolate(theta: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """theta / s where `kept` is 0, theta where it is 1, linear between."""
+    """theta / s for `kept` 0, theta for `kept` 1, linear between."""
     return (1 - kept) * theta / factor + kept * theta
 
 
@@ -64,7 +64,7 @@ def temperature(factor: float) -> float:
 
 
 class Scaling:
-    """A declared extension with its options as attributes; hashable. The configuration has checked the options."""
+    """A declared extension with its options as attributes; hashable. The configuration has validated the options."""
 
     def __init__(self, rope_type: str = "default", **given: Any) -> None:
         self.declaration: methods.FrequencyExtension = methods.find("rope_scaling", rope_type)
@@ -90,8 +90,8 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The frequencies of a model: rotary dimension d (even), base, L in tokens (the length that the scaling's
-    formula measures against) and scaling. Formulas compute on `device`.
+    """The frequencies of a model: rotary dimension d (even), base, L in tokens (the reference length of the scaling's
+    formula) and scaling. Formulas compute on `device`.
     """
 
     dim: int
@@ -107,12 +107,12 @@ class Rotary:
         return resonant(theta) if self.scaling.options.get("resonance") else theta
 
     def multiplier(self, length: int) -> float:
-        """Factor on cos and sin; the logits of the rotated block get its square."""
+        """Factor on cos and sin; it enters the logits of the rotated block squared."""
         return multiplier(self, length)
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the frequencies depend on the length (then cached rotated keys would be wrong)."""
+        """True if the frequencies depend on the length, so that cached rotated keys would be wrong."""
         return self.scaling.declaration.length_dependent
 
 
@@ -122,8 +122,8 @@ def geometric(dim: int, base: float, device: torch.device | None = None) -> Tens
 
 
 def resonant(theta: Tensor) -> Tensor:
-    """2 pi / round(2 pi / theta_j): wavelengths of whole tokens, so that a feature takes no value in a later period
-    that it did not take in the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay.
+    """2 pi / round(2 pi / theta_j): wavelengths are whole numbers of tokens, so later periods of a feature repeat the
+    values of the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay.
     """
     return 2 * math.pi / (2 * math.pi / theta).round()
 
@@ -131,7 +131,7 @@ def resonant(theta: Tensor) -> Tensor:
 def ntk_base(dim: int, base: float, alpha: float) -> float:
     """base * alpha^(d/(d-2)): the slowest frequency is divided by exactly alpha, the fastest is kept.
 
-    A rotary dimension of 2 has one frequency, which is both: it is kept.
+    A rotary dimension of 2 has only one frequency, which is kept.
     """
     return base * alpha ** (dim / (dim - 2)) if dim > 2 else base
 
@@ -161,7 +161,7 @@ def _ntk(rotary: Rotary, length: int) -> Tensor:
 
 
 def _ntk_fixed(rotary: Rotary, length: int) -> Tensor:
-    """NTK-RoPE-fixed (Su 2023, kexue.fm/archives/9706): theta_j * s^(-2(j+1)/d), which moves the fastest too."""
+    """NTK-RoPE-fixed (Su 2023, kexue.fm/archives/9706): theta_j * s^(-2(j+1)/d), which also changes the fastest."""
     return _theta(rotary) * torch.exp(-2 * math.log(rotary.scaling.factor) / rotary.dim * _ordinal(rotary))
 
 
@@ -186,7 +186,7 @@ def _dynamic(rotary: Rotary, length: int) -> Tensor:
 def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
     """Dynamic NTK made for a target length L': alpha = s*max(L', l)/L - (s-1) with s = L'/(2L).
 
-    Every input of at most L' tokens, short ones included, sees the frequencies of L'.
+    All inputs of at most L' tokens, even short ones, have the frequencies of L'.
     """
     target, trained = rotary.scaling.target_length, rotary.original_length
     factor = target / (2 * trained)
@@ -253,7 +253,7 @@ EXTENSIONS: dict[str, Callable[[Rotary, int], Tensor]] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-"""By `rope_type`; those of other choices are their declarations' `compute`."""
+"""Functions by `rope_type`; other choices have a function `compute` in their declaration."""
 
 
 def _longrope_multiplier(rotary: Rotary, length: int) -> float:
@@ -267,11 +267,11 @@ MULTIPLIERS: dict[str, Callable[[Rotary, int], float]] = {
     "dynamic_yarn": lambda rotary, length: temperature(_stretch(rotary, length)),
     "longrope": _longrope_multiplier,
 }
-"""By `rope_type`; 1 for the others."""
+"""Multipliers by `rope_type`; 1 for all others."""
 
 
 def multiplier(rotary: Rotary, length: int) -> float:
-    """Factor on cos and sin: `attention_factor`, else by its formula."""
+    """The factor on cos and sin: `attention_factor` if set, else the formula of the extension."""
     compute = MULTIPLIERS.get(rotary.scaling.rope_type)
     if compute is None:
         return 1.0

@@ -1,6 +1,6 @@
-"""Forgetting gates: a score falls by what the tokens after the key, up to the query, make the head forget.
+"""Forgetting gates: each token after the key, up to the query, lowers the score by its own learned amount.
 
-With log gates g_t <= 0 of the tokens, one for every head, the bias of query m and key n is sum of g_t for n < t <= m.
+Token t has a log gate g_t <= 0 for each head. The bias of query m and key n is the sum of g_t for n < t <= m.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ def _cable(x: Tensor) -> Tensor:
 
 
 GATES: dict[str, LogGate] = {"fox": F.logsigmoid, "cable": _cable}
-"""By `forgetting_gate`. `fox` is Lin et al. 2025, "Forgetting Transformer: Softmax Attention with a Forget Gate"."""
+"""Gates by `forgetting_gate`. `fox` is Lin et al. 2025, "Forgetting Transformer: Softmax Attention with a Forget Gate".
+"""
 
 
 class HeadGates(nn.Module):
@@ -38,9 +39,9 @@ class HeadGates(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Normal weights and a bias of 0, as in both papers' code: gates begin near 1/2."""
-        self.projection.weight.normal_(0.0, self._std, generator=generator)
+    def reset_parameters(self) -> None:
+        """Set normal weights and a bias of 0, as in both papers' code; gates start near 1/2."""
+        self.projection.weight.normal_(0.0, self._std)
         self.projection.bias.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What stops a preparation: a tokenizer that loses text, and sources of which nearly nothing can be used."""
+"""Checks that stop a preparation: the tokenizer loses text, or nearly nothing of a source can be used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
 
 EARLY_PASSAGES, EARLY_FACTOR = 64, 5.0
-"""So many passages, of which this factor of the limits is lost, stop a preparation before it has read everything."""
+"""A preparation stops early after this many passages, if they lose this many times the limits."""
 
 
 def check_tokenizer(name: str, sample: Sample, tokenizer: Tokenizer, rules: Rules, factor: float = 1.0) -> None:
-    """``DataError`` if a tokenizer loses text of the source ``name``, unless the rules accept that."""
+    """Raise `DataError` if a tokenizer loses text of the source `name`, unless the rules accept that."""
     if not rules.accept_tokenizer and (loss := sample.loss(tokenizer.vocab_size, factor)):
         raise DataError(
-            f"{name}: the tokenizer ({tokenizer.tokenizer_type}) loses text: {loss}. Use one with byte fallback and "
-            "without normalization, and check that its files are complete. To use it nevertheless, set "
-            "accept_tokenizer (--accept-tokenizer)."
+            f"{name}: the tokenizer ({tokenizer.tokenizer_type}) loses text: {loss}; use one with byte "
+            "fallback and without normalization, check that its files are complete, or accept the loss with "
+            "accept_tokenizer (--accept-tokenizer)"
         )
 
 
 @dataclass
 class _SoFar:
-    """What was found in a source so far."""
+    """The findings in a source so far."""
 
     documents: int = 0
     problems: ReadingProblems = field(default_factory=ReadingProblems)
@@ -34,14 +34,14 @@ class _SoFar:
 
 
 class Watch:
-    """Stops a preparation early if most of what was read cannot be used. The end of a preparation decides the rest."""
+    """Stops a preparation early if most of the data so far cannot be used. All other cases are decided at its end."""
 
     def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._found = [_SoFar() for _ in sources]
 
     def see(self, number: int, documents: int, problems: ReadingProblems, sample: Sample) -> None:
-        """Count a chunk of source ``number``. ``DataError`` if nearly everything so far is faulty or lost."""
+        """Count a chunk of source `number`. Raises `DataError` if nearly everything so far is faulty or lost."""
         source, found = self._sources[number], self._found[number]
         found.documents += documents
         found.problems.merge(problems)

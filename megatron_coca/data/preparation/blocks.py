@@ -1,8 +1,8 @@
 """Blocks: consecutive units of a corpus, or pieces of a large one, tokenized by any process of any host.
 
-A block is a zip file in ``.<output>.blocks``, complete or absent, with the tokenized chunks of its units. Its name is a
-digest of all that its content depends on: settings, tokenizer, units. So a preparation that was killed resumes behind
-the blocks that are made, and one whose files or settings have changed makes those again that depend on them.
+A block is a zip file in `.<output>.blocks`, complete or absent, with the tokenized chunks of its units. Its name is a
+digest of everything that its content depends on: settings, tokenizer, units. A preparation that was killed resumes
+after the finished blocks. If files or settings change, only the blocks that depend on them are built again.
 """
 
 import hashlib
@@ -40,23 +40,25 @@ from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock, flush
 from megatron_coca.support.console import Progress
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
-"""A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""
+"""A tokenizer, or a function that trains one in a folder. The function is called once; its result survives
+interruptions.
+"""
 BLOCKS = 256
-"""Blocks of a corpus, about, so that many processes share a small one."""
+"""Approximate number of blocks of a corpus, so that many processes can share a small corpus."""
 BLOCK_BYTES = (8 << 20, 256 << 20)
-"""The least and most bytes on disk of a block: seconds to minutes of a core, and few files for a large corpus."""
+"""Minimum and maximum bytes on disk of a block: seconds to minutes of a core, and few files for a large corpus."""
 _COLUMNS = ("target", "lengths", "text_bytes", "tokens", "digests", "labels")
 
 
 def settings_of(
     sources: Sequence[CorpusSource], tokenizer: TokenizerSource, rules: Rules, notes: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Everything that decides what is written, apart from the files and the treatment of problems."""
+    """The settings that determine the output, except the files and the treatment of problems."""
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
         del values["spec"]["max_record_mib"], values["max_faulty"]
-        if values["spec"]["messages"] is None:  # as in the manifests from before this key
+        if values["spec"]["messages"] is None:  # a corpus of texts has the digest that it has without this key
             del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
@@ -70,7 +72,7 @@ def settings_of(
 
 
 def block_bytes(size: int) -> int:
-    """Bytes of a block of a corpus of `size` bytes: a power of two, so that a little more text changes few blocks."""
+    """Bytes of a block in a corpus of `size` bytes: a power of two, so that a little more text changes few blocks."""
     least, most = BLOCK_BYTES
     return min(max(least, 1 << (size // BLOCKS).bit_length()), most)
 
@@ -82,9 +84,9 @@ def _digest(content: object) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block holds: the ``units``, or a piece of one.
+    """The content of a block: the `units`, or a piece of one.
 
-    The piece has the chunks that begin at ``begin`` or later and before ``end``, in bytes on disk as in ``Chunk.read``.
+    A piece has the chunks that start at `begin` or later and before `end`, in bytes on disk as in `Chunk.read`.
     """
 
     units: range
@@ -93,7 +95,7 @@ class Block:
 
 
 def cut(sizes: Sequence[int]) -> list[Block]:
-    """Cut units of these bytes on disk into blocks: those of at least two blocks' size each by itself, into pieces."""
+    "Cut units of these sizes on disk into blocks. A unit of at least two blocks' size is cut into pieces of its own."
     aim, blocks, first, size = block_bytes(sum(sizes)), list[Block](), 0, 0
     for number, own in enumerate(sizes):
         pieces = own // aim
@@ -120,8 +122,8 @@ class ChunkStream:
         self._damage: DataError | None = None
 
     def piece(self, block: Block) -> Iterator[Chunk]:
-        """Yield the chunks of a piece, which must not be before the last one. ``DataError`` where the unit is damaged,
-        also for the pieces behind that.
+        """Yield the chunks of a piece; pieces must be requested in order. Raises `DataError` if the unit is damaged in
+        this piece or an earlier one.
         """
         if self._damage is not None:
             raise self._damage
@@ -139,22 +141,22 @@ class ChunkStream:
 
 
 class Blocks:
-    """The blocks of a preparation, made or not.
+    """The blocks of a preparation, built or not.
 
-    Opening them trains the tokenizer, unless another process has; the others wait for it. In the same way the first
-    process sets the time that a chat template prints.
+    The first process that opens them trains the tokenizer while the others wait. It also sets the time that a chat
+    template prints.
 
     Args:
-        sources, inputs, rules: of the preparation.
-        output: the folder that is prepared; the blocks are beside it, on storage that all hosts share.
-        tokenizer: as for ``prepare``.
-        settings: from ``settings_of``.
+        sources, inputs, rules: those of the preparation.
+        output: the folder to prepare. The blocks are beside it, on storage that all hosts share.
+        tokenizer: as for `prepare`.
+        settings: from `settings_of`.
 
     Attributes:
-        tokenizer: of the preparation, without a set time.
+        tokenizer: the tokenizer of the preparation, without a set time.
         chat_time: the time of all chats, in ISO 8601; None if their template does not ask for it.
 
-    Raises ``DataError`` for chats without a template.
+    Raises `DataError` if there are chats but no template.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Blocks:
     ) -> None:
         self.folder = blocks_folder(output)
         self._sources, self._inputs, self._rules = sources, inputs, rules
-        # One that is trained depends on the text: a resumed preparation of other files trains another.
+        # A trained tokenizer depends on the text: a preparation of other files trains a new one.
         read = [[str(unit.path), unit.size, unit.stamp] for _, unit in inputs.units] if callable(tokenizer) else None
         self._saved = self.folder / f"tokenizer-{_digest(settings if read is None else [settings, read])}"
         self.tokenizer, self.chat_time = self._share(tokenizer), None
@@ -198,7 +200,7 @@ class Blocks:
 
     @contextmanager
     def _set_time(self, tokenizer: Tokenizer) -> Iterator[None]:
-        """Set the time of a template that asks for it, so that all hosts print the same and a resumed command too."""
+        """Set the time of a template that asks for it, so that all hosts and resumed commands print the same time."""
         chat = tokenizer.chat
         if chat is not None and chat.asks_for_time and chat.now is None:
             tokenizer.chat = replace(chat, now=datetime.now().isoformat())
@@ -222,18 +224,19 @@ class Blocks:
         return len(self._blocks)
 
     def missing(self) -> list[int]:
-        """The numbers of the blocks that are not made."""
+        """The numbers of the blocks that are not built yet."""
         return [number for number, path in enumerate(self._paths) if not path.is_file()]
 
     def size(self, number: int) -> int:
-        """Bytes on disk of what a block holds."""
+        """Bytes on disk of the content of a block."""
         block = self._blocks[number]
         return int(min(sum(self._inputs.units[unit][1].size for unit in block.units), block.end) - block.begin)
 
     def make(self, numbers: Sequence[int], execution: Execution) -> None:
-        """Tokenize blocks, in order; a large unit is read once for all its pieces.
+        """Tokenize blocks in order. A large unit is read once for all its pieces.
 
-        Raises ``DataError`` as ``prepare`` does; for damaged files after the other blocks are made, with all reasons.
+        Raises `DataError` as `prepare` does. For damaged files it does so after the other blocks are built, with all
+        reasons.
         """
         if not numbers:
             return
@@ -249,7 +252,7 @@ class Blocks:
             raise DataError("\n".join(damages))
 
     def _chunks(self, numbers: Sequence[int]) -> Iterator[tuple[int, int, Chunk | DataError | None]]:
-        """Yield (block, unit, chunk) in order, and at the end of a unit or piece its damage or None."""
+        """Yield (block, unit, chunk) in order, and at the end of a unit or piece its error or None."""
         stream, opened = ChunkStream(iter(())), -1
         for number in numbers:
             for unit in self._blocks[number].units:
@@ -269,7 +272,7 @@ class Blocks:
     def _tokenized(
         self, numbers: Sequence[int], pool: Pool
     ) -> Iterator[tuple[int, int, TokenizedChunk | DataError | None]]:
-        """As ``_chunks``, with the chunks tokenized; as many as the pool takes are in progress at once."""
+        """Yield as `_chunks`, with the chunks tokenized. As many chunks are in progress as the pool takes."""
         waiting: deque[tuple[int, int, Callable[[], TokenizedChunk | DataError | None]]] = deque()
         watch = Watch(self._sources, self.tokenizer, self._rules)
 
@@ -291,7 +294,9 @@ class Blocks:
             yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
-        """The damage of a unit or piece, also if it changed until all of its chunks were read and tokenized."""
+        """Return the error of a unit or piece. It is also an error if the unit has changed before all its chunks were
+        tokenized.
+        """
         source, described = self._inputs.units[unit]
         try:
             open_reader(self._sources[source].spec).check_unchanged(described)
@@ -304,7 +309,7 @@ class Blocks:
     def _write(
         self, number: int, results: Iterator[tuple[int, TokenizedChunk | DataError | None]], progress: Progress
     ) -> str:
-        """Write a block; return the damage of a unit, after which the block stays absent."""
+        """Write a block. If a unit is damaged, return the message and write no block."""
         path, first = self._paths[number], self._blocks[number].units.start
         unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
         try:
@@ -315,7 +320,7 @@ class Blocks:
                         progress.advance(result.read)
                     elif result is not None:
                         return str(result)
-                file.comment = path.name.encode()  # a copy under another name is found
+                file.comment = path.name.encode()  # detects a copy under another name
             flush(unfinished)
             unfinished.rename(path)
         finally:
@@ -323,35 +328,35 @@ class Blocks:
         return ""
 
     def read(self, number: int) -> Iterator[tuple[int, TokenizedChunk]]:
-        """Yield (unit, chunk) of a block in order. ``DataError`` for a damaged block."""
-        path, units = self._paths[number], self._blocks[number].units
+        """Yield (unit, chunk) of a block in order. Raises `DataError` for a damaged block."""
+        path, first = self._paths[number], self._blocks[number].units.start
         try:
             with zipfile.ZipFile(path) as file:
-                if file.comment not in (b"", path.name.encode()):  # earlier versions wrote none
+                if file.comment != path.name.encode():
                     raise ValueError(f"it is a copy of {file.comment.decode(errors='replace')}")
                 for name in file.namelist():
-                    unit = units.start + int(name.partition("/")[0])
-                    if unit not in units:
-                        raise ValueError("it is a copy of another block")
+                    unit = first + int(name.partition("/")[0])
                     yield unit, _decoded(file.read(name))  # checks the CRC
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path}: cannot be read ({error}). Remove this file; it is made again.") from error
+            raise DataError(
+                f"{path}: cannot be read ({error}); remove this file and run the same command again"
+            ) from error
 
 
 def blocks_folder(output: Path) -> Path:
-    """The folder of the blocks of ``output``."""
+    """The folder of the blocks of `output`."""
     return output.with_name(f".{output.name}.blocks")
 
 
 def remove_blocks(output: Path, unused: bool = False) -> None:
-    """Remove the blocks of ``output``; with ``unused`` only a folder in which none is made or in progress."""
+    """Remove the blocks of `output`; with `unused` only if no block is built or in progress."""
     folder = blocks_folder(output)
     if not (unused and any(folder.glob("*.block*"))):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _encoded(chunk: TokenizedChunk) -> bytes:
-    """A chunk as an .npz file: its facts as JSON, and its columns."""
+    """Encode a chunk as an .npz file with its facts as JSON and its columns."""
     facts = {
         "targets": chunk.targets,
         "sets": sorted(chunk.sets),

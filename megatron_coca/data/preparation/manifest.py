@@ -1,4 +1,4 @@
-"""Files that describe prepared shards: ``manifest.json`` (what was read and written) and ``data.yml`` (data keys)."""
+"""Files that describe prepared shards: `manifest.json` (inputs and outputs) and `data.yml` (data keys of a run)."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.support.plain_text import masked
 from megatron_coca.support.regular_files import read_regular
 
-FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
+FORMAT = 2  # of the manifest and the split; raise it if the meaning of either changes
 MANIFEST = "manifest.json"
 RUN_CONFIG = "data.yml"
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
@@ -29,7 +29,7 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 @dataclass(frozen=True)
 class ShardState:
-    """A written shard: number of its source, set, split, and its size; ``bytes`` are of the text."""
+    """A written shard: number of its source, set, split and size. `bytes` counts the text."""
 
     source: int
     part: str
@@ -41,8 +41,8 @@ class ShardState:
 
 @dataclass
 class Findings:
-    """What was found in a source: records that did not become documents, the sets that occurred, and what the tokenizer
-    lost of a sample.
+    """The findings in a source: records that did not become documents, the sets that occurred, and the tokenizer's
+    losses in a sample.
     """
 
     problems: ReadingProblems = field(default_factory=ReadingProblems)
@@ -59,7 +59,7 @@ def build_manifest(
     findings: Sequence[Findings],
     folder: Path,
 ) -> dict[str, Any]:
-    """The manifest of finished shards in ``folder``; checks and hashes all of them."""
+    """Check and hash all finished shards in `folder`, and return their manifest."""
     entries: dict[tuple[int, str], dict[str, Any]] = {}
     for shard in shards:
         spec = sources[shard.source].spec
@@ -107,7 +107,7 @@ def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
     labelled = shard_paths(labels := folder / f"{name}{LABELS_SUFFIX}")[1].exists()
     shard = Shard(folder / name, labels if labelled else None)  # checks the files
     if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
-        raise DataError(f"{folder / name}: contains {shard}, but {state} was written. Remove {folder} and start over.")
+        raise DataError(f"{folder / name}: contains {shard}, but {state} was written; remove {folder} and start again")
     facts = {"prefix": name, "documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
     facts["sha256"] = _sha256(shard_paths(folder / name)[0])
     return facts | ({"labels": labels.name, "labels_sha256": _sha256(shard_paths(labels)[0])} if labelled else {})
@@ -119,14 +119,14 @@ def _sha256(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest that ``prepare`` wrote. ``DataError`` where it is missing, damaged or of another format."""
+    """Read the manifest that `prepare` wrote. Raises `DataError` if it is missing, damaged or of another format."""
     try:
         manifest = json.loads(read_regular(path))
         version_read = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: cannot read the manifest ({error}). Prepare the corpus again.") from error
+        raise DataError(f"{path}: cannot be read ({error}); prepare the corpus again") from error
     if version_read != FORMAT:
-        raise DataError(f"{path}: format {version_read}, this version reads {FORMAT}. Prepare the corpus again.")
+        raise DataError(f"{path}: has format {version_read}, but this version reads {FORMAT}; prepare the corpus again")
     return manifest
 
 
@@ -137,15 +137,15 @@ def write_run_config(
     entries: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write ``data.yml`` into ``folder``, which will be ``final``, with paths relative to it.
+    """Write `data.yml` into `folder`, which will be renamed to `final`, with paths relative to it.
 
-    A split without documents has no shards; no split replaces another.
+    A split without documents has no shards. No other split takes its place.
     """
     keys: dict[str, Any] = {}
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
-        if chosen or split != "train":  # without training data a run fails on the missing key
+        if chosen or split != "train":  # without training data a run stops at the missing key
             keys[f"{split}_data_paths"] = [f"./{entry[split]['prefix']}" for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
@@ -161,17 +161,17 @@ def write_run_config(
 
 
 def empty_splits(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each of validation and test that has no document."""
+    """Warnings for validation and test data without a document."""
     effects = {"valid": "a run reports no validation loss", "test": "evaluation needs --data"}
     return [
-        f"No {split} document, so {effect}; raise {split}_fraction or add documents."
+        f"{split}_fraction: no {split} document, so {effect}; raise it or add documents"
         for split, effect in effects.items()
         if not any(entry[split]["documents"] for entry in entries)
     ]
 
 
 def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the training tokens by the name of each entry of the manifest; the shares sum to 1.
+    """Share of the training tokens for each entry of the manifest, by name; the shares sum to 1.
 
     Without weights a source counts by its tokens, and a set by its tokens within its source.
     """

@@ -16,19 +16,19 @@ from megatron_coca.data.readers.source import ReadingProblems, ReadUnit, SourceS
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
-"""The largest ``SourceSpec.max_record_mib``: larger records do not fit an index of 32-bit lengths."""
+"""The largest `SourceSpec.max_record_mib`: an index has 32-bit lengths."""
 
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """A source, and the treatment of its documents.
+    """A source and the treatment of its documents.
 
     Attributes:
         spec: its files and how they are read.
-        weight: share of the training tokens, relative to the other sources; None counts by tokens.
+        weight: share of the training tokens, relative to the other sources; None weights by tokens.
         set_weights: relative weights of its sets, for a source that is divided into them.
-        duplicates: drop documents whose text occurred before (``exact``), or none (``keep``).
-        fraction: of the documents, chosen by a hash of their text.
+        duplicates: drop documents with a text that occurred before (`exact`), or none (`keep`).
+        fraction: use this fraction of the documents, chosen by a hash of their text.
         split: put all documents into one split instead of splitting by the hash of their key.
         max_faulty: the largest share of records that may be faulty.
     """
@@ -47,9 +47,9 @@ class Rules:
     """Rules for all sources.
 
     Attributes:
-        valid_fraction, test_fraction: of the documents, held out by a hash of their key.
+        valid_fraction, test_fraction: fractions of the documents, held out by a hash of their key.
         strict: the first unusable record is an error; otherwise it is skipped, counted and named.
-        accept_tokenizer: go on with a tokenizer that loses text.
+        accept_tokenizer: accept a tokenizer that loses text.
     """
 
     valid_fraction: float = 0.01
@@ -60,7 +60,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Execution:
-    """Settings without effect on the result.
+    """Settings that do not affect the result.
 
     Attributes:
         workers: worker processes; 0 works in this process.
@@ -72,13 +72,13 @@ class Execution:
 
 
 def hash_fraction(key: str) -> float:
-    """A number in [0, 1) from the SHA-256 of a key, the same on every machine and in every run."""
+    """Map a key to a number in [0, 1) by its SHA-256: the same on every machine and in every run."""
     digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()  # the name of a file may not be UTF-8
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def split_of(key: str, rules: Rules) -> str:
-    """The split of a document: "test" below ``test_fraction``, then "valid", else "train"."""
+    """The split of a document: "test" below `test_fraction`, then "valid", else "train"."""
     fraction = hash_fraction(key)
     if fraction < rules.test_fraction:
         return "test"
@@ -86,7 +86,8 @@ def split_of(key: str, rules: Rules) -> str:
 
 
 def shard_name(source: str, part: str, split: str) -> str:
-    """Name of a shard's files: the source, the set in lower case with ``-`` for all but letters and digits, the split.
+    """Name the files of a shard by source, set and split. The set is in lower case, with `-` for all characters other
+    than letters and digits.
 
     >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
     ('pile_openwebtext2_train', 'pile_pubmed-central_test')
@@ -101,38 +102,40 @@ def has_labels(source: CorpusSource) -> bool:
 
 
 def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
-    """Raise ``DataError`` for sources and rules that cannot be prepared."""
+    """Raise `DataError` for invalid sources and rules."""
     names = [source.spec.name for source in sources]
     if not names or len(set(names)) != len(names):
-        raise DataError(f"Sources need unique names; given are {names}.")
+        raise DataError(f"sources: names must be unique, not {names}")
     for source in sources:
         _check_source(source)
     missing = [source.spec.name for source in sources if source.weight is None]
     if missing and len(missing) != len(sources):
-        raise DataError(f"{', '.join(missing)}: no weight, where other sources have one. Weight all of them or none.")
+        raise DataError(
+            f"{', '.join(missing)}: no weight, but other sources have one; give a weight to all of them or none"
+        )
     held_out = rules.valid_fraction + rules.test_fraction
     if not (rules.valid_fraction >= 0 and rules.test_fraction >= 0 and held_out <= 1):  # nor NaN
         raise DataError(
-            f"valid_fraction {rules.valid_fraction} and test_fraction {rules.test_fraction} must lie in [0, 1], "
-            "and their sum as well."
+            f"valid_fraction, test_fraction: {rules.valid_fraction} and {rules.test_fraction} and their sum "
+            "must lie in [0, 1]"
         )
 
 
 def _check_source(source: CorpusSource) -> None:
     name = source.spec.name
     if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
-        raise DataError(f"Source name {name!r}: letters, digits, - and _ only, since it names files.")
+        raise DataError(f"{name}: not a name for files; use only letters, digits, - and _ in the name of a source")
     if source.duplicates not in ("exact", "keep"):
-        raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}.")
+        raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}")
     if not 0 < source.fraction <= 1:
-        raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}.")
+        raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}")
     if not 0 <= source.max_faulty <= 1:
-        raise DataError(f"{name}: max_faulty must lie in [0, 1], not {source.max_faulty}.")
+        raise DataError(f"{name}: max_faulty must lie in [0, 1], not {source.max_faulty}")
     if source.split not in (None, *SPLITS):
-        raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}.")
+        raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}")
     for owner, weight in {name: source.weight, **source.set_weights}.items():
         if weight is not None and not 0 < weight < float("inf"):
-            raise DataError(f"{name}: the weight of {owner} must be a positive number, not {weight}.")
+            raise DataError(f"{name}: the weight of {owner} must be a positive number, not {weight}")
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,8 @@ class Inputs:
     """The inputs of all sources.
 
     Attributes:
-        units: (number of the source, unit), in the order of reading.
-        unread: for each source, files in its folders that belong to no unit, counted by reason.
+        units: (number of the source, unit) in reading order.
+        unread: for each source, the files in its folders that are not read, counted by reason.
     """
 
     units: Sequence[tuple[int, ReadUnit]]
@@ -153,22 +156,23 @@ class Inputs:
 
 
 def find_inputs(sources: Sequence[CorpusSource]) -> Inputs:
-    """List the inputs of the sources. ``DataError`` for a path that is missing or unreadable."""
+    """List the inputs of the sources. Raises `DataError` for a path that is missing or unreadable."""
     readers = [open_reader(source.spec) for source in sources]
     units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
     return Inputs(units, [reader.unread() for reader in readers])
 
 
 PARSED_BYTES = 1 << 30
-"""A source larger than this on disk is parsed only in part, about this much of it."""
+"""At most about this many bytes of a source are parsed."""
 
 
 def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: int) -> Iterator[str]:
-    """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
+    """Yield about `characters` characters of training text with an equal share from each source, or all text if there
+    is less.
 
-    The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
-    preparation reads the same files. Raises ``DataError`` for a source without one usable document or with too many
-    faulty records, where everything is held out, and for a file that is damaged or changes.
+    The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported,
+    because the preparation reads the same files. Raises `DataError` if a source has no usable document or too many
+    faulty records, if everything is held out, or if a file is damaged or changes.
     """
     held_out = True
     for source in sources:
@@ -176,7 +180,9 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
             held_out = False
             yield text
     if held_out:
-        raise DataError("There is no text to train a tokenizer on: all documents are held out. Hold out fewer.")
+        raise DataError(
+            "train_tokenizer: no text, because all documents are held out; lower valid_fraction or test_fraction"
+        )
 
 
 def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[str]:
@@ -184,7 +190,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
     units = reader.units()
     size = sum(unit.size for unit in units)
     problems = ReadingProblems()
-    due, usable = 0.0, 0  # characters that are due for what was read so far
+    due, usable = 0.0, 0  # characters that are due after the part that was read
     for unit in units:
         due += 0 if size else share / len(units)
         for number, chunk in enumerate(reader.chunks(unit)):
@@ -212,6 +218,4 @@ def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems
     left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
     reasons = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
     paths = ", ".join(unit.path for unit in units[:3])
-    return (
-        f"{source.spec.name}: no usable document in {paths} ({reasons}). Check the files, the fields and the filters."
-    )
+    return f"{source.spec.name}: no usable document in {paths} ({reasons}); check files, fields and filters"

@@ -1,4 +1,4 @@
-"""A recipe: one YAML file that describes a corpus, from its files to the weights of its sources.
+"""Recipes: a YAML file that describes a corpus, from its files to the weights of its sources.
 
 root: /corpora                  # the paths below are relative to it
 output: data/mine
@@ -38,7 +38,7 @@ class _Strict(BaseModel):
 
 
 _UNCHANGED = ("reader", "fields", "documents", "filters", "options", "max_record_mib", "messages")
-"""Keys of a source that a ``SourceSpec`` has too."""
+"""Keys that a source of a recipe shares with `SourceSpec`."""
 
 
 class _Source(_Strict):
@@ -59,11 +59,11 @@ class _Source(_Strict):
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
     def resolve(self, name: str, root: Path | str) -> CorpusSource:
-        """The source with its paths below ``root``, a folder or a URL; patterns become what they match."""
+        """The source with its paths below `root`, a folder or a URL. Patterns are replaced by their matches."""
         paths: list[Path | str] = []
         for text in self.paths:
             path = joined(root, text)
-            if self.reader == "huggingface":  # a folder, else a name at the hub
+            if self.reader == "huggingface":  # a folder, else a name on the Hub
                 paths.append(path if Path(path).exists() else text)
                 continue
             if not glob.has_magic(text) or (not is_url(path) and Path(path).exists()):
@@ -75,7 +75,7 @@ class _Source(_Strict):
                 pattern = os.path.join(os.path.expanduser(root), os.path.expanduser(text))
                 found = sorted(glob.glob(_escaped(Path(pattern)), recursive=True))
             if not found:
-                raise DataError(f"{path}: matches no file. Check the paths and the root of the recipe.")
+                raise DataError(f"{path}: matches no file; check paths and root in the recipe")
             paths += found if is_url(path) else map(Path, found)
         weights = self.sets if isinstance(self.sets, dict) else {}
         spec = SourceSpec(
@@ -90,7 +90,7 @@ class _Source(_Strict):
 
 
 def _escaped(pattern: Path) -> str:
-    """A pattern in which brackets of folders that exist are part of their names."""
+    """A pattern in which the brackets in names of existing folders are escaped."""
     folder = next((each for each in pattern.parents if each.is_dir()), Path())
     return os.path.join(glob.escape(str(folder)), pattern.relative_to(folder))
 
@@ -99,7 +99,7 @@ MAX_VOCAB_SIZE = 2**24
 
 
 class TokenizerTraining(_Strict):
-    """Settings of a SentencePiece tokenizer to be trained on the corpus itself."""
+    """Settings of a SentencePiece tokenizer that is trained on the corpus itself."""
 
     vocab_size: int = Field(gt=0, le=MAX_VOCAB_SIZE)
     characters: int = Field(default=50_000_000, gt=0, le=10**12)
@@ -124,9 +124,9 @@ class _Recipe(_Strict):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with its paths resolved; files of a tokenizer are local, where ``root`` is a URL too.
+    """A recipe with resolved paths. The files of a tokenizer are local, even if `root` is a URL.
 
-    ``tokenizer`` has the arguments of ``load_tokenizer``; it or ``training`` is None.
+    `tokenizer` has the arguments of `load_tokenizer`; either it or `training` is None.
     """
 
     sources: list[CorpusSource]
@@ -140,20 +140,20 @@ class Recipe:
 
 
 def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
-    """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every wrong key."""
+    """Read a recipe; `root` replaces its own. Raises `DataError` with every invalid key."""
     try:
         values = read_yaml(Path(path))
     except OSError as error:
-        raise DataError(f"{path}: cannot read the recipe ({error.strerror}).") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except YamlFault as error:
         raise DataError(error.at(str(path))) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     return resolve_recipe(values, str(path), root)
 
 
 def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> Recipe:
-    """The recipe of the keys of a file, which ``place`` names in errors. Raises as ``read_recipe``."""
+    """Validate the keys of a recipe; `place` names the file in errors. Raises as `read_recipe`."""
     try:
         recipe = _Recipe.model_validate(values)
     except ValidationError as error:
@@ -161,16 +161,18 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
     base = recipe.root if root is None else root
     beside = Path("." if is_url(base) else os.path.expanduser(base))
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
-        raise DataError(f"{place}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
+        raise DataError(f"{place}: give either tokenizer_type, with vocab_file, or train_tokenizer")
     kind, files = recipe.tokenizer_type, {name: getattr(recipe, name) for name in ("vocab_file", "merge_file")}
-    if kind is None or kind in TOKENIZERS:  # load_tokenizer refuses another type
+    if kind is None or kind in TOKENIZERS:  # load_tokenizer raises for another type
         for name in sorted(files.keys() - (TOKENIZERS[kind][1] if kind else {})):
             if files[name] is not None:
-                raise DataError(f"{place}: {name} has no effect with {kind or 'a tokenizer that is trained'}.")
+                raise DataError(f"{place}: {name} has no effect with {kind or 'a trained tokenizer'}; remove it")
     if kind is None and recipe.end_token is not None:
-        raise DataError(f"{place}: end_token has no effect with a tokenizer that is trained; <eod> ends its documents.")
+        raise DataError(
+            f"{place}: end_token has no effect with a trained tokenizer, which ends documents with <eod>; remove it"
+        )
     if recipe.start_token is not None and all(source.messages for source in recipe.sources.values()):
-        raise DataError(f"{place}: start_token has no effect on chats; put it into their template.")
+        raise DataError(f"{place}: start_token has no effect on chats; put it into the chat template")
     tokenizer: dict[str, Any] | None = None
     if kind is not None:
         tokenizer = {
@@ -205,5 +207,5 @@ def _message(fault: Any) -> str:
     )
     known = by_depth[len(keys) - 1]
     near = difflib.get_close_matches(keys[-1], known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     return f"{place}: unknown key; {hint}"

@@ -1,4 +1,4 @@
-"""Prepare shards from corpora: tokenize blocks, which survive a kill, and write their documents into shards."""
+"""Prepare shards from corpora: tokenize blocks, which survive a kill, and write the documents to shards."""
 
 import json
 import sqlite3
@@ -41,31 +41,31 @@ def prepare(
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Path:
-    """Tokenize ``sources`` into ``<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}``.
+    """Tokenize `sources` into `<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}`.
 
-    The folder also gets the tokenizer, ``manifest.json`` and ``data.yml``, the data keys of a run. Every document ends
-    with ``tokenizer.eod``. The result depends neither on ``execution`` nor on interruptions.
+    The folder also gets the tokenizer, `manifest.json` and `data.yml`, the data keys of a run. Every document ends with
+    `tokenizer.eod`. The result depends neither on `execution` nor on interruptions.
 
-    The tokenized blocks are kept in ``.<output>.blocks`` until the folder is complete, which appears at once; the same
-    call after a kill or an error resumes with them.
+    The folder appears only when it is complete. Until then the tokenized blocks are kept in `.<output>.blocks`, and the
+    same call resumes with them after a kill or an error.
 
     Args:
-        sources: in the order of reading; of equal documents the first is kept.
+        sources: sources in reading order; of equal documents the first is kept.
         output: folder to create.
-        tokenizer: used, or called with a folder to train one.
-        rules: for all sources.
-        execution: settings without effect on the result.
-        notes: further settings that decide the result, such as those of the tokenizer's training.
+        tokenizer: a tokenizer, or a function that trains one in a given folder.
+        rules: rules for all sources.
+        execution: settings that do not affect the result.
+        notes: further settings that determine the result, such as those of the tokenizer's training.
 
-    Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document or
-    too many faulty records, the tokenizer loses text, a file is damaged or changes, ``output`` exists or cannot be
-    written, or another process is preparing it.
+    Returns the path of `manifest.json`. Raises `DataError` if a path is missing, a source has no usable document or too
+    many faulty records, the tokenizer loses text, a file is damaged or changes, `output` exists or cannot be written,
+    or another process is preparing it.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
     output = Path(output)
     if (output / manifest.MANIFEST).is_file():
-        remove_blocks(output)  # killed after the folder was complete, before they were removed
+        remove_blocks(output)  # an earlier call was killed after the folder was complete
     refuse_existing(output, DataError)
     inputs = find_inputs(sources)
     with atomic_dir(output, DataError) as folder:
@@ -100,8 +100,8 @@ def prepare_part(
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
 ) -> str:
-    """Make every block of ``prepare`` whose number leaves ``part`` when divided by ``parts``; return how many there
-    are. Raises ``DataError`` as ``prepare``.
+    """Build part `part` of the blocks of `prepare`: those with number % `parts` == `part`. Return their count. Raises
+    `DataError` as `prepare`.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -110,12 +110,12 @@ def prepare_part(
         settings = settings_of(sources, tokenizer, rules, notes)
         blocks = Blocks(sources, find_inputs(sources), output, tokenizer, rules, settings)
         blocks.make([number for number in blocks.missing() if number % parts == part], execution)
-    return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are made"
+    return f"{blocks.folder}: {len(blocks) - len(blocks.missing())} of {len(blocks)} blocks are built"
 
 
 @contextmanager
 def _work_is_kept(output: Path) -> Iterator[None]:
-    """Raise ``DataError`` for a full or unwritable disk, with the place of the work so far."""
+    """Raise `DataError` for a full or unwritable disk; the message says where the finished blocks are."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -123,9 +123,7 @@ def _work_is_kept(output: Path) -> Iterator[None]:
         blocks = blocks_folder(output)
         made = len(list(blocks.glob("*.block")))
         so_far = (
-            f"{made} blocks are kept in {blocks}, and the same command goes on with them"
-            if made
-            else "no block is kept"
+            f"{made} blocks are kept in {blocks}; the same command resumes with them" if made else "no block is kept"
         )
         raise DataError(
             f"{output}: cannot be written ({reason}); free some space and run the same command again, or choose "
@@ -154,7 +152,7 @@ def _write_shards(
                 findings[number].sets |= chunk.sets
                 findings[number].sample.merge(chunk.sample)
                 kept = np.ones(len(chunk.lengths), dtype=bool)
-                if number <= last_compared:  # also of sources that keep all, for the later ones that do not
+                if number <= last_compared:  # also from sources that keep duplicates, for later ones that do not
                     new = _are_new(database, chunk.digests)
                     kept = new if sources[number].duplicates != "keep" else kept
                     problems.leave_out("duplicate", int((~kept).sum()))
@@ -174,7 +172,7 @@ def _write_shards(
 
 @contextmanager
 def _digests(path: Path) -> Iterator[sqlite3.Connection]:
-    """A temporary database for digests of texts, which may be too many for memory."""
+    """A temporary database for digests of texts; there may be too many for memory."""
     with closing(sqlite3.connect(path)) as database:
         database.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-65536;")
         database.execute("CREATE TABLE digests (digest BLOB PRIMARY KEY) WITHOUT ROWID")
@@ -199,7 +197,7 @@ class Outputs:
         self._bytes = Counter[tuple[int, str, str]]()
 
     def write(self, source: int, chunk: TokenizedChunk, kept: np.ndarray) -> None:
-        """Append the ``kept`` (bool [documents]) documents of a chunk."""
+        """Append the `kept` (bool [documents]) documents of a chunk."""
         for number, (part, split) in enumerate(chunk.targets):
             chosen = kept & (chunk.target == number)
             if not chosen.any():
@@ -215,7 +213,7 @@ class Outputs:
             self._bytes[key] += int(chunk.text_bytes[chosen].sum())
 
     def finish(self) -> list[ShardState]:
-        """Write the indices; return the shards in the order of the sources, then by set."""
+        """Write the indices. Return the shards in the order of the sources, then by set."""
         for writer in (*self._writers.values(), *self._labels.values()):
             writer.finish()
         shards = [
@@ -233,8 +231,8 @@ class Outputs:
         for other in self._writers:
             if shard_name(self._sources[other[0]].spec.name, *other[1:]) == name:
                 raise DataError(
-                    f"{self._label(*other[:2])} and {self._label(source, part)} would both be written to {name}. "
-                    "Leave a set out with `sets`, or rename a source."
+                    f"{name}: both {self._label(*other[:2])} and {self._label(source, part)} would be written to it; "
+                    "leave a set out with `sets`, or rename a source"
                 )
         key = (source, part, split)
         self._writers[key] = ShardWriter(self._folder / name, self._vocab_size)

@@ -1,4 +1,4 @@
-"""Turn chunks of a corpus into tokens, in this process or in a pool of processes."""
+"""Tokenize chunks of a corpus, in this process or in a pool of processes."""
 
 import hashlib
 import json
@@ -26,9 +26,9 @@ from megatron_coca.support.processes import exit_with_parent, safe_path
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
-"""Chunks in progress per process: enough that none waits for the one with the slowest chunk."""
+"""Chunks in progress per process: enough that no process waits for the slowest chunk."""
 SAMPLED = 16
-"""Passages of each chunk that are decoded, about 1.5% of the text."""
+"""Passages of each chunk that are decoded again: about 1.5% of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class TokenizedChunk:
 
     Attributes:
         targets: the (set, split) pairs that occur; each is one shard.
-        target: index into ``targets`` of each document, int64 [documents].
+        target: index into `targets` of each document, int64 [documents].
         lengths: tokens of each document with its separator, int32 [documents].
         text_bytes: UTF-8 bytes of each document, int64 [documents].
-        tokens: of all documents, concatenated, in the dtype of the shard.
+        tokens: the tokens of all documents, concatenated, in the dtype of the shard.
         digests: BLAKE2b of each text, uint8 [documents, 16].
         sets: the sets that occur.
         problems: unusable and filtered records.
-        read: ``Chunk.read``.
-        labels: of all tokens, int32 as in a label shard; None if every token counts in the loss.
-        sample: what the tokenizer lost of passages of the documents.
+        read: `Chunk.read`.
+        labels: labels of all tokens, int32 as in a label shard; None if every token counts in the loss.
+        sample: the tokenizer's losses in passages of the documents.
     """
 
     targets: list[tuple[str, str]]
@@ -63,7 +63,7 @@ class TokenizedChunk:
 
 
 class Tokenized(NamedTuple):
-    """A document with its separator: UTF-8 of its text, tokens in the dtype of the shard, and int32 labels or None."""
+    "A document with its separator: its text in UTF-8, its tokens in the dtype of the shard, and int32 labels or None."
 
     text: bytes
     tokens: np.ndarray
@@ -80,7 +80,7 @@ class ChunkTokenizer:
         self._start = [] if (start := tokenizer.trained_start) is None else [start]
 
     def tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
-        """Tokenize a chunk of source ``number``."""
+        """Tokenize a chunk of source `number`."""
         source, problems = self._sources[number], ReadingProblems(self._rules.strict)
         documents: list[Document] = []
         for document in self._readers[number].documents(chunk, problems):
@@ -116,7 +116,7 @@ class ChunkTokenizer:
         )
 
     def _sample(self, texts: Sequence[bytes], digests: Sequence[bytes]) -> Sample:
-        """Encode and decode passages of the texts with the smallest digests: the same ones in every run."""
+        """Encode and decode passages of the texts with the smallest digests, which are the same in every run."""
         chosen = sorted(range(len(texts)), key=digests.__getitem__)[:SAMPLED]
         heads = [texts[number][: 4 * PASSAGE * SAMPLED // len(chosen)].decode(errors="ignore") for number in chosen]
         return sampled(self._tokenizer, passages_of(heads, SAMPLED))
@@ -128,7 +128,7 @@ class ChunkTokenizer:
     def _chats(
         self, documents: Sequence[Document], counted: str, problems: ReadingProblems
     ) -> tuple[list[Document], list[Tokenized]]:
-        """The documents whose messages the template takes, and their tokens; the others go to ``problems``."""
+        """The documents that the chat template can render, and their tokens; the others go to `problems`."""
         kept, done = [], []
         for document in documents:
             try:
@@ -154,17 +154,19 @@ class ChunkTokenizer:
         answers = np.zeros(len(places) + 1, dtype=bool)
         for first, last in spans:
             answers |= (begins < last) & (ends > first)
-        answers[-1] = bool(places) and answers[-2]  # the separator counts behind an answer
+        answers[-1] = bool(places) and answers[-2]  # the separator after an answer counts
         labels = tokens.astype(np.int32)
         labels[~answers[: len(tokens)]] = MASKED
         return Tokenized(text.encode(), tokens, labels)
 
 
-_chunk_tokenizer: ChunkTokenizer | None = None  # one per worker process: opening a tokenizer takes longer than a chunk
+_chunk_tokenizer: ChunkTokenizer | None = (
+    None  # one per worker process, because opening a tokenizer takes longer than a chunk
+)
 
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
-    global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for what its initializer makes
+    global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for the results of its initializer
     threading.Thread(target=exit_with_parent, daemon=True).start()
     _chunk_tokenizer = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
 
@@ -175,7 +177,9 @@ def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
 
 
 class Pool:
-    """``workers`` processes, or this one with 0. A context manager. ``tokenizer`` is the folder where it is saved."""
+    """A pool of `workers` processes, or this process with 0; a context manager. `tokenizer` is the folder of the saved
+    one.
+    """
 
     def __init__(self, workers: int, sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
         self.in_flight = IN_FLIGHT * workers
@@ -183,7 +187,7 @@ class Pool:
         if not workers:
             self._local = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
             return
-        # Ctrl-C reaches the whole process group; workers ignore it from their start on, and this process ends them.
+        # Ctrl-C reaches the whole process group. Workers ignore it from their start on, and this process ends them.
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
         try:
@@ -204,7 +208,7 @@ class Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, source: int, chunk: Chunk) -> Callable[[], TokenizedChunk]:
-        """Start work on a chunk; call the result to fetch it. Without workers the work is done in that call."""
+        """Start work on a chunk. Call the result to fetch the tokens; without workers that call does the work."""
         if self._executor is None:
             return lambda: self._local.tokenize(source, chunk)
         try:
@@ -223,6 +227,6 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
 
 def _lost_worker() -> DataError:
     return DataError(
-        "A worker process was killed, as the system does when memory runs out. "
-        "Run the same command again to resume; if memory was short, with fewer --workers or a smaller max_record_mib."
+        "workers: a process was killed, probably because memory ran out; run the same command again to resume, with "
+        "fewer --workers or a smaller max_record_mib"
     )

@@ -1,6 +1,6 @@
 """Read the needed columns of parquet and Arrow files, as record batches that can be sent to a worker.
 
-pyarrow takes long to import, so the functions that need it import it.
+pyarrow takes long to import, so only the functions that need it import it.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from megatron_coca.data.readers.source import Chunk, ReadingProblems, Row
 from megatron_coca.data.readers.streams import TooLong
 
 Choose = Callable[[list[str]], list[str]]
-"""Selects the needed ones of a table's columns."""
+"""Selects the columns that are needed from those of a table."""
 Batches = Iterator[tuple[Any, int]]
-"""(``pyarrow.RecordBatch``, bytes of the file read so far)."""
+"""(`pyarrow.RecordBatch`, bytes of the file read so far)."""
 
 _READ_AHEAD = 1 << 20  # bytes per column; without it pyarrow loads the whole column of a row group
 _FILE_MAGIC = b"ARROW1"
@@ -25,12 +25,12 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read a parquet file, about ``size`` bytes at a time, regardless of its row groups. ``DataError`` if it is
+    """Read a parquet file, about `size` bytes at a time, regardless of its row groups. Raises `DataError` if it is
     damaged.
     """
     from pyarrow import parquet
 
-    # Verify checksums if the file has them: zeroed pages are otherwise rows of empty text.
+    # Verify checksums if the file has them; zeroed pages would otherwise be rows of empty text.
     options = {"buffer_size": _READ_AHEAD, "pre_buffer": False, "page_checksum_verification": True}
     with _damage(path), parquet.ParquetFile(path, **options) as file:
         metadata, columns, length = file.metadata, choose(file.schema_arrow.names), path.stat().st_size
@@ -47,7 +47,9 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
 
 
 def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read the record batches of an Arrow file or stream (as of ``datasets``). ``DataError`` if it is damaged."""
+    """Read the record batches of an Arrow file or stream, such as those of `datasets`. Raises `DataError` if it is
+    damaged.
+    """
     import pyarrow as arrow
 
     # Not memory-mapped: mapped pages count as memory of this process.
@@ -65,7 +67,9 @@ def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
             with path.open("rb") as stream:  # pyarrow accepts a stream that was cut off between two batches
                 stream.seek(-len(_STREAM_END), 2)
                 if stream.read() != _STREAM_END:
-                    raise DataError(f"{path}: cannot be read to its end (no end-of-stream mark). Is it complete?")
+                    raise DataError(
+                        f"{path}: cannot be read to its end (no end-of-stream mark); check that it is complete"
+                    )
 
 
 TABLE_FORMATS: dict[str, Callable[[Path, Choose, int], Batches]] = {
@@ -75,13 +79,13 @@ TABLE_FORMATS: dict[str, Callable[[Path, Choose, int], Batches]] = {
 
 
 def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | TooLong]]:
-    """Cut a batch into (rows, bytes for ``table_rows``) of about ``size`` bytes.
+    """Cut a batch into (rows, bytes for `table_rows`) of about `size` bytes.
 
-    A row of more than ``limit`` bytes is given as its length alone.
+    For a row of more than `limit` bytes only its length is given.
     """
     import pyarrow as arrow
 
-    lengths = np.zeros(batch.num_rows, dtype=np.int64)  # of each row: of texts exactly, of other columns on average
+    lengths = np.zeros(batch.num_rows, dtype=np.int64)  # of each row: exact for texts, the average for other columns
     for column in batch.columns:
         texts = _text_lengths(column)
         lengths += column.nbytes // max(1, len(column)) if texts is None else texts
@@ -95,7 +99,7 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
         stop = max(start + 1, int(np.searchsorted(ends, before + size, side="right")))
         longer = np.flatnonzero(lengths[start:stop] > limit)
         stop = start + int(longer[0]) if longer.size else stop
-        sink = arrow.BufferOutputStream()  # serialized, as a pickled slice includes the whole batch
+        sink = arrow.BufferOutputStream()  # serialized, because a pickled slice includes the whole batch
         with arrow.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch.slice(start, stop - start))
         yield stop - start, sink.getvalue().to_pybytes()
@@ -114,7 +118,7 @@ def _text_lengths(column: Any) -> np.ndarray | None:
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-    """Yield ("path:number", row) of a packed batch, numbered from ``chunk.first``."""
+    """Yield ("path:number", row) of a packed batch, numbered from `chunk.first`."""
     from pyarrow import ipc
 
     batch = ipc.open_stream(chunk.payload).read_next_batch()
@@ -137,4 +141,6 @@ def _damage(path: Path) -> Iterator[None]:
     except MemoryError:
         raise  # also an ArrowException, but the file may be sound
     except (arrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read to its end ({error}). Is the file complete, and readable?") from error
+        raise DataError(
+            f"{path}: cannot be read to its end ({error}); check that the file is complete and readable"
+        ) from error

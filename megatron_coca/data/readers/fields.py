@@ -1,4 +1,4 @@
-"""Records to documents: look up the text and metadata of a record, and filter by them."""
+"""Turn records into documents: look up the text and metadata of a record, and filter by them."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,18 +28,18 @@ _BY_ENDING, _BY_NAME, _BY_INTERPRETER = (
     for key in ("endings", "names", "interpreters")
 )
 PROSE = frozenset(("AsciiDoc", "Markdown", "TeX", "Text", "reStructuredText"))
-"""A paragraph may be one line."""
+"""Languages in which a paragraph may be one line."""
 LANGUAGES = frozenset(_BY_ENDING.values()) | frozenset(_BY_NAME.values())
 
 
 def language_of_path(path: str) -> str | None:
-    """Language of a file by its name; None if unknown."""
+    """The language of a file by its name; None if unknown."""
     name = path.rpartition("/")[2].lower()
     return _BY_NAME.get(name) or _BY_ENDING.get(name.rpartition(".")[2] if "." in name else "")
 
 
 def language_of_script(text: str) -> str | None:
-    """Language of a script by its first line (``#!/usr/bin/env python3``); None if unknown."""
+    """Language of a script by its first line (`#!/usr/bin/env python3`); None if unknown."""
     if not text.startswith("#!"):
         return None
     words = text[2:].partition("\n")[0][:200].split()
@@ -63,12 +63,12 @@ _GENERATED_ENDINGS, _MINIFIED_ENDINGS = (tuple(_CODE[key].split()) for key in ("
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Metadata of a record; None where unknown.
+    """The metadata of a record; None if unknown.
 
     Attributes:
-        stars: of the repository.
+        stars: stars of the repository.
         language: as named by GitHub's Linguist.
-        path: of the file in its repository.
+        path: path of the file in its repository.
     """
 
     stars: int | None = None
@@ -77,7 +77,7 @@ class Facts:
 
 
 def admit_facts(facts: Facts, filters: Filters) -> str | None:
-    """Reason to leave out a record by its metadata alone; None to keep it."""
+    """Reason to leave out a record by its metadata; None to keep it."""
     if filters.min_stars:
         if facts.stars is None:
             return "no stars given"
@@ -102,7 +102,7 @@ def admit_facts(facts: Facts, filters: Filters) -> str | None:
 def admit(text: str, facts: Facts, filters: Filters) -> str | None:
     """Reason to leave out a record; None to keep it. A record that lacks the metadata for a filter is left out.
 
-    Minified: files of prose (Markdown, ...) may have lines of any length.
+    Files of prose (Markdown, ...) may have lines of any length and do not count as minified.
     """
     if reason := admit_facts(facts, filters):
         return reason
@@ -116,7 +116,7 @@ def admit(text: str, facts: Facts, filters: Filters) -> str | None:
 
 
 def size_reason(size: int, filters: Filters) -> str | None:
-    """Reason to leave out a record of ``size`` bytes; None to keep it."""
+    """Reason to leave out a record of `size` bytes; None to keep it."""
     too_large = filters.max_bytes is not None and size > filters.max_bytes
     return f"larger than {filters.max_bytes} bytes" if too_large else None
 
@@ -160,27 +160,27 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations"),
     "tools": ("tools",),
 }
-"""Paths of each field, in order of preference: the names of the Pile and of The Stack."""
+"""Paths of each field in order of preference: the names in the Pile and in The Stack."""
 
 ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of ShareGPT's records in the field's present terms."""
+"""Current names of the roles in ShareGPT's records."""
 _ABSENT = object()
-NAME_IT = "Name the field of the text: --text-field NAME, or `fields: {text: NAME}` in a recipe."
+NAME_IT = "name the field of the text: --text-field NAME, or `fields: {text: NAME}` in a recipe"
 
 
 class Fields:
-    """Turns the records of a source into documents. Raises ``DataError`` if ``spec.fields`` names an unknown field."""
+    """Turns the records of a source into documents. Raises `DataError` if `spec.fields` has an unknown field."""
 
     def __init__(self, spec: SourceSpec) -> None:
         if unknown := sorted(set(spec.fields) - set(DEFAULTS)):
-            raise DataError(f"{spec.name}: unknown fields {unknown}. Known are {', '.join(DEFAULTS)}.")
+            raise DataError(f"{spec.name}: unknown fields {unknown}; use {', '.join(DEFAULTS)}")
         self._paths = DEFAULTS | {name: (path,) for name, path in spec.fields.items()}
         self._named_key, self._content = spec.fields.get("key"), "messages" if spec.messages else "text"
         self._sets, self._divide = frozenset(spec.sets), spec.divide
         self._filters = spec.filters if spec.filters != Filters() else None
 
     def documents(self, rows: Iterable[tuple[str, Row]], problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of (place, record) pairs; report the other records to ``problems``."""
+        """Yield the documents of (place, record) pairs. The other records go to `problems`."""
         for place, row in rows:
             try:
                 set_name = self._set(row) if self._sets or self._divide else ""
@@ -196,7 +196,7 @@ class Fields:
                 yield document
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """The needed ones of a table's columns. ``DataError`` if none holds the text."""
+        """The columns of a table that are needed. Raises `DataError` if none holds the text."""
         needed = [self._content, "key", "repository"]
         needed += ["tools"] if self._content == "messages" else []
         if self._sets or self._divide:
@@ -206,7 +206,7 @@ class Fields:
         roots = {field: {root for path in self._paths[field] for root in _roots(path)} for field in needed}
         if not roots[self._content] & set(names):
             column = self._paths[self._content][0]
-            raise DataError(f"{place}: no column {column!r}; the table has {list(names)[:20]}. {NAME_IT}")
+            raise DataError(f"{place}: no column {column!r}; the table has {list(names)[:20]}; {NAME_IT}")
         wanted = set().union(*roots.values())
         return [name for name in names if name in wanted]
 
@@ -229,7 +229,7 @@ class Fields:
         path = self._paths["text"][0]
         text = row[path] if path in row else _nested(row, path)
         if text is _ABSENT:
-            raise _missing(row, path, f". {NAME_IT}")
+            raise _missing(row, path, f"; {NAME_IT}")
         text = decode(text) if isinstance(text, bytes) else text  # tables may hold strings as plain bytes
         if not isinstance(text, str):
             raise RejectedRecord("text is not a string", f"field {path!r} holds {type(text).__name__}")
@@ -238,7 +238,7 @@ class Fields:
         return _valid(text)
 
     def _chat(self, row: Row) -> str:
-        """The messages and tools of a chat as JSON; ``from`` and ``value`` become ``role`` and ``content``."""
+        """The messages and tools of a chat as JSON; `from` and `value` become `role` and `content`."""
         messages, tools = self._look_up(row, "messages"), self._look_up(row, "tools")
         if messages is None:
             raise _missing(row, self._paths["messages"][0])
@@ -256,7 +256,7 @@ class Fields:
             raise RejectedRecord("messages have too many levels of lists") from error
 
     def _key(self, row: Row) -> str:
-        """The record's key, else its repository, else an empty string."""
+        """The key of a record, else its repository, else an empty string."""
         if self._named_key and self._named_key not in row and _nested(row, self._named_key) is _ABSENT:
             raise _missing(row, self._named_key)
         for name in ("key", "repository"):
@@ -279,7 +279,7 @@ class Fields:
 
 
 def _nested(row: Row, path: str) -> Any:
-    """The value at a dotted path, whose names may themselves contain dots."""
+    """The value at a dotted path; names in the path may contain dots."""
     dot = path.find(".")
     while dot >= 0:
         inner = row.get(path[:dot])
@@ -293,7 +293,7 @@ def _nested(row: Row, path: str) -> Any:
 
 
 def _roots(path: str) -> list[str]:
-    """Columns that a dotted path may start in: "a.b" in "a" and "a.b"."""
+    """The columns in which a dotted path may start: for "a.b" these are "a" and "a.b"."""
     names = path.split(".")
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
 
@@ -303,7 +303,7 @@ def _missing(row: Row, path: str, hint: str = "") -> RejectedRecord:
 
 
 def _valid(text: str) -> str:
-    """``text`` if it can be encoded in UTF-8: JSON's escapes can spell halves of a surrogate pair."""
+    """Return `text` if it can be encoded in UTF-8. Escapes in JSON can spell half of a surrogate pair, which cannot."""
     try:
         _ = text.isascii() or text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Reader of files, folders and archives; the format of a file follows from its name."""
+"""Reader of files, folders and archives. The format of a file follows from its name."""
 
 import os
 import stat
@@ -28,44 +28,44 @@ from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingPr
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.support.remote_files import is_url
 
-_UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason
+_UNREAD, _TOO_LONG = "unread", "too long"  # forms of a `TypedChunk` without records: its payload is the reason
 
 
 class TypedChunk(NamedTuple):
-    """Records of one file in one format; ``chunk.read`` is not used."""
+    """The records of one file in one format. `chunk.read` is not used."""
 
     form: str
     chunk: Chunk
 
 
 class FileReader(Reader):
-    """Reads the files and folders in ``spec.paths``.
+    """Reads the files and folders in `spec.paths`.
 
-    A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive,
-    about ``block`` bytes of records. Raises ``DataError`` if ``spec`` has unknown fields or documents, or keys that
+    The payload of a chunk is a tuple of `TypedChunk` with about `block` bytes of records: one from a large file, or
+    many from the small files of an archive. Raises `DataError` if `spec` has unknown fields or documents, or keys that
     this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
         check_keys(spec, "files")
         if spec.documents not in TEXT_FORMATS:
-            raise DataError(f"{spec.name}: documents must be one of {', '.join(TEXT_FORMATS)}, not {spec.documents!r}.")
+            raise DataError(f"{spec.name}: documents: must be one of {', '.join(TEXT_FORMATS)}, not {spec.documents!r}")
         self.spec, self._block, self.fields = spec, block, Fields(spec)
         text_format = TEXT_FORMATS[spec.documents]
         self._formats: dict[str, StreamFormat] = {**FORMATS, **dict.fromkeys(TEXT_SUFFIXES, text_format)}
 
     def units(self) -> list[ReadUnit]:
-        """List the files. ``DataError`` for a path that is missing, of unknown type, or listed twice."""
+        """List the files. Raises `DataError` for a path that is missing, of unknown type, or listed twice."""
         files = corpus_files(self.spec.paths)
         for file, times in Counter(files).items():
             if times > 1:
                 raise DataError(
-                    f"{file}: listed twice in {self.spec.name}. List it once; a larger weight repeats a source."
+                    f"{file}: listed twice in {self.spec.name}; list it once (a larger weight repeats a source)"
                 )
         return [file_unit(file) for file in files]
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a file, in the order of its records. ``DataError`` where it is damaged."""
+        """Cut a file in the order of its records. Raises `DataError` if it is damaged."""
         kind, path, sent = kind_of(unit.path), unit.path, 0
         if kind is None:
             raise DataError(f"{path}: {unknown_type(Path(path).name)}")
@@ -91,11 +91,13 @@ class FileReader(Reader):
         return file_unit(unit.path).stamp
 
     def unread(self) -> Counter[str]:
-        """Count the skipped files in the folders of the source by reason; lists the folders again."""
+        """Count the skipped files in the folders of the source by reason. This lists the folders again."""
         return unread_files(self.spec.paths)
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
-        """Records of a file, of which the first is ``number`` (0: the file is one record), or one that is too long."""
+        """The chunk of records of a file, or of one record that is too long. The first has number `number` (0 if the
+        file is one record).
+        """
         if isinstance(records, TooLong):
             hint = "write one JSON object per line, read text by line, or raise it"
             records = f"{records.length:,} bytes, more than max_record_mib: {self.spec.max_record_mib}; {hint}"
@@ -103,7 +105,7 @@ class FileReader(Reader):
         return TypedChunk(form, Chunk(path, number, records, 0))
 
     def _table_payloads(self, path: str, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
-        """(payload, bytes of the file read so far)."""
+        """Yield (payload, bytes of the file read so far)."""
         number, size = 1, file_unit(path).size
         choose = partial(self.fields.columns, place=path)
         with local_input(path) as file:
@@ -114,7 +116,7 @@ class FileReader(Reader):
         yield (), size
 
     def _payloads(self, path: str, kind: FileKind) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
-        """(payload, bytes of the file read so far), each of at least a block, the last one any."""
+        """Yield (payload, bytes of the file read so far), with at least a block in each payload except the last."""
         with local_input(path) as file, _opened(file) as raw:
             payload, size = list[TypedChunk](), 0
             for typed in self._typed_chunks(path, kind, raw_blocks(path, raw, self._block)):
@@ -126,7 +128,7 @@ class FileReader(Reader):
             yield tuple(payload), raw.tell()
 
     def _typed_chunks(self, place: str, kind: FileKind, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
-        """Cut a file, or a file in an archive, or the files in it. ``DataError`` where it is damaged."""
+        """Cut a file, the files in an archive, or one of them. Raises `DataError` if it is damaged."""
         if kind.compression:
             blocks = decompressed(place, blocks, COMPRESSIONS[kind.compression], self._block)
         return self._archived(place, blocks) if kind.form == ARCHIVE else self._records(place, kind.form, blocks)
@@ -154,30 +156,30 @@ def _opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
-        raise DataError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
+        raise DataError(f"{path}: cannot be opened ({error}); check the path and its permissions") from error
 
 
 def file_unit(file: Path | str) -> ReadUnit:
-    """The unit of a file or object in its present state. ``DataError`` if it is missing or not a regular file."""
+    """The unit of a file or object in its current state. Raises `DataError` if it is missing or not a regular file."""
     if is_url(file):
         return remote_unit(str(file))
     try:
         status = os.stat(file)
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error}). Check the path and its permissions.") from error
+        raise DataError(f"{file}: cannot be read ({error}); check the path and its permissions") from error
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{file}: not a regular file but a pipe or device. Write its content to a file and use that.")
+        raise DataError(f"{file}: a pipe or device, not a regular file; write its content to a file and use that")
     return ReadUnit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
 def read_documents(path: Path | str, problems: ReadingProblems | None = None) -> Iterator[Document]:
-    """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
+    """Stream the documents of a file or folder in this process. Memory holds one chunk, or one record if it is larger.
 
-    ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,
-    unreadable, damaged or unknown file, and at the end of one that changed while it was read.
+    Unusable records go to `problems`; without it the first one is an error. Raises `DataError` for a missing,
+    unreadable, damaged or unknown file, and for one that changed while it was read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
-    # One document may be a whole book collection: what is evaluated on is chosen, not collected.
+    # No limit on records: evaluation data is chosen by hand, and one document may be a whole collection of books.
     reader = FileReader(SourceSpec(str(path), [path], max_record_mib=1024))
     for unit in reader.units():
         for chunk in reader.chunks(unit):

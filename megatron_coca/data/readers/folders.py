@@ -1,4 +1,4 @@
-"""Resolve the paths of a corpus to files, and file names to formats."""
+"""Resolve the paths of a corpus to files, and the names of files to formats."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from megatron_coca.support.regular_files import read_regular
 from megatron_coca.support.remote_files import is_url
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
-# A name with no suffix but the compression's ("wiki.zst") is taken for JSON lines, the usual content of such files.
+# A name with only the suffix of a compression ("wiki.zst") is taken for JSON lines, the usual content of such files.
 _BARE = ""
 FORMATS: dict[str, StreamFormat] = dict.fromkeys((".jsonl", ".json", ".ndjson", _BARE), JSON_LINES)
 _EXTRACT = re.compile(r"wiki_\d\d+")  # files of WikiExtractor --json
@@ -30,7 +30,7 @@ READABLE = (
     ".bz2 or .xz; .parquet, .arrow"
 )
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-# Files that describe the data next to them; read as documents they would be text, or reported as damaged.
+# Files that describe the data next to them. Read as documents they would become text or be reported as damaged.
 _DESCRIPTION = re.compile(
     r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
@@ -42,11 +42,11 @@ _SPLITS = "dataset_dict.json"
 
 @dataclass(frozen=True)
 class FileKind:
-    """Format of a file, from its name.
+    """The format of a file, from its name.
 
     Attributes:
-        form: suffix of the content: of ``FORMATS``, ``TEXT_SUFFIXES``, ``TABLE_FORMATS``, or ``ARCHIVE``.
-        compression: a suffix of ``COMPRESSIONS``, or empty.
+        form: suffix of the content, which is in `FORMATS`, `TEXT_SUFFIXES` or `TABLE_FORMATS`, or is `ARCHIVE`.
+        compression: a suffix in `COMPRESSIONS`, or empty.
     """
 
     form: str
@@ -54,7 +54,7 @@ class FileKind:
 
 
 def kind_of(name: str) -> FileKind | None:
-    """Format of a file by the end of its name, case-insensitively; None for an unknown one."""
+    """The format of a file by the end of its name, case-insensitive; None if it is unknown."""
     base, compression = _split_name(name)
     inner = ".jsonl" if _EXTRACT.fullmatch(base) else PurePath(base).suffix
     if inner in TABLE_FORMATS:
@@ -79,11 +79,8 @@ def unknown_type(name: str) -> str:
     base, compression = _split_name(name)
     example = f": {base}.jsonl{compression}, for example" if compression else ""
     if ".xml" in base:
-        return "XML is not read. Convert a dump by WikiExtractor --json, or use wikimedia/wikipedia of the hub."
-    return (
-        f"unknown type of file ({_ending(name)}). Readable are {READABLE}. If it holds one of these, give it its "
-        f"ending{example}."
-    )
+        return "XML is not supported; convert a dump with WikiExtractor --json, or use wikimedia/wikipedia of the Hub"
+    return f"unknown type of file ({_ending(name)}); give it the ending of its content ({READABLE}){example}"
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -95,41 +92,41 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _ending(name: str) -> str:
-    """The suffix for messages and counts; not one that is a number or a sentence, of which there may be many."""
+    "The suffix for messages and counts. Numbers and sentences are left out, because there may be many different ones."
     base, compression = _split_name(name)
     suffix = PurePath(base).suffix
     return (suffix if suffix[1:2].isalpha() and len(suffix) <= 9 else "") + compression or "no known ending"
 
 
 def corpus_files(paths: Sequence[Path | str]) -> list[Path | str]:
-    """Resolve paths and URLs to files and objects: a folder to its readable files in sorted order.
+    """Resolve paths and URLs to files and objects. A folder resolves to its readable files in sorted order.
 
-    Hidden files and folders and links to folders are skipped. A folder saved by ``datasets`` resolves to the
-    files in its ``state.json``. Raises ``DataError`` for a missing path, a file of an unknown type, and a folder that
-    cannot be read, holds no readable file, or was saved with several splits.
+    Hidden files and folders and links to folders are skipped. A folder saved by `datasets` resolves to the files in its
+    `state.json`. Raises `DataError` for a missing path, a file of an unknown type, and a folder that cannot be read,
+    holds no readable file, or was saved with several splits.
     """
     return [file for path in paths for file in _listed(path)[0]]
 
 
 def unread_files(paths: Sequence[Path | str]) -> Counter[str]:
-    """Counts of the files in the folders among ``paths`` that ``corpus_files`` skips, by reason."""
+    """Count the files in the folders among `paths` that `corpus_files` skips, by reason."""
     return sum((_listed(path)[1] for path in paths), Counter[str]())
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """True if ``datasets`` saved one data set in this folder."""
+    """True if `datasets` saved a single data set in this folder."""
     return all((folder / name).is_file() for name in _SAVED)
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Splits that ``datasets`` saved in this folder; none if it is no ``DatasetDict``."""
+    """The splits that `datasets` saved in this folder; none if it is not a `DatasetDict`."""
     listing = folder / _SPLITS
     if not listing.is_file():
         return []
     try:
         return list(json.loads(read_regular(listing))["splits"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DataError(f"{listing}: cannot be read ({error!r}). Save the data set again.") from error
+        raise DataError(f"{listing}: cannot be read ({error!r}); save the data set again") from error
 
 
 def _listed(path: Path | str) -> tuple[Sequence[Path | str], Counter[str]]:
@@ -150,16 +147,16 @@ def _remote_listing(url: str) -> tuple[list[str], Counter[str]]:
     unread = Counter(reason for reason in reasons.values() if reason is not None)
     found = [f"{url.rstrip('/')}/{each}" for each, reason in reasons.items() if reason is None]
     if not found:
-        raise DataError(f"{url}: no such object, or a folder without a readable file ({READABLE}).")
+        raise DataError(f"{url}: no such object, or no readable file ({READABLE}) below it; check the path")
     return found, unread
 
 
 def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
     """(files to read, counts of the others by reason)."""
     if printable(str(path)) != str(path):
-        raise DataError(f"{printable(str(path))}: the name is not UTF-8. Rename it.")
+        raise DataError(f"{printable(str(path))}: the name is not UTF-8; rename it")
     if not path.exists():
-        raise DataError(f"{path}: no such file or folder. Check the path of the corpus.")
+        raise DataError(f"{path}: no such file or folder; check the path of the corpus")
     if not path.is_dir():
         if kind_of(path.name) is None:
             raise DataError(f"{path}: {unknown_type(path.name)}")
@@ -185,7 +182,7 @@ def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
     if not files:
         most = sorted(unread.items(), key=lambda counted: (-counted[1], counted[0]))[:3]
         skipped = "".join(f"; {count} {reason}" for reason, count in most)
-        raise DataError(f"{path}: the folder holds no readable file ({READABLE}){skipped}.")
+        raise DataError(f"{path}: no readable file ({READABLE}) in this folder{skipped}; check the path")
     return sorted(files), unread
 
 
@@ -193,23 +190,23 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
     """Reason to skip each file of a folder; None to read it."""
     if _SPLITS in names and len(splits := saved_splits(folder)) > 1:
         raise DataError(
-            f"{folder}: holds the splits {', '.join(splits)} of a data set, which would be mixed. Name the folder of "
-            "one, or use the reader huggingface with the option split."
+            f"{folder}: has the splits {', '.join(splits)}, which would be mixed; give the folder of one "
+            "split, or use the reader huggingface with the option split"
         )
     if set(names) >= _SAVED:
         state = folder / _STATE
         try:
             saved = [entry["filename"] for entry in json.loads(read_regular(state))["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise DataError(f"{state}: cannot be read ({error!r}). Save the data set again.") from error
-        # The other Arrow files are caches with the same rows. A saved file that is missing is reported when opened.
+            raise DataError(f"{state}: cannot be read ({error!r}); save the data set again") from error
+        # The other Arrow files are caches with the same rows. A missing file is reported when it is opened.
         skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
         return {**dict.fromkeys(saved), **skipped}
     return {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}
 
 
 def _irregular(path: str) -> str | None:
-    """Reason to skip what is not a regular file; None also if only opening it can tell."""
+    """Reason to skip a path that is not a regular file. None for a regular file, or if only opening it can tell."""
     if printable(path) != path:
         return _MISNAMED
     try:
@@ -219,4 +216,4 @@ def _irregular(path: str) -> str | None:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}). Check its permissions.")
+    raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); check its permissions")

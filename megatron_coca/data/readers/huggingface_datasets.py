@@ -1,4 +1,4 @@
-"""Reader of Hugging Face data sets: saved on disk, in folders of data files, or on the Hub, with ``datasets``."""
+"""Reader of Hugging Face data sets on disk, in folders of data files, or on the Hub, by the library `datasets`."""
 
 import contextlib
 import hashlib
@@ -22,18 +22,20 @@ _FORM = ".arrow"
 
 
 class HuggingFaceReader(Reader):
-    """Reads one split of a data set with the ``datasets`` library.
+    """Reads one split of a data set with the library `datasets`.
 
-    ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
-    of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
-    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub. Raises ``DataError`` for an unknown
-    option, a key that this reader does not use, and as ``FileReader``.
+    `spec.paths` are folders written by `save_to_disk` (their Arrow files are read directly), other folders or files of
+    data, or names on the Hub; the last two are streamed, without a copy in the library's cache. `spec.options` are the
+    `name` of the configuration, the `split` (default train) and the `revision` on the Hub. Raises `DataError` for an
+    unknown option, a key that this reader does not use, and as `FileReader`.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
         check_keys(spec, "huggingface")
         if unknown := sorted(set(spec.options) - set(OPTIONS)):
-            raise DataError(f"{spec.name}: unknown options {unknown} of huggingface. Known are {', '.join(OPTIONS)}.")
+            raise DataError(
+                f"{spec.name}: unknown options {unknown} of the reader huggingface; use {', '.join(OPTIONS)}"
+            )
         self.spec = spec
         self._files = FileReader(replace(spec, options={}))
         self._split = spec.options.get("split", DEFAULT_SPLIT)
@@ -41,7 +43,8 @@ class HuggingFaceReader(Reader):
     def units(self) -> list[ReadUnit]:
         """List the Arrow files of saved data sets, and every other path as one unit of size 0.
 
-        ``DataError`` for a folder without this split, a name that is neither on disk nor on the Hub, and no network.
+        Raises `DataError` for a folder without this split, a name that is neither on disk nor on the Hub, or without a
+        network.
         """
         units = []
         for name in map(str, self.spec.paths):
@@ -52,13 +55,11 @@ class HuggingFaceReader(Reader):
                 units.append(ReadUnit(name, 0, _stamp(path)))
             else:
                 if name.startswith((".", "/", "~")) or name.count("/") > 1 or kind_of(name) is not None:
-                    raise DataError(
-                        f"{name}: no such file or folder. Check the path, or name a data set as owner/name."
-                    )
+                    raise DataError(f"{name}: no such file or folder; check the path, or give a data set as owner/name")
                 with _reported(name):
                     from huggingface_hub import HfApi
 
-                    # The stamp is the commit that is read, also if the revision moves on.
+                    # The stamp is the commit that is read, even if the revision later points to another commit.
                     commit = HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha
                 units.append(ReadUnit(name, 0, str(commit)))
         return units
@@ -66,11 +67,11 @@ class HuggingFaceReader(Reader):
     def stamp(self, unit: ReadUnit) -> str:
         path = Path(unit.path)
         if not path.exists():
-            return unit.stamp  # at the Hub: its commit is read
+            return unit.stamp  # on the Hub: the commit is read
         return file_unit(path).stamp if unit.size else _stamp(path)
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut an Arrow file, or stream a data set. ``DataError`` if reading fails."""
+        """Cut an Arrow file, or stream a data set. Raises `DataError` if reading fails."""
         if Path(unit.path).is_file() and unit.size:
             yield from self._files.chunks(unit)
             return
@@ -91,7 +92,7 @@ class HuggingFaceReader(Reader):
             return folder
         splits = saved_splits(folder)
         if self._split not in splits:
-            raise DataError(f"{folder}: no split {self._split!r}; there are {', '.join(splits)}. Set the option split.")
+            raise DataError(f"{folder}: no split {self._split!r}; set the option split to {', '.join(splits)}")
         return folder / self._split
 
     def _stream(self, unit: ReadUnit) -> Any:
@@ -118,13 +119,13 @@ def _reported(path: str) -> Iterator[None]:
     try:
         import datasets  # noqa: F401
     except ImportError as error:
-        raise DataError("Reading data sets of Hugging Face needs the library: pip install datasets") from error
+        raise DataError("huggingface: the library datasets is missing; pip install datasets") from error
     try:
         yield
     except DataError:
         raise
     except Exception as error:  # the library's errors have no common base class
         raise DataError(
-            f"{path}: datasets cannot read it ({type(error).__name__}: {error}). Check the name, the split, and the "
-            "network for a name on the Hub."
+            f"{path}: datasets cannot read it ({type(error).__name__}: {error}); check the name, the split "
+            "and, for the Hub, the network"
         ) from error

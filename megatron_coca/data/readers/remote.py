@@ -11,7 +11,7 @@ from megatron_coca.data.readers.source import ReadUnit
 from megatron_coca.support.remote_files import RemoteFiles, is_url
 
 TIMEOUT = 300.0
-"""Seconds for which a failed request is repeated: a preparation takes hours, a store comes back."""
+"""Seconds for which a failed request is repeated, because a preparation takes hours and outages end."""
 
 
 class DataFiles(RemoteFiles):
@@ -24,13 +24,13 @@ class DataFiles(RemoteFiles):
 
 
 def opened(url: str) -> tuple[DataFiles, str]:
-    """The folder of a URL, and the last part of its path."""
+    """The folder of a URL and the last part of its path."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return DataFiles(folder), name
 
 
 def joined(root: Path | str, text: str) -> Path | str:
-    """A path below `root`, of which either may be a URL."""
+    """A path below `root`; either may be a URL."""
     if is_url(text):
         return text
     text = os.path.expanduser(text)
@@ -46,17 +46,17 @@ def matching(url: str) -> list[str]:
 
 
 def remote_unit(url: str) -> ReadUnit:
-    """The unit of an object in its present state. ``DataError`` if there is none."""
+    """The unit of an object in its current state. Raises `DataError` if it does not exist."""
     files, name = opened(url)
     facts = files.facts(name)
     if facts is None:
-        raise DataError(f"{url}: no such object. Check the path of the corpus.")
+        raise DataError(f"{url}: no such object; check the path of the corpus")
     return ReadUnit(url, facts[0], f"{facts[0]}-{facts[1]}")
 
 
 @contextlib.contextmanager
 def local_input(path: str) -> Iterator[Path]:
-    """The file to read: an object is downloaded to a temporary folder. ``DataError`` where it cannot be."""
+    """Yield the file to read; an object is downloaded to a temporary folder. Raises `DataError` if that fails."""
     if not is_url(path):
         yield Path(path)
         return

@@ -1,8 +1,8 @@
 """Reader of folders of repositories, cloned or unpacked: one document per source file.
 
-A path of the source holds repositories: ``name`` or ``owner/name``. A folder in it is a repository if it has ``.git``
-or any file of its own; if it has only folders, those are the repositories of an owner. A path with ``.git`` is a
-repository.
+A path of the source is a folder of repositories, `name` or `owner/name`, or one repository if it has `.git`. A folder
+in it is a repository if it has `.git` or any file of its own. If it has only folders, those are the repositories of an
+owner.
 """
 
 import difflib
@@ -48,7 +48,7 @@ _VERSION_CONTROL = frozenset((".git", ".hg", ".svn", ".bzr", "CVS", "_darcs", ".
 
 @dataclass(frozen=True, slots=True)
 class RepositoryFiles:
-    """Payload of a chunk.
+    """The payload of a chunk.
 
     Attributes:
         repository: "name" or "owner/name".
@@ -64,10 +64,9 @@ class RepositoryFiles:
 class RepositoryReader(Reader):
     """Reads folders of repositories.
 
-    The key of a document is its repository, so that no repository is on both sides of a split. Stars come from
-    ``spec.metadata``, looked up by the repository's name, case-insensitively. Raises ``DataError`` if a filter needs
-    stars and there is no metadata, a language of the filters is unknown, or ``spec`` has keys that
-    this reader does not use.
+    The key of a document is its repository, so that each repository is in one split. Stars come from `spec.metadata`,
+    by the repository's name (case-insensitive). Raises `DataError` if a filter needs stars and there is no metadata, if
+    a language of the filters is unknown, or if `spec` has keys that this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -76,24 +75,27 @@ class RepositoryReader(Reader):
         for name in spec.filters.languages:
             if name.lower() not in known:
                 near = difflib.get_close_matches(name, LANGUAGES, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(LANGUAGES))}."
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(LANGUAGES))}"
                 raise DataError(f"{spec.name}: filters.languages: unknown language {name!r}; {hint}")
         if spec.filters.min_stars and spec.metadata is None:
-            raise DataError(f"{spec.name}: the filter min_stars needs metadata: a JSONL file with the repositories.")
+            raise DataError(
+                f"{spec.name}: the filter min_stars needs metadata; set it to a JSONL file with the stars of the "
+                "repositories"
+            )
         if spec.metadata is not None and not Path(spec.metadata).is_file():
-            raise DataError(f"{spec.metadata}: no such file. Correct the metadata of {spec.name}.")
+            raise DataError(f"{spec.metadata}: no such file; correct the metadata of {spec.name}")
         self._spec = spec
 
     def units(self) -> list[ReadUnit]:
-        """List the repositories. A stamp covers names, sizes and times of the source files, and the metadata.
+        """List the repositories. A stamp covers the names, sizes and times of the source files, and the metadata.
 
-        ``DataError`` for a path that is not a folder or holds no repository. A million files take about 3 s with the
-        folders in the page cache.
+        Raises `DataError` for a path that is not a folder or holds no repository. A million files take about 3 s if the
+        folders are in the page cache.
         """
         units, metadata = [], self._metadata_digest()
         for root in map(str, self._spec.paths):
             if not os.path.isdir(root):
-                raise DataError(f"{root}: no such folder. Check the path of {self._spec.name}.")
+                raise DataError(f"{root}: no such folder; check the path of {self._spec.name}")
             units += [_unit(path, metadata) for path in _repositories(os.path.normpath(root))]
         return units
 
@@ -108,11 +110,11 @@ class RepositoryReader(Reader):
                 return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise DataError(
-                f"{self._spec.metadata}: cannot be read ({error}). Check the path and its permissions."
+                f"{self._spec.metadata}: cannot be read ({error}); check the path and its permissions"
             ) from error
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Names of about a megabyte of files each, with the counts of skipped entries."""
+        """Yield chunks with the names of about a megabyte of files each, and the counts of skipped entries."""
         repository = self._name(unit.path)
         names, left_out, size, first = list[str](), Counter[str](), 0, 1
 
@@ -133,8 +135,8 @@ class RepositoryReader(Reader):
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """Yield one document per file of a known language.
 
-        Left out: "binary", "empty file", "unknown file type", and by the filters. Faults: "unreadable",
-        "invalid UTF-8", "record too long".
+        Files are left out as "binary", "empty file" or "unknown file type", and by the filters. Faults are
+        "unreadable", "invalid UTF-8" and "record too long".
         """
         files: RepositoryFiles = chunk.payload
         for reason, count in files.left_out.items():
@@ -153,14 +155,14 @@ class RepositoryReader(Reader):
                 yield Document(text, files.repository)
 
     def _name(self, path: str) -> str:
-        """Name of the repository at ``path``."""
+        """Name of the repository at `path`."""
         if path in self._roots:
             return printable(os.path.basename(os.path.abspath(path)))
         owner = os.path.dirname(path)
         for root in (owner, os.path.dirname(owner)):
             if root in self._roots:
                 return printable(os.path.relpath(path, root))
-        raise DataError(f"{path}: not a repository of {self._spec.name}. Use the units that `units` returned.")
+        raise DataError(f"{path}: not a repository of {self._spec.name}; use units from `units`")
 
     @functools.cached_property
     def _roots(self) -> frozenset[str]:
@@ -187,7 +189,7 @@ def _load_metadata(path: Path) -> dict[str, Facts]:
                 metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise DataError(
-                    f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3}} ({error!r}).'
+                    f'{path}:{number}: invalid ({error!r}); write {{"repository": "owner/name", "stars": 3}}'
                 ) from error
     return metadata
 
@@ -197,18 +199,18 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror}). Check its permissions.") from error
+        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror}); check its permissions") from error
 
 
 def _repositories(root: str) -> Iterator[str]:
-    """Sorted repositories in ``root``, or ``root`` itself if it is one. ``DataError`` if it has no folder."""
+    """The repositories in `root`, sorted, or `root` itself if it is one. Raises `DataError` if there is none."""
     entries = _entries(root)
     if any(entry.name in _VERSION_CONTROL for entry in entries):
         yield root
         return
     folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     if not folders:
-        raise DataError(f"{root}: holds no repository. Name the folder that contains them; links are not followed.")
+        raise DataError(f"{root}: contains no repository; give the folder that contains them (links are not followed)")
     for folder in folders:
         inner = _entries(folder)
         is_owner = all(e.name not in _VERSION_CONTROL and e.is_dir(follow_symlinks=False) for e in inner)
@@ -216,9 +218,9 @@ def _repositories(root: str) -> Iterator[str]:
 
 
 def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str, int, int]]:
-    """(path, bytes, modification time in ns) of each file of a known or possible type, in sorted order.
+    """Yield (path, bytes, modification time in ns) of each file of a known or possible type, in sorted order.
 
-    Adds to ``left_out`` counts by reason.
+    Skipped entries are counted in `left_out` by reason.
     """
     stack = _entries(repository)[::-1]  # no recursion: folders may be nested deeper than Python's limit
     while stack:
@@ -258,7 +260,7 @@ def _fingerprint(repository: str) -> tuple[int, str]:
 
 
 def _read(path: str, facts: Facts, spec: SourceSpec) -> str:
-    """The text of a file. Raises ``LeftOut`` (before reading, where possible) and ``RejectedRecord``."""
+    """The text of a file. Raises `LeftOut` (before reading it, if possible) or `RejectedRecord`."""
     if facts.language and (reason := admit_facts(facts, spec.filters)):
         raise LeftOut(reason)
     try:

@@ -1,4 +1,4 @@
-"""Types shared by all readers: sources, units, chunks, documents and the count of problems."""
+"""Types that all readers share: sources, units, chunks, documents and counts of problems."""
 
 import hashlib
 import os
@@ -22,8 +22,8 @@ class Document:
     """One document.
 
     Attributes:
-        text: to be tokenized.
-        key: decides the split; documents with the same key are in the same split.
+        text: the text to tokenize.
+        key: documents with the same key are in the same split.
         part: name of the set within its source, if sets are selected or divided; else empty.
     """
 
@@ -33,7 +33,7 @@ class Document:
 
 
 class RejectedRecord(Exception):
-    """An unusable record: faults are counted by ``kind``; ``detail`` is only shown."""
+    """A record is unusable. Faults are counted by `kind`; `detail` is only shown."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -41,7 +41,7 @@ class RejectedRecord(Exception):
 
 
 class LeftOut(Exception):
-    """A valid record that is not wanted, by ``reason``."""
+    """A valid record is not wanted, for this `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -52,8 +52,8 @@ class LeftOut(Exception):
 class ReadingProblems:
     """Counts of records that did not become documents.
 
-    Faults are counted by kind, and the first ``NAMED_PROBLEMS`` named by file and line; with ``strict`` the first one
-    raises ``DataError`` instead. Records left out by a filter or a selection are counted by reason.
+    Faults are counted by kind, and the first `NAMED_PROBLEMS` are named by file and line; with `strict` the first one
+    raises `DataError`. Records that a filter or selection leaves out are counted by reason.
     """
 
     strict: bool = False
@@ -62,10 +62,10 @@ class ReadingProblems:
     filtered: Counter[str] = field(default_factory=Counter)
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
-        """Report a fault at ``place`` ("file:line")."""
+        """Report a fault at `place` ("file:line")."""
         line = plain(f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")).replace("\n", "\\n")
         if self.strict:
-            raise DataError(f"{line}. Correct or remove the record.")
+            raise DataError(f"{line}; correct or remove the record")
         self.counts[kind] += 1
         if len(self.named) < NAMED_PROBLEMS:
             self.named.append(line)
@@ -82,12 +82,12 @@ class ReadingProblems:
         self.named += other.named[: NAMED_PROBLEMS - len(self.named)]
 
     def facts(self) -> dict[str, Any]:
-        """The counts, ready for JSON."""
+        """The counts, for JSON."""
         return {"problems": dict(self.counts), "named": list(self.named), "left_out": dict(self.filtered)}
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any]) -> Self:
-        """Recreate from ``facts``."""
+        """Recreate the counts from `facts`."""
         return cls(False, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
 
     @property
@@ -97,12 +97,12 @@ class ReadingProblems:
 
 
 def printable(path: str) -> str:
-    """A path as valid UTF-8: file systems and archives allow any bytes in names."""
+    """Convert a path to valid UTF-8; file systems and archives allow any bytes in names."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def content_key(text: str) -> str:
-    """Split key of a document without a key of its own: equal texts are in the same split."""
+    """The split key of a document without a key: equal texts are in the same split."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -114,12 +114,12 @@ Row = Mapping[str, Any]
 class Filters:
     """Filters of records. A record that lacks a field needed by a filter is left out and counted.
 
-    Recipes are checked against it (preparation/recipe.py).
+    Recipes are validated against it (preparation/recipe.py).
 
     Attributes:
         min_stars: minimum stars of the repository.
         languages: keep only these, case-insensitive; empty keeps all.
-        max_bytes: of the UTF-8 text, inclusive.
+        max_bytes: maximum bytes of the UTF-8 text.
         generated, minified: True keeps generated and minified files.
     """
 
@@ -137,22 +137,21 @@ class SourceSpec:
     """A named source of documents.
 
     Attributes:
-        name: name of its shards.
-        paths: files or folders; for ``huggingface`` also names on the Hub.
-        reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` tells formats by file names.
-        fields: paths in a record of ``text``, ``key``, ``set``, ``stars``, ``language``, ``path``,
-            ``repository``, ``messages``, ``tools``; dots reach into nested records. The others keep their defaults.
-        documents: unit of a document in a text file: the file or a line.
+        name: name of the source and its shards.
+        paths: files or folders; for `huggingface` also names on the Hub.
+        reader: a name in `megatron_coca.data.readers.READERS`; `files` determines formats from file names.
+        fields: paths in a record of `text`, `key`, `set`, `stars`, `language`, `path`, `repository`, `messages`,
+            `tools`; dots reach into nested records. The others keep their defaults.
+        documents: a document of a text file is the file or a line.
         sets: keep only the records of these sets; empty keeps all.
-        divide: write each set to its own shards (``Document.part``).
-        filters: of records.
-        metadata: JSONL file with one object per repository (``repository``, ``stars``), for
-            ``repositories``.
-        options: further arguments of ``huggingface``: name, split, revision.
+        divide: write each set to its own shards (`Document.part`).
+        filters: filters of records.
+        metadata: JSONL file with one object per repository (`repository`, `stars`), for `repositories`.
+        options: further arguments of `huggingface`: name, split, revision.
         max_record_mib: longer records (line, page, row, source file, text file that is one document) are skipped and
-            named. Bounds the memory: tokenizing a record takes about twenty times its size.
-        messages: records are chats, and the loss counts the answers (``answers``), the last one (``last``) or every
-            token (``all``); None if they are texts.
+            named. This bounds the memory: tokenizing a record takes about twenty times its size.
+        messages: for records that are chats: the loss counts the answers (`answers`), the last answer (`last`) or every
+            token (`all`). None for texts.
     """
 
     name: str
@@ -170,7 +169,7 @@ class SourceSpec:
 
     @property
     def max_record(self) -> int:
-        """``max_record_mib`` in bytes."""
+        """`max_record_mib` in bytes."""
         return self.max_record_mib << 20
 
 
@@ -183,18 +182,18 @@ KEY_READERS: dict[str, tuple[str, ...]] = {
     "options": ("huggingface",),
     "messages": ("files", "huggingface"),
 }
-"""Keys of a ``SourceSpec`` that only these readers use."""
+"""Keys of a `SourceSpec` that only some readers use, with these readers."""
 
 
 def check_keys(spec: SourceSpec, reader: str) -> None:
-    """``DataError`` for a key that is set but that ``reader`` would ignore."""
+    """Raise `DataError` for a key that is set but that `reader` ignores."""
     unset = SourceSpec(spec.name, spec.paths)
     for key, readers in KEY_READERS.items():
         given = getattr(spec, key)
         if reader not in readers and given and given != getattr(unset, key):
             raise DataError(
-                f"{spec.name}: the reader {reader} does not use {key}. Remove it, or use the reader "
-                f"{' or '.join(readers)}."
+                f"{spec.name}: the reader {reader} does not use {key}; remove it, or use the reader "
+                f"{' or '.join(readers)}"
             )
 
 
@@ -203,9 +202,9 @@ class ReadUnit:
     """A file, a repository or a data set, read from beginning to end.
 
     Attributes:
-        path: as reported.
-        size: bytes on disk, the sum of ``Chunk.read``; 0 if unknown.
-        stamp: changes when the content may have changed (size and modification time); empty if unknown.
+        path: path in messages.
+        size: bytes on disk, the sum of `Chunk.read`; 0 if unknown.
+        stamp: a text that changes if the content may have changed (size and modification time); empty if unknown.
     """
 
     path: str
@@ -215,10 +214,10 @@ class ReadUnit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a unit, cut cheaply while reading, to be parsed into documents by any process.
+    """A part of a unit. Cutting it off is cheap; any process can parse it into documents.
 
     Attributes:
-        path: the file, with ``!member`` for one inside an archive.
+        path: the file, with `!member` for one inside an archive.
         first: number of its first record in that file, from 1; 0 if the file is one record.
         payload: the raw records or the names of files; small enough to send to another process.
         read: bytes of the unit read from disk since the previous chunk.
@@ -231,35 +230,37 @@ class Chunk:
 
 
 class Reader(ABC):
-    """Reads the units of a ``SourceSpec``; can be pickled."""
+    """Reads the units of a `SourceSpec`; can be pickled."""
 
     @abstractmethod
     def units(self) -> list[ReadUnit]:
-        """List the units in reading order. ``DataError`` for a missing or unreadable path."""
+        """List the units in reading order. Raises `DataError` for a missing or unreadable path."""
 
     @abstractmethod
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a unit, deterministically; memory holds one chunk, or one record if larger.
+        """Cut a unit deterministically. Memory holds one chunk, or one record if it is larger.
 
-        Raises ``DataError`` where the unit is damaged.
+        Raises `DataError` if the unit is damaged.
         """
 
     @abstractmethod
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk in order; unusable records go to ``problems``."""
+        """Yield the documents of a chunk in order. Unusable records go to `problems`."""
 
     @abstractmethod
     def stamp(self, unit: ReadUnit) -> str:
-        """The stamp of a unit in its present state. ``DataError`` if it is no longer there."""
+        """The stamp of a unit in its current state. Raises `DataError` if it no longer exists."""
 
     def check_unchanged(self, unit: ReadUnit) -> None:
-        """``DataError`` if a unit was changed since it was listed: what was read may mix old and new content."""
+        """Raise `DataError` if a unit has changed since it was listed, because reading may have mixed old and new
+        content.
+        """
         if unit.stamp and self.stamp(unit) != unit.stamp:
             raise DataError(
-                f"{printable(unit.path)}: changed while it was read. Wait until it is completely written or "
-                "downloaded, and run the same command again."
+                f"{printable(unit.path)}: changed while it was read; wait until it is completely written or "
+                "downloaded, then run the same command again"
             )
 
     def unread(self) -> Counter[str]:
-        """Count the files in the folders that belong to no unit, by reason; none by default."""
+        """Count the files in the folders that are not read, by reason; none by default."""
         return Counter()

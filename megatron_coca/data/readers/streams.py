@@ -1,4 +1,4 @@
-"""Cut byte streams between records, and parse JSON lines and text."""
+"""Cut streams of bytes between records, and parse JSON lines and text."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -12,28 +12,29 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TooLong(NamedTuple):
-    """Replaces a record that is longer than the limit; ``length`` in bytes, with its line ending."""
+    """Stands for a record that is longer than the limit. `length` is in bytes, with the line ending."""
 
     length: int
 
 
 def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
-    """Read an open file in blocks of ``size`` bytes; ``DataError`` if reading fails."""
+    """Read an open file in blocks of `size` bytes. Raises `DataError` if reading fails."""
     while True:
         try:
             block = raw.read(size)
         except OSError as error:
-            raise DataError(f"{place}: cannot be read to its end ({error}). Check the disk and the file.") from error
+            raise DataError(f"{place}: cannot be read to its end ({error}); check the disk and the file") from error
         if not block:
             return
         yield block
 
 
 def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Iterator[bytes | TooLong]:
-    """Yield whole records, about ``size`` bytes of them at a time; a longer record is buffered until it ends.
+    """Yield whole records, about `size` bytes at a time. A longer record is buffered until it ends.
 
-    Records are ``lines``, or the whole stream is one. Bytes after the last line ending are a record too. For a record
-    of more than ``limit`` bytes only its length is given, and at most about ``limit + size`` bytes of it are in memory.
+    With `lines` each line is a record, including bytes after the last line ending; otherwise the whole stream is one.
+    For a record of more than `limit` bytes only its length is given, and at most about `limit + size` bytes of it are
+    in memory.
     """
     buffer, searched, dropped = bytearray(), 0, 0
     for block in blocks:
@@ -53,11 +54,11 @@ def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Itera
 
 
 def _within(limit: int, records: bytes, lines: bool, dropped: int) -> Iterator[bytes | TooLong]:
-    """``records`` with those over ``limit`` replaced; ``dropped`` bytes were already removed from the first."""
+    """Return `records` with `TooLong` for those over `limit`; `dropped` bytes were already removed from the first."""
     if not dropped and len(records) <= limit:
         yield records
         return
-    pending = start = 0  # start of the records that are not yielded yet, and of the present one
+    pending = start = 0  # start of the records that are not yielded yet, and of the current one
     while start < len(records) or dropped:
         end = (records.find(b"\n", start) + 1 if lines else 0) or len(records)
         if (length := dropped + end - start) > limit:
@@ -76,11 +77,11 @@ def _head(buffer: bytearray, end: int) -> bytes:
 
 
 class StreamFormat(NamedTuple):
-    """A format of records one after another.
+    """A format with one record after the other.
 
     Attributes:
-        lines: each line is a record, so that a file can be cut between any two of them; else the file is one.
-        rows: gives ("path:number", record) of the records in a chunk's payload (bytes), numbered from ``chunk.first``.
+        lines: True if each line is a record, so that a file can be cut between lines; otherwise the file is one record.
+        rows: yields ("path:number", record) for the records in a chunk's payload (bytes), numbered from `chunk.first`.
             Invalid records go to the problems.
     """
 
@@ -134,11 +135,11 @@ TEXT_FORMATS: dict[str, StreamFormat] = {
     "file": StreamFormat(False, _file_rows),
     "line": StreamFormat(True, _line_rows),
 }
-"""By ``SourceSpec.documents``. A document is the file, or a line without its ending; blank ones are skipped."""
+"""By `SourceSpec.documents`: a document is the file, or a line without its ending. Blank documents are skipped."""
 
 
 def decode(raw: bytes) -> str:
-    """Decode UTF-8; ``RejectedRecord`` if it is invalid."""
+    """Decode UTF-8. Raises `RejectedRecord` if it is invalid."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -150,7 +151,7 @@ def _without_mark(chunk: Chunk) -> bytes:
 
 
 def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines that are not blank."""
+    """Yield (number, line) for the lines that are not blank."""
     for number, line in enumerate(_without_mark(chunk).split(b"\n"), chunk.first):
         if line and not line.isspace():
             yield number, line

@@ -1,4 +1,4 @@
-"""Tokenizers, opened by GPT-NeoX's name for the type, or from the folder where they were saved."""
+"""Open tokenizers by GPT-NeoX's name of their type, or from the folder where they were saved."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files"
 
 logger = logging.getLogger(__name__)
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-# By GPT-NeoX's names: the class, and the names under which its files are saved.
+# By GPT-NeoX's name of the type: the class, and the names under which its files are saved.
 TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
     "SPMTokenizer": (SentencePieceTokenizer, {"vocab_file": "tokenizer.model"}),
     "HFTokenizer": (HFTokenizer, {"vocab_file": "tokenizer.json"}),
@@ -38,10 +38,10 @@ TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
     "CharLevelTokenizer": (CharLevelTokenizer, {}),
 }
 # GPT-NeoX's types that are not supported, each with the remedy.
-_REFUSED = {
-    "TiktokenTokenizer": "its vocab_file is the name of a download, and nothing is downloaded here. Convert it once: "
+_UNSUPPORTED = {
+    "TiktokenTokenizer": "its vocab_file is the name of a download, and nothing is downloaded here; convert it once: "
     'transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes a folder with '
-    "tokenizer.json; then set tokenizer_type: HFTokenizer and vocab_file: to that folder."
+    "tokenizer.json; then set tokenizer_type: HFTokenizer and vocab_file: to that folder"
 }
 
 
@@ -51,12 +51,12 @@ def load_tokenizer(
     merge_file: str | Path | None = None,
     eod: str | None = None,
 ) -> Tokenizer:
-    """Open a tokenizer by GPT-NeoX's name for its type. Nothing is downloaded.
+    """Open a tokenizer by GPT-NeoX's name of its type. Nothing is downloaded.
 
-    In a folder as ``vocab_file``, the files with the usual names are read. ``eod`` names the symbol that ends
-    documents; without it that is the end of text which the files beside ``vocab_file`` name, else the default one. The
-    fingerprint depends on a symbol that is not the default one. Raises ``DataError`` for an unknown type, a symbol that
-    the vocabulary lacks, and a file that is missing, unreadable or of another format.
+    If `vocab_file` is a folder, its files with the usual names are read. `eod` is the symbol that ends documents; by
+    default it is the end of text that the files beside `vocab_file` define, else the type's default. A symbol other
+    than that default changes the fingerprint. Raises `DataError` for an unknown type, a symbol that the vocabulary
+    lacks, or a file that is missing, unreadable or of another format.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None and Path(vocab_file).is_dir():
@@ -72,7 +72,7 @@ def load_tokenizer(
         folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
         tokenizer.chat = find_template(folder)
         if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
-            tokenizer.rules = find_rules(folder)  # another name does not say that the folder is the model's
+            tokenizer.rules = find_rules(folder)  # with another name, the folder may not be the model's
         with suppress(
             OSError, ValueError, KeyError, AttributeError, RecursionError
         ):  # not a folder that `Tokenizer.save` wrote
@@ -93,7 +93,9 @@ def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
 
 
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open what ``Tokenizer.save(folder)`` wrote. ``DataError`` where it is missing, damaged or changed since."""
+    """Open a tokenizer that `Tokenizer.save(folder)` wrote. Raises `DataError` if it is missing, damaged or has
+    changed.
+    """
     path = Path(folder) / DESCRIPTION
     try:
         saved = json.loads(read_regular(path))
@@ -104,9 +106,11 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise _unreadable(path, error) from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
-    # Before opening the files: the libraries' errors for changed files are misleading.
+    # This comes before opening the files, because the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
-        raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
+        raise DataError(
+            f"{folder}: the files of the tokenizer have changed since they were saved; restore the originals"
+        )
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
     try:
         _take_settings(tokenizer, saved)
@@ -116,19 +120,19 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: cannot read the tokenizer's description file ({error}).")
+    return DataError(f"{path}: cannot be read ({error}); restore this description of the tokenizer")
 
 
 def needs_files(tokenizer_type: str) -> bool:
-    """True if the type alone does not identify the tokenizer."""
+    """True if the type needs files, so that its name does not identify the tokenizer."""
     return tokenizer_type not in TOKENIZERS or bool(TOKENIZERS[tokenizer_type][1])
 
 
 def _file_names(tokenizer_type: str) -> dict[str, str]:
-    if tokenizer_type in _REFUSED:
-        raise DataError(f"{tokenizer_type} is not supported: {_REFUSED[tokenizer_type]}")
+    if tokenizer_type in _UNSUPPORTED:
+        raise DataError(f"tokenizer_type: {tokenizer_type} is not supported; {_UNSUPPORTED[tokenizer_type]}")
     if tokenizer_type not in TOKENIZERS:
-        raise DataError(f"Unknown tokenizer_type {tokenizer_type!r}. Known are {', '.join(TOKENIZERS)}.")
+        raise DataError(f"tokenizer_type: {tokenizer_type!r} is unknown; use {', '.join(TOKENIZERS)}")
     return TOKENIZERS[tokenizer_type][1]
 
 
@@ -137,23 +141,23 @@ def _read_files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> 
     for argument, name in _file_names(tokenizer_type).items():
         path = given.get(argument)
         if path is None:
-            raise DataError(f"{tokenizer_type} needs {argument}: set it to the tokenizer's file.")
+            raise DataError(f"{argument}: missing; {tokenizer_type} needs it, set it to the tokenizer's file")
         try:
             files[argument] = (name, read_regular(path))
         except OSError as error:
             raise DataError(
-                f"{path}: cannot read the tokenizer ({error.strerror}). Set {argument} to a file for {tokenizer_type}."
+                f"{path}: cannot be read ({error.strerror}); set {argument} to a file for {tokenizer_type}"
             ) from error
     return files
 
 
 def _is_usual(tokenizer_type: str, file: str | Path) -> bool:
-    """True if a file has the usual name. Another name does not say that the files beside it are the tokenizer's."""
+    """True if a file has the usual name. With another name, the files beside it may not be the tokenizer's."""
     return Path(file).name in _file_names(tokenizer_type).values()
 
 
 def _open_with_named_end(tokenizer_type: str, files: Files, folder: Path, place: str) -> Tokenizer:
-    """Open a tokenizer with the end of text that its folder names, else with the default one."""
+    """Open a tokenizer with the end of text that its folder defines, else with the default."""
     saved = read_object(folder / DESCRIPTION)
     symbol = saved.get("eod_symbol")
     if isinstance(symbol, str) and saved.get("fingerprint") == fingerprint_of(tokenizer_type, files, symbol):
@@ -169,7 +173,7 @@ def _open_with_named_end(tokenizer_type: str, files: Files, folder: Path, place:
         return _open(tokenizer_type, files, named[0], place)
     except DataError as error:
         used = default.piece(default.eod)
-        logger.warning("%s; the default %r ends documents; --end-token names another", error, used)
+        logger.warning("%s; the default %r ends documents, --end-token sets another", error, used)
         return default
 
 
@@ -186,7 +190,7 @@ def _has(tokenizer: Tokenizer, end: int | str) -> bool:
 def _open_first(
     tokenizer_type: str, files: Files, ends: Iterable[int | str], place: str, error: DataError
 ) -> Tokenizer:
-    """Open a tokenizer with the first of these symbols that can end documents. Raises ``error`` if none can."""
+    """Open a tokenizer with the first of these symbols that can end documents. Raises `error` if there is none."""
     for end in ends:
         try:
             return _open(tokenizer_type, files, str(end), place)
@@ -201,4 +205,6 @@ def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tok
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except Exception as error:  # the libraries raise RuntimeError, plain Exception, ValueError for other formats
-        raise DataError(f"{place}: not a file that {tokenizer_type} can open ({error}).") from error
+        raise DataError(
+            f"{place}: {tokenizer_type} cannot open this file ({error}); check that it fits the type and is complete"
+        ) from error

@@ -1,4 +1,4 @@
-"""Chats: messages rendered by a tokenizer's template as transformers renders them, and which tokens are answers."""
+"""Chats: render messages with a tokenizer's template as transformers does, and find the tokens of the answers."""
 
 import json
 import re
@@ -25,13 +25,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
-"""Steps of a template (``chat_sandbox``) to render a chat: about a second, and more for a longer one."""
+"""Steps of a template (`chat_sandbox`) to render a chat: about a second, and more for a longer chat."""
 STEPS_FOR_ANSWERS = 30_000_000
-"""Steps to find the answers of a chat by renderings of its beginnings: about a minute."""
+"""Steps to find the answers of a chat by rendering its beginnings: about a minute."""
 _SHOWN = 300
-"""Characters of a template's own message that are shown."""
+"""Maximum characters of a template's own error message that are shown."""
 _MARKS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Characters for private use."""
+"""Unicode's characters for private use."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ChatTemplate:
 
     Attributes:
         source: the template.
-        symbols: ``bos_token`` and others, which the template may print.
-        now: the time that the template may print, in ISO 8601; None for the present.
+        symbols: `bos_token` and others, which the template may print.
+        now: the time that the template may print, in ISO 8601; None for the current time.
     """
 
     source: str
@@ -61,10 +61,10 @@ class ChatTemplate:
         mark: Callable[[str], str] | None = None,
         budget: Budget | None = None,
     ) -> str:
-        """The text of a chat; with ``prompt`` up to where the next answer begins (``add_generation_prompt``).
+        """Render a chat as text; with `prompt` up to the start of the next answer (`add_generation_prompt`).
 
-        Raises ``DataError`` for a template or messages that it refuses, and for one that takes too many steps: more
-        than ``budget``, by default those for one rendering.
+        Raises `DataError` for an invalid template, for messages that it does not accept, and if it takes more steps
+        than `budget` (by default those for one rendering).
         """
         variables = {
             "messages": [_with_reasoning(message) for message in messages],
@@ -78,17 +78,17 @@ class ChatTemplate:
             now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
             return render(self.source, variables, _budget(messages, tools) if budget is None else budget, now)
         except TooManySteps as error:
-            raise DataError(f"the chat template cannot be used: {error}") from error
+            raise DataError(f"chat template: cannot be used ({error})") from error
         except Exception as error:  # a template may raise anything, such as RecursionError or OverflowError
             reason = repr(str(error)[:_SHOWN] or type(error).__name__)[1:-1]
-            raise DataError(f"the chat template refuses the messages ({reason})") from error
+            raise DataError(f"chat template: does not accept the messages ({reason})") from error
 
     def answers(self, messages: Messages, tools: Any = None) -> tuple[str, Spans]:
-        """The text of a chat, and where its answers are: in ``{% generation %}`` if the template has it, else what
-        rendering one more message adds behind the prompt for it.
+        """Render a chat as text and locate its answers: the parts in `{% generation %}` if the template has it,
+        otherwise the text that each further message adds after its prompt.
 
-        Raises ``DataError`` as ``render``, and for a template that renders earlier messages otherwise in longer chats.
-        The second way takes steps that grow with the square of the number of messages, up to ``STEPS_FOR_ANSWERS``.
+        Raises `DataError` as `render`, and if the template renders earlier messages differently in longer chats.
+        Without `{% generation %}` the steps grow with the square of the number of messages, up to `STEPS_FOR_ANSWERS`.
         """
         first = _budget(messages, tools)
         text = self.render(messages, tools, budget=first)
@@ -97,8 +97,8 @@ class ChatTemplate:
         spans, budget = [], Budget(STEPS_FOR_ANSWERS)
         if first.spent * sum(message.get("role") == ANSWERING for message in messages) > STEPS_FOR_ANSWERS:
             raise DataError(
-                f"the chat template takes too many steps to find the answers among {len(messages)} messages; put the "
-                "answers into {% generation %} in the template, which then is rendered only twice"
+                f"chat template: takes too many steps to find the answers among {len(messages)} messages; put the "
+                "answers into {% generation %} in the template, so that it is rendered only twice"
             )
         for number, message in enumerate(messages):
             if message.get("role") != ANSWERING:
@@ -107,7 +107,7 @@ class ChatTemplate:
             after = self.render(messages[: number + 1], tools, budget=budget)
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
-                    "the chat template renders a message otherwise when others follow, so its answers cannot be told; "
+                    "chat template: renders a message differently when others follow, so its answers cannot be found; "
                     "put them into {% generation %} in the template"
                 )
             spans.append((len(before), len(after)))
@@ -118,7 +118,9 @@ class ChatTemplate:
         used = set(text)
         mark = next((mark for mark in map(chr, chain(*_MARKS)) if mark not in used), None)
         if mark is None:
-            raise DataError("the chat has every character for private use, so that its answers cannot be marked")
+            raise DataError(
+                "chat: contains every character for private use, so its answers cannot be marked; remove one of them"
+            )
         marked = self.render(messages, tools, mark=lambda part: mark + part + mark).split(mark)
         edges = [0]
         for part in marked:
@@ -126,7 +128,7 @@ class ChatTemplate:
         return list(pairwise(edges))[1::2]
 
     def end_of_turn(self) -> str:
-        """What the template puts behind an answer."""
+        """The text that the template puts after an answer."""
         asked = [{"role": "user", "content": "?"}]
         answered = self.render([*asked, {"role": ANSWERING, "content": "ANSWER"}])
         return answered.rpartition("ANSWER")[2]
@@ -148,7 +150,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template in the description of a saved tokenizer. ValueError if it is not text."""
+    """The template in the description of a saved tokenizer. Raises ValueError if it is not text."""
     source, symbols, now = (saved.get(name) for name in ("chat_template", "chat_symbols", "chat_time"))
     if source is None:
         return None
@@ -160,9 +162,9 @@ def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
-    """The template saved in a Hugging Face folder: ``chat_template.jinja``, or the key of ``tokenizer_config.json``.
+    """The template saved in a Hugging Face folder: `chat_template.jinja`, or the key of `tokenizer_config.json`.
 
-    ``DataError`` for a file of a template that is not text.
+    Raises `DataError` if the file of a template is not text.
     """
     found = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
     source = found.get("chat_template")
@@ -179,14 +181,16 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 
 def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
-    """The template in a file, with the symbols of another. ``DataError`` if it cannot be read or has an error."""
+    """The template in a file, with the symbols of another template. Raises `DataError` if it cannot be read or is
+    invalid.
+    """
     source = _read_template(path)
     try:
         compiled(source)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"{path}:{error.lineno}: {error.message}") from error
-    except Exception as error:  # also of Python, which compiles the template
-        raise DataError(f"{path}: the chat template cannot be used ({error})") from error
+    except Exception as error:  # also errors of Python, which compiles the template
+        raise DataError(f"{path}: chat template cannot be used ({error}); correct it") from error
     return ChatTemplate(source, {} if template is None else template.symbols)
 
 
@@ -194,4 +198,4 @@ def _read_template(path: Path) -> str:
     try:
         return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot read the chat template ({error}).") from error
+        raise DataError(f"{path}: cannot be read ({error}); check the chat template") from error

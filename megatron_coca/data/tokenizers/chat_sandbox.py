@@ -1,8 +1,8 @@
-"""Render the Jinja2 template of a stranger: in jinja2's immutable sandbox, and within a budget of steps.
+"""Render an untrusted Jinja2 template in jinja2's immutable sandbox and within a budget of steps.
 
-The sandbox keeps a template from code and files; it does not keep one from running forever or from filling the memory.
-Here every iteration, call, operation and printed value takes steps from a budget, before it is done and in proportion
-to its size. Steps are counted and not timed, so that a template ends at the same place on every machine.
+The sandbox keeps a template away from code and files, but a template could still run forever or fill the memory. Here
+every iteration, call, operation and printed value first takes steps from a budget, in proportion to its size. Steps are
+counted, not timed, so that a template stops at the same place on every machine.
 """
 
 import json
@@ -24,13 +24,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 LONGEST = 1 << 18
-"""Characters of a template; the longest known ones have a tenth of that."""
+"""Maximum characters of a template; the longest known templates have a tenth of that."""
 CHARACTERS, ITEMS = 6, 2
 """A step stands for 2^6 characters of text, or for 2^2 items of a list."""
 LARGEST_BITS = 4096
-"""Of a whole number that is computed."""
+"""Maximum bits of a computed integer."""
 LARGEST_ARGUMENT = 1000
-"""Largest whole number as an argument of a filter: widths and counts."""
+"""Largest integer argument of a filter: widths and counts."""
 
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
@@ -48,22 +48,22 @@ METHODS: dict[type, frozenset[str]] = {
 }
 """Methods that a template may call, by the type of the object."""
 CONSTANT = frozenset(("length", "count", "first", "default", "d", "attr"))
-"""Filters whose work does not depend on the size of their arguments."""
+"""Filters that do the same work for arguments of any size."""
 SHALLOW = frozenset(
     ("list", "last", "map", "select", "reject", "selectattr", "rejectattr", "items", "reverse", "batch", "slice")
 )
-"""Filters whose work depends on the length of their arguments only, not on what is in these."""
+"""Filters with work that depends on the length of their arguments, not on the items in them."""
 ANY_NUMBER = frozenset(["default", "d", "int", "float", "abs", "sum", "min", "max", "truncate"])
-"""Filters that take whole numbers of any size."""
+"""Filters that take integers of any size."""
 REMOVED = frozenset(["urlize", "wordwrap", "striptags", "pprint", "xmlattr"])
-"""Filters without use in a chat, whose work does not grow linearly."""
+"""Filters that no chat needs and that take more than linear work."""
 DEEP_TESTS = frozenset(
     (
         *("in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<="),
         *("gt", "greaterthan", ">", "ge", ">="),
     )
 )
-"""Tests that compare all that is in their arguments."""
+"""Tests that compare everything in their arguments."""
 
 
 class TooManySteps(jinja2.TemplateError):
@@ -74,10 +74,10 @@ _ATOMS = frozenset((int, bool, float, type(None)))
 
 
 class Budget:
-    """Steps that remain, and the weights of the containers that were seen.
+    """The remaining steps, and the weights of the containers seen so far.
 
-    A container's weight is the number of characters that its text has at least, counted with repetitions: a list that
-    holds another one twice has twice its weight.
+    The weight of a container is the minimum number of characters of its text, counted with repetitions: a list that
+    contains another list twice has twice its weight.
     """
 
     def __init__(self, steps: int) -> None:
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def spent(self) -> int:
-        """Steps that were taken."""
+        """The steps taken so far."""
         return self._steps - self._left
 
     def spend(self, steps: int) -> None:
@@ -96,8 +96,8 @@ class Budget:
             raise TooManySteps("it takes too many steps")
 
     def weigh(self, value: Any) -> int:
-        """The weight of a value. ``TemplateError`` for one without a text of its own, such as a function."""
-        if type(value) is str or isinstance(value, (str, bytes)):  # the first is what nearly all values are
+        """The weight of a value. Raises `TemplateError` for a value without a stable text, such as a function."""
+        if type(value) is str or isinstance(value, (str, bytes)):  # nearly all values are of the first type
             return len(value)
         if value is None or isinstance(value, float | jinja2.Undefined):
             return 1
@@ -123,7 +123,7 @@ class Budget:
         return total
 
     def read(self, value: Any) -> None:
-        """Take steps for work on all that is in a value."""
+        """Take steps for work on everything in a value."""
         if type(value) is str:
             self.spend(len(value) >> CHARACTERS)
         elif not isinstance(value, Iterator):
@@ -137,7 +137,7 @@ class Budget:
             self.spend(len(value) >> ITEMS)
 
     def made(self, value: Any) -> Any:
-        """Take steps for a new value, and return it; an iterator takes some for each item."""
+        """Take steps for a new value and return it. An iterator takes steps for each item."""
         if type(value) is str or isinstance(value, (str, bytes)):
             self.spend(len(value) >> CHARACTERS)
         elif isinstance(value, (list, tuple, dict)):
@@ -152,18 +152,18 @@ class Budget:
             yield item
 
     def fill_in(self, form: str, values: Sequence[Any]) -> None:
-        """Take steps for a text with places for values, which may be repeated and have widths in digits."""
+        """Take steps for a format string. Its fields may be repeated and have widths in digits."""
         widths = sum(int(run[:12]) for run in re.findall(r"\d+", form))
         widths += sum(abs(value) for value in values if isinstance(value, int))
         places = 1 + form.count("%") + form.count("{")
         self.spend(widths + places * max(map(self.weigh, values), default=1) + len(form) >> CHARACTERS)
 
     def replace(self, text: str, old: str, new: str) -> None:
-        """Take steps for a text with parts that are replaced."""
+        """Take steps for replacing parts of a text."""
         self.spend(len(text) + text.count(old) * len(new) >> CHARACTERS)
 
     def join(self, separator: str, items: Any) -> None:
-        """Take steps for items with separators between them."""
+        """Take steps for joining items with separators."""
         self.spend(self.weigh(items) + len(separator) * len(items) >> CHARACTERS)
 
 
@@ -226,7 +226,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _checked_arguments(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a method, of which iterators become lists, after taking steps for the call."""
+    """Take steps for the call of a method, and return its arguments with iterators turned into lists."""
     kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
     if kind is None and not isinstance(owner, int | float | bytes | range | set | type):
         return args  # a function of jinja2 or of a macro
@@ -261,7 +261,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _expanded(budget: Budget, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a filter, after taking steps for a result that is larger than they are."""
+    """Take steps for a filter with a result larger than its arguments, and return the arguments."""
     value, others = args[0], [*args[1:], *kwargs.values()]
     for each in others if name not in ANY_NUMBER else ():
         _check_number(name, each)
@@ -285,11 +285,11 @@ _PASSED: dict[str, Callable[[_Context], tuple[Any, ...]]] = {
     "eval_context": lambda context: (context.eval_ctx,),
     "environment": lambda context: (context.environment,),
 }
-"""What a filter or test asks for before its own arguments, by jinja2's name for it."""
+"""The objects that filters or tests request before their own arguments, by jinja2's names."""
 
 
 def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -> Callable[..., Any]:
-    """A filter or test that takes steps for its arguments and result."""
+    """Wrap a filter or test so that it takes steps for its arguments and result."""
     walked = Budget.pass_over if name in SHALLOW else Budget.read
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
     given = _PASSED.get(passed, lambda context: ())
@@ -306,12 +306,12 @@ def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -
     return jinja2.pass_context(counted)
 
 
-# Nodes of a template that take steps: filters that are put around them ------------------------------------------------
+# Filters around the nodes of a template, which take steps ------------------------------------------------
 
 
 @jinja2.pass_context
 def _printed(context: _Context, value: Any) -> Any:
-    """A value that becomes text or is compared."""
+    """Take steps for a value that becomes text or is compared."""
     context.budget.spend(1 + (context.budget.weigh(value) >> CHARACTERS))
     return value
 
@@ -329,24 +329,24 @@ def _compared(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _built(context: _Context, value: Any) -> Any:
-    """A new container, or a part of one."""
+    """Take steps for a new container or a part of one."""
     context.budget.spend(1)
     return context.budget.made(value)
 
 
 @jinja2.pass_context
 def _stepped(context: _Context, characters: int) -> bool:
-    """One more iteration or call, which prints so many characters of the template itself."""
+    """Take steps for an iteration or call that prints `characters` characters of the template itself."""
     context.budget.spend(1 + (characters >> CHARACTERS))
     return True
 
 
 _NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-stepped": _stepped}
-"""By names that a template cannot write."""
+"""These filters, by names that a template cannot spell."""
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
-    """Puts the filters of ``_NODES`` around the nodes of a template."""
+    """Puts the filters of `_NODES` around the nodes of a template."""
 
     def _around(self, name: str, node: Any) -> Any:
         plain = isinstance(node, nodes.Const | nodes.TemplateData)
@@ -404,7 +404,7 @@ class _Metering(jinja2.visitor.NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block ``{% generation %}``: tells the context's ``mark`` its text, and prints what that returns."""
+    """The block `{% generation %}`: passes its text to the context's `mark` and prints the result."""
 
     tags = {"generation"}
 
@@ -425,7 +425,9 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers writes it, counted while it is written: an indentation makes it longer than the value."""
+    """Write JSON as transformers does. Steps are taken while writing, because indentation makes it longer than the
+    value.
+    """
     budget = context.budget
     budget.spend(1 + (budget.weigh(value) >> CHARACTERS))
     for size in (indent, budget.weigh(indent), budget.weigh(separators)):
@@ -435,16 +437,16 @@ def _tojson(
     return "".join(map(budget.made, parts))
 
 
-def _refuse(message: Any) -> None:
+def _raise(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
 def _draw(*_: Any, **__: Any) -> None:
-    raise jinja2.TemplateError("it draws at random, so that its texts differ from run to run")
+    raise jinja2.TemplateError("it draws random numbers, so its texts differ from run to run")
 
 
 _PLACES = re.compile(r"%[-_0^#+]*\d*[EO]?(.)", re.DOTALL)
-"""Places of a form for the time; the group is what is printed there."""
+"""Fields of a format for the time; the group is the code of a field."""
 
 
 @jinja2.pass_context
@@ -457,7 +459,9 @@ def _strftime_now(context: _Context, form: str) -> str:
 
 @cache
 def compiled(source: str) -> jinja2.Template:
-    """Compile a template with the settings, filters and functions that transformers gives it. Raises TemplateError."""
+    """Compile a template with the settings, filters and functions of transformers. Raises TemplateError if it is
+    invalid.
+    """
     if len(source) > LONGEST:
         raise jinja2.TemplateError(f"it has {len(source):,} characters, more than {LONGEST:,}")
     environment = _Environment(
@@ -469,7 +473,7 @@ def compiled(source: str) -> jinja2.Template:
     environment.filters |= {**_NODES, "tojson": _tojson, "marked": filters["marked"]}
     tests: dict[str, Any] = environment.tests
     tests |= {name: _counting(name, tests[name], is_filter=False) for name in DEEP_TESTS}
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "lipsum": _draw}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "lipsum": _draw}
     tree = _Metering().visit(environment.parse(source))
     tree.set_environment(environment)
     code = environment.compile(tree)
@@ -477,8 +481,8 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def render(source: str, variables: Mapping[str, Any], budget: Budget, now: datetime) -> str:
-    """The text of a template. Raises TemplateError, also if it takes more than the budget, and others, such as
-    UnicodeEncodeError for halves of characters.
+    """Render a template. Raises TemplateError, also if the budget is used up, and other errors such as
+    UnicodeEncodeError for half of a character.
     """
     template = compiled(source)
     context = template.new_context(dict(variables))

@@ -1,4 +1,4 @@
-"""The end of text that the files beside a tokenizer name."""
+"""The end of text that the files beside a tokenizer define."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ NAMED_IN = (
     ("special_tokens_map.json", "eos_token"),
     ("generation_config.json", "eos_token_id"),
 )
-"""Files of a Hugging Face folder and the key of each, in order of preference."""
+"""Files of a Hugging Face folder and the key in each, in order of preference."""
 
 
 def named_ends(folder: Path) -> Iterator[int | str]:
-    """Yield the symbols or ids that end texts, those of one file after those of another; a list gives all of them."""
+    """Yield the symbols or ids that end texts, file by file. A list in a file gives all of its entries."""
     for name, key in NAMED_IN:
         value = read_object(folder / name).get(key)
         for each in value if isinstance(value, list) else [value]:
@@ -26,7 +26,7 @@ def named_ends(folder: Path) -> Iterator[int | str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if the file is missing, unreadable or holds something else."""
+    """The object in a JSON file; an empty one if the file is missing, unreadable or not an object."""
     try:
         content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):

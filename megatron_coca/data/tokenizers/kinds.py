@@ -20,8 +20,8 @@ from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.data.tokenizers.text_rules import TextRules
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma has
-# </s> too, as a tag of HTML.
+# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma also
+# has </s>, as an HTML tag.
 EOD_SYMBOLS = (
     *("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -29,31 +29,31 @@ EOD_SYMBOLS = (
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Files = Mapping[str, tuple[str, bytes]]
-"""A tokenizer's files by the argument that names them (vocab_file, merge_file): (name to save under, bytes)."""
+"""The files of a tokenizer by argument (vocab_file, merge_file): (name to save under, bytes)."""
 
 
 def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) -> str:
-    """SHA-256 of the files, or of a type without files; a separator other than the default changes the fingerprint."""
+    """SHA-256 of the files, or of the name of a type without files. A separator other than the default changes it."""
     content = b"".join(data for _, data in files.values()) or tokenizer_type.encode()
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
 
 class Tokenizer(ABC):
-    """Base class of the tokenizers.
+    """The base class of all tokenizers.
 
     Args:
-        files: vocab_file and merge_file, where there is one, each as (name, bytes).
-        eod: the symbol that ends documents, instead of the first of ``EOD_SYMBOLS`` in the vocabulary.
+        files: vocab_file and, if there is one, merge_file, each as (name, bytes).
+        eod: the symbol that ends documents, instead of the first of `EOD_SYMBOLS` in the vocabulary.
 
     Attributes:
         files: as given.
         vocab_size: largest id plus one.
         eod: the id that ends each document of a prepared corpus.
         start_symbol: the symbol that begins each text of a prepared corpus, or None. It changes no encoding.
-        fingerprint: as ``fingerprint_of``.
-        chat: the template of chats, or None.
-        rules: how the model's own library treats texts. Neither they nor `chat` change the encoding of documents, and
-            so not the fingerprint.
+        fingerprint: as `fingerprint_of`.
+        chat: the chat template, or None.
+        rules: the treatment of texts by the model's own library. `rules` and `chat` do not change the encoding of
+            documents, so they do not change the fingerprint.
     """
 
     tokenizer_type: str
@@ -73,7 +73,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _lookup(self, symbol: str) -> int | None:
-        """Id of a symbol, None where the vocabulary lacks it."""
+        """Id of a symbol; None if the vocabulary lacks it."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -83,63 +83,63 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int | None:
-        """Id that the model's own library puts before every text, such as Gemma's ``<bos>``; None if there is none."""
+        """Id that the model's own library adds before every text, such as Gemma's `<bos>`; None if there is none."""
         return self.bos if self.rules.add_bos else None
 
     @property
     def bos(self) -> int | None:
-        """Id of the symbol that begins texts in the model's own library, even if it is not put before them."""
+        """Id of the symbol that begins texts in the model's own library, even if the library does not add it."""
         return None if self.rules.bos is None else self._lookup(self.rules.bos)
 
     @property
     def eos(self) -> int:
-        """Id of the symbol that ends texts in the model's own library; ``eod`` if there is none."""
+        """Id of the symbol that ends texts in the model's own library; `eod` if there is none."""
         found = None if self.rules.eos is None else self._lookup(self.rules.eos)
         return self.eod if found is None else found
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end a generated text, ``eod`` first."""
+        """Ids that end a generated text, `eod` first."""
         others = (token for token in self.rules.ends if token < self.vocab_size)
         return tuple(dict.fromkeys((self.eod, *others, self.eos)))
 
     def turn_ends(self) -> tuple[list[int], list[str]]:
-        """Tokens and texts that end an answer of a chat. ``DataError`` without a template."""
+        """Tokens and texts that end an answer in a chat. Raises `DataError` without a chat template."""
         if self.chat is None:
             raise DataError(
-                "The tokenizer has no chat template; prepare the training data with one, or use plain text."
+                "chat_template: the tokenizer has none; prepare the training data with one, or use plain text"
             )
         end = self.chat.end_of_turn()
-        # A special token ends the turn by its id, as it is not in the text; other tokens by their text.
+        # A special token ends the turn by its id, because it is not in the text; other tokens end it by their text.
         closing = self.encode_rendered(end)[0][:1]
         ends = closing if not self.decode(closing) else []
         return ends, [end.strip() or end] if end and not ends else []
 
     @property
     def names_tokens(self) -> bool:
-        """True if a prompt can name special tokens, so that ``encode_prompt`` may differ from ``encode``."""
+        """True if a prompt can spell special tokens, so that `encode_prompt` may differ from `encode`."""
         return False
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Names of special tokens that the model's own library reads in a prompt, but not ``encode_prompt``."""
+        """Names of special tokens that the model's own library recognizes in a prompt and `encode_prompt` does not."""
         return ()
 
     def token(self, symbol: str) -> int:
-        """Id of a symbol. ``DataError`` where the vocabulary lacks it."""
+        """Id of a symbol. Raises `DataError` if the vocabulary lacks it."""
         found = self._lookup(symbol)
         if found is None:
-            raise DataError(f"The vocabulary has no symbol {symbol!r} ({self.tokenizer_type}).")
+            raise DataError(f"{self.tokenizer_type}: no symbol {symbol!r} in the vocabulary; give one that it has")
         return found
 
     @property
     def unknown(self) -> int | None:
-        """Id that stands for everything that the vocabulary lacks; None if there is none."""
+        """Id of unknown tokens; None if there is none."""
         return None
 
     @property
     def trained_start(self) -> int | None:
-        """Id of ``start_symbol``, which prepared texts begin with; None if there is none."""
+        """Id of `start_symbol`, with which prepared texts begin; None if there is none."""
         return None if self.start_symbol is None else self.token(self.start_symbol)
 
     @property
@@ -157,11 +157,10 @@ class Tokenizer(ABC):
         return f"--start-token: not given, but {owner} {symbol} before every text; add --start-token '{symbol}'"
 
     def begin_texts(self, symbol: str) -> None:
-        """Make ``symbol`` the ``start_symbol``. ``DataError`` if it is no special token of the vocabulary."""
+        """Set the `start_symbol`. Raises `DataError` if `symbol` is not a special token of the vocabulary."""
         if self.token(symbol) in self.encode(symbol):
             raise DataError(
-                f"start_token: {symbol!r} cannot begin documents, as text with these characters would become it; name "
-                "a special token"
+                f"start_token: {symbol!r} is not a special token, so text could contain it; give a special token"
             )
         self.start_symbol = symbol
 
@@ -170,13 +169,13 @@ class Tokenizer(ABC):
         """The vocabulary's spelling of a token, for display."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
+        """Token ids of `text` without start or end symbols. Raises `DataError` for a lone surrogate in it."""
         with _explaining_surrogates(text):
             return self._encode(text)
 
     def encode_prompt(self, text: str, add: bool = False) -> list[int]:
-        """Token ids of ``text`` as the model's own library encodes a prompt: names of special tokens become these, and
-        with ``add`` it puts its start and end tokens around the text. ``DataError`` as ``encode``.
+        """Token ids of `text` as the model's own library encodes a prompt: names of special tokens become these tokens,
+        and with `add` it adds its start and end tokens. Raises `DataError` as `encode`.
         """
         with _explaining_surrogates(text):
             ids = self._encode_named(text)
@@ -187,25 +186,30 @@ class Tokenizer(ABC):
         return self._encode(text)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a rendered chat, in which the names of special tokens become these, and the first character and
-        end of each token. ``DataError`` for a type that cannot tell.
+        """Token ids of a rendered chat, in which names of special tokens become these tokens, and the first character
+        and end of each token. Raises `DataError` if the type of tokenizer cannot locate tokens.
         """
-        raise DataError(f"{self.tokenizer_type} does not encode chats; use the model's tokenizer.json, as HFTokenizer")
+        raise DataError(
+            f"{self.tokenizer_type}: does not encode chats; use the model's tokenizer.json with HFTokenizer"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
+        """Text of token ids; `eod` is left out. Raises `DataError` for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
         for i in (min(listed), max(listed)) if listed else ():
             if not 0 <= i < self.vocab_size:
-                raise DataError(f"Token id {i} is outside the vocabulary of {self.vocab_size} ({self.tokenizer_type}).")
+                raise DataError(
+                    f"token id {i}: outside the vocabulary of {self.vocab_size} ({self.tokenizer_type}); use the "
+                    "tokenizer that made the ids"
+                )
         return self._decode([i for i in listed if i != self.eod])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """As ``decode``, with the names of special tokens, where the type has names that a text can spell."""
+        """As `decode`, but with the names of special tokens if the type has names for them."""
         return self.decode(ids)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
+        """Write the tokenizer's files and a description that `load_saved_tokenizer` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.values():
             (folder / name).write_bytes(data)
@@ -225,15 +229,15 @@ class Tokenizer(ABC):
         eod = next((i for i in map(self._lookup, symbols) if i is not None), None)
         if eod is None:
             raise DataError(
-                f"The vocabulary has no symbol that ends a document: one of {', '.join(symbols)} is needed. Name its "
-                "own with --end-token of prepare (end_token in a recipe)."
+                f"{self.tokenizer_type}: none of {', '.join(symbols)} is in the vocabulary to end documents; name "
+                "its own symbol with --end-token of prepare (end_token in a recipe)"
             )
         return eod
 
 
 @contextmanager
 def _explaining_surrogates(text: str) -> Iterator[None]:
-    """Raise ``DataError`` for an error about ``text`` if it contains a lone surrogate."""
+    """Raise `DataError` for an error about `text` if it contains a lone surrogate."""
     try:
         yield
     except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
@@ -241,8 +245,8 @@ def _explaining_surrogates(text: str) -> Iterator[None]:
         if surrogate is None:
             raise
         raise DataError(
-            f"A text contains a lone surrogate, U+{ord(surrogate[0]):X} at character {surrogate.start()}, which "
-            "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
+            f"text: a lone surrogate, U+{ord(surrogate[0]):X}, at character {surrogate.start()} (decoded "
+            "incorrectly); correct the text, or leave it out"
         ) from error
 
 
@@ -260,7 +264,9 @@ class CharLevelTokenizer(Tokenizer):
 
     def _find_eod(self, symbol: str | None) -> int:
         if symbol is not None:
-            raise DataError(f"{self.tokenizer_type} has no symbols: 0 ends a document. Leave out eod={symbol!r}.")
+            raise DataError(
+                f"{self.tokenizer_type}: has no symbols, id 0 ends documents; leave out the end token {symbol!r}"
+            )
         return 0
 
     def _encode(self, text: str) -> list[int]:
@@ -289,14 +295,14 @@ PROBES = (
     "emoji 😀👩‍👩‍👧 and rare 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \u0000\u0001\u007f",
     "aaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbb abababababab",
 )
-"""Texts of many scripts, which interchangeable tokenizers must encode alike."""
+"""Texts in many scripts, which interchangeable tokenizers must encode identically."""
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """The first of ``PROBES`` that two tokenizers encode differently, else the first token that differs, or None.
+    """The first of `PROBES` that two tokenizers encode differently, else the first token that differs, or None.
 
-    Tokens are compared only within one type, as each type has its own spelling. They distinguish small vocabularies
-    whose words are not in the probes.
+    Tokens are compared only within one type, because each type has its own spelling. They distinguish small
+    vocabularies with words that are not in the probes.
     """
     probe = next((text for text in PROBES if one.encode(text) != other.encode(text)), None)
     if probe is not None or one.tokenizer_type != other.tokenizer_type:
@@ -306,16 +312,16 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
 
 
 def agree(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if two tokenizers have the same files, or the same separator and no ``first_difference``."""
+    """True if two tokenizers have the same files, or the same separator and no `first_difference`."""
     if one.fingerprint == other.fingerprint:
         return True
     return one.eod == other.eod and first_difference(one, other) is None
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face ``tokenizer.json``.
+    """A Hugging Face `tokenizer.json`.
 
-    Truncation, padding and dropout set in the file are disabled. ``decode`` reproduces the text exactly for byte-level
+    Truncation, padding and dropout set in the file are disabled. `decode` reproduces the text exactly for byte-level
     models without a normalizer; GPT-NeoX-20B's composes characters (NFC).
     """
 
@@ -332,7 +338,7 @@ class HFTokenizer(Tokenizer):
         return max(vocabulary.values(), default=-1) + 1  # ids may have gaps
 
     def build(self, data: dict[str, bytes]) -> Any:
-        """Make the library's ``tokenizers.Tokenizer`` from the contents of the files."""
+        """Create the library's `tokenizers.Tokenizer` from the contents of the files."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(data["vocab_file"].decode("utf-8"))
@@ -345,15 +351,14 @@ class HFTokenizer(Tokenizer):
         symbol = getattr(self._model.model, "unk_token", None)
         if symbol is not None:
             return self._model.token_to_id(symbol)
-        # A unigram model tells the id only in its file.
+        # Only the file of a unigram model has the id.
         return None if hasattr(self._model.model, "unk_token") else json.loads(self._model.to_str())["model"]["unk_id"]
 
     def _find_eod(self, symbol: str | None) -> int:
         eod = super()._find_eod(symbol)
         if symbol is not None and eod in self.encode(symbol):
             raise DataError(
-                f"{symbol!r} cannot end documents: text with these characters would become the separator. Name a "
-                "special token."
+                f"end_token: {symbol!r} is not a special token, so text could contain it; give a special token"
             )
         return eod
 
@@ -374,7 +379,7 @@ class HFTokenizer(Tokenizer):
 
     @property
     def _surrounds_itself(self) -> bool:
-        """True if the rules replace the tokens that the file's post-processor adds, as in transformers."""
+        """True if, as in transformers, the rules replace the tokens that the file's post-processor adds."""
         return self.rules.add_bos is not None or self.rules.add_eos is not None
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -391,7 +396,9 @@ class HFTokenizer(Tokenizer):
         return self._naming(text, False, self.rules.splits).ids
 
     def _naming(self, text: str, add: bool, split: bool = False) -> Any:
-        """Encode a text in which, unless `split`, the names of special tokens become these; `add` those around it."""
+        """Encode a text. Names of special tokens become these tokens unless `split`; with `add`, start and end tokens
+        are added.
+        """
         self._model.encode_special_tokens = split
         try:
             return self._model.encode(text, add_special_tokens=add)
@@ -409,7 +416,7 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's ``vocab.json`` and ``merges.txt``."""
+    """GPT-2's `vocab.json` and `merges.txt`."""
 
     tokenizer_type = "GPT2BPETokenizer"
 
@@ -426,7 +433,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class HFGPT2Tokenizer(GPT2BPETokenizer):
-    """As ``GPT2BPETokenizer``, with the ``<|padding|>`` symbol that GPT-NeoX adds after the vocabulary."""
+    """As `GPT2BPETokenizer`, but with the symbol `<|padding|>` that GPT-NeoX adds after the vocabulary."""
 
     tokenizer_type = "HFGPT2Tokenizer"
 

@@ -1,4 +1,4 @@
-"""Text that a tokenizer loses: passages that do not come back from their tokens, unknown tokens, too many tokens."""
+"""Detect tokenizers that lose text: passages that decode differently, unknown tokens, too many tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,9 +9,9 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 PASSAGE = 1024
 """Characters of a passage."""
 MOST_LOST, MOST_UNKNOWN = 0.1, 0.01
-"""Largest shares of passages that do not come back, and of unknown tokens."""
+"""Largest shares of passages that decode differently, and of unknown tokens."""
 MOST_TOKENS_PER_BYTE, LARGE_VOCABULARY = 0.75, 4096
-"""A vocabulary of this size should need fewer tokens per byte of text."""
+"""A vocabulary of at least this size should need fewer tokens per byte than this."""
 
 
 @dataclass
@@ -20,9 +20,9 @@ class Sample:
 
     Attributes:
         passages: number of passages.
-        lost: passages that decoding does not give back.
-        tokens: of all passages.
-        unknown: tokens that stand for anything that the vocabulary lacks.
+        lost: passages that decode differently.
+        tokens: tokens of all passages.
+        unknown: unknown tokens.
         bytes: UTF-8 bytes of all passages.
     """
 
@@ -48,11 +48,13 @@ class Sample:
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any]) -> Self:
-        """Recreate from the counts by name."""
+        """Recreate a sample from the counts by name."""
         return cls(**{name: int(facts.get(name, 0)) for name in cls.__dataclass_fields__})
 
     def loss(self, vocab_size: int, factor: float = 1.0) -> str:
-        """What a tokenizer of ``vocab_size`` ids loses, if a share is above ``factor`` times its limit; else empty."""
+        """Describe the losses of a tokenizer with `vocab_size` ids, if a share is above `factor` times its limit; else
+        empty.
+        """
         found = []
         if self.lost > factor * MOST_LOST * self.passages:
             share = self.lost / self.passages
@@ -72,7 +74,7 @@ class Sample:
 
 
 def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
-    """The counts over ``texts``, one passage each."""
+    """The counts over `texts`, one passage each."""
     sample = Sample()
     for text in texts:
         sample.add(tokenizer, text)
@@ -80,9 +82,9 @@ def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
 
 
 def passages_of(texts: Sequence[str], count: int) -> Iterator[str]:
-    """Yield at most ``count`` passages: the first of every text, then the second of every text, and so on.
+    """Yield at most `count` passages: the first of every text, then the second of every text, and so on.
 
-    They have no white space at their ends, which some tokenizers handle as the end of a text.
+    They do not start or end with white space, which some tokenizers treat as the end of a text.
     """
     start, longest = 0, max(map(len, texts), default=0)
     while count > 0 and start < longest:

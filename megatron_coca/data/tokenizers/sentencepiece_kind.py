@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: those trained here, LLaMA's and others."""
+"""SentencePiece tokenizers: trained here, LLaMA's, and others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a SentencePiece model that decide how a text is encoded.
+    """Settings of a SentencePiece model that affect the encoding of a text.
 
     Attributes:
-        is_bpe: not a unigram, word or character model.
-        dummy_prefix: a space is put in front of every text, as LLaMA's models do.
+        is_bpe: a BPE model, not a unigram, word or character model.
+        dummy_prefix: a space is added before every text, as in LLaMA's models.
     """
 
     is_bpe: bool
@@ -44,8 +44,8 @@ def _proto(model: bytes) -> Any:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. ``decode(encode(x)) == x`` for models without normalization and with byte fallback, such
-    as LLaMA's and those of ``train_sentencepiece``.
+    """A SentencePiece model. `decode(encode(x)) == x` for models without normalization and with byte fallback, such
+    as LLaMA's and those of `train_sentencepiece`.
     """
 
     tokenizer_type = "SPMTokenizer"
@@ -79,7 +79,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _eod_text(self) -> str | None:
-        # Text never matches a control symbol, but a user-defined one, which is therefore encoded in two parts.
+        # Text never matches a control symbol. It can match a user-defined one, which is therefore encoded in two parts.
         return None if self._model.is_control(self.eod) else self._model.id_to_piece(self.eod)
 
     def _encode(self, text: str) -> list[int]:

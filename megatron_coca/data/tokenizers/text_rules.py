@@ -1,4 +1,4 @@
-"""Rules of a Hugging Face folder for texts: the tokens that begin and end them, and names of special tokens in them."""
+"""Rules of a Hugging Face folder for texts: tokens that begin and end them, and names of special tokens in them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,13 +10,13 @@ from megatron_coca.data.tokenizers.end_tokens import read_object
 
 @dataclass(frozen=True)
 class TextRules:
-    """How transformers treats texts with a tokenizer; the defaults are those of a tokenizer.json without other files.
+    """The treatment of texts in transformers. The defaults are those of a tokenizer.json without other files.
 
     Attributes:
-        bos, eos: the symbols of these roles.
+        bos, eos: the symbols with these roles.
         ends: ids that end a generated text.
-        splits: names of special tokens in a text are ordinary characters (`split_special_tokens`).
-        add_bos, add_eos: whether these surround every text; None: as tokenizer.json says.
+        splits: True if names of special tokens in a text are ordinary characters (`split_special_tokens`).
+        add_bos, add_eos: whether these symbols surround every text; None follows tokenizer.json.
     """
 
     bos: str | None = None
@@ -27,7 +27,7 @@ class TextRules:
     add_eos: bool | None = None
 
     def saved(self) -> dict[str, Any]:
-        """The values that are not the defaults, for a JSON file."""
+        """The values that differ from the defaults, for a JSON file."""
         default = TextRules()
         return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
 
@@ -39,7 +39,7 @@ def rules_of(saved: Mapping[str, Any]) -> TextRules:
 
 
 def find_rules(folder: Path) -> TextRules:
-    """The rules of a Hugging Face folder; a file that is missing or unreadable says nothing."""
+    """Read the rules of a Hugging Face folder. Missing and unreadable files are ignored."""
     names = ("special_tokens_map.json", "tokenizer_config.json", "config.json", "generation_config.json")
     found = {name: read_object(folder / name) for name in names}
     settings = found["special_tokens_map.json"] | found["tokenizer_config.json"]

@@ -9,15 +9,15 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.support.console import Progress
 
-_LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
+_LINE_BYTES = 1 << 20  # SentencePiece's trainer skips longer lines
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show: bool = True) -> SentencePieceTokenizer:
-    """Train a SentencePiece BPE model on ``texts`` that reproduces every text exactly, and write it to ``path``.
+    """Train a SentencePiece BPE model on `texts` that reproduces every text exactly, and write it to `path`.
 
-    Byte fallback, no normalization, all white space kept, newlines as their byte; ``<eod>`` is a control symbol.
-    ``show`` shows progress. Raises ``DataError`` if the texts are too small for ``vocab_size`` pieces, and errors of
-    ``texts`` themselves.
+    The model has byte fallback and no normalization, keeps all white space, encodes a newline as its byte, and has the
+    control symbol `<eod>`. `show` shows progress. Raises `DataError` if the texts are too small for `vocab_size`
+    pieces. Errors of `texts` pass through.
     """
     progress = Progress("reading text to train a tokenizer", unit="characters", show=show)
     errors: list[BaseException] = []
@@ -48,15 +48,17 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show:
         if errors:
             raise errors[0] from None
         more_characters = "required_chars" in str(error)  # a piece for each character does not fit
-        remedy = "Choose a larger vocabulary." if more_characters else "Choose a smaller vocabulary or add text."
-        raise DataError(f"SentencePiece cannot train {vocab_size} pieces on this text ({error}). {remedy}") from error
+        remedy = "choose a larger vocabulary" if more_characters else "choose a smaller vocabulary or add text"
+        raise DataError(
+            f"vocab_size: SentencePiece cannot train {vocab_size} pieces on this text ({error}); {remedy}"
+        ) from error
     return SentencePieceTokenizer({"vocab_file": ("tokenizer.model", path.read_bytes())})
 
 
 def _lines(texts: Iterable[str], progress: Progress, errors: list[BaseException]) -> Iterator[str]:
-    """Yield lines that are not blank, cut to the length that the trainer takes; a character has up to four bytes.
+    """Yield lines that are not blank, cut to the length that the trainer accepts; a character has up to four bytes.
 
-    An error of ``texts`` is also appended to ``errors``: the trainer replaces every one, an interrupt included, by a
+    An error of `texts` is also appended to `errors`, because the trainer turns every error, even an interrupt, into a
     RuntimeError.
     """
     size = _LINE_BYTES // 4

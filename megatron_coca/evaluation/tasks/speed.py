@@ -30,8 +30,9 @@ from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, read_variants, resolve_device
 from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Record, Result, Show, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
-from megatron_coca.model import GPT, build_model, keep_freed_memory
+from megatron_coca.model import GPT, build_model
 from megatron_coca.support.console import track
+from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked
 
 PROTOCOL = (

@@ -203,7 +203,7 @@ def test_a_decoded_token_of_coca_takes_the_operations_of_rope() -> None:
 @torch.no_grad()
 def test_the_length_is_the_cache_s() -> None:
     model = make(rope_scaling=scaling("dynamic"))
-    with pytest.raises(ValueError, match="the cache has the length"):
+    with pytest.raises(ValueError, match="length: the cache already has one"):
         model.hidden_states(tokens(3), cache=model.new_cache(), length=40)
 
 
@@ -239,11 +239,11 @@ def test_a_call_that_fails_in_the_second_layer_is_undone_in_the_first() -> None:
 
 def test_a_cache_is_for_generation() -> None:
     model = make()
-    with pytest.raises(ValueError, match="model.eval.. and work under torch.no_grad"):
+    with pytest.raises(ValueError, match="model.eval.. and use torch.no_grad"):
         model(tokens(4), cache=model.new_cache())
     with torch.no_grad(), pytest.raises(ValueError, match="model.eval"):
         model.train()(tokens(4), cache=model.new_cache())
-    with torch.no_grad(), pytest.raises(ValueError, match="has 1 layers, the model has 2"):
+    with torch.no_grad(), pytest.raises(ValueError, match="has 1 layers, but the model has 2"):
         model.eval()(tokens(4), cache=Cache([None]))
     with pytest.raises(ValueError, match="at least 1"):
         model.new_cache(length=0)

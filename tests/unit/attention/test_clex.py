@@ -13,11 +13,11 @@ from megatron_coca.attention.positions.frequencies import Rotary, Scaling, geome
 
 def trained(dim: int = 64, base: float = 1e4, seed: int = 0, spread: float = 0.02, **keys: float) -> Clex:
     """With weights as large as training could make them."""
-    generator = torch.Generator().manual_seed(seed)
     clex = Clex(dim, base, 512, **keys)
-    clex.reset_parameters(generator)
-    with torch.no_grad():
-        clex.down.normal_(0, spread, generator=generator)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        clex.reset_parameters()
+        clex.down.normal_(0, spread)
     return clex
 
 
@@ -87,13 +87,9 @@ def test_the_factor_covers_the_length() -> None:
     assert {length: clex.factor_for(length) for length in lengths} == lengths
 
 
-def test_initial_weights_come_from_the_given_generator() -> None:
-    clex, before = Clex(64, 1e4, 512), torch.get_rng_state()
-    clex.reset_parameters(torch.Generator().manual_seed(5))
-    first = clex.up.detach().clone()
-    clex.reset_parameters(torch.Generator().manual_seed(5))
-    assert torch.equal(clex.up, first) and torch.equal(torch.get_rng_state(), before)
-    assert 0.95 / 8 < float(first.abs().max()) <= 1 / 8 and not clex.down.any()
+def test_initial_weights_are_in_the_authors_range() -> None:
+    clex = Clex(64, 1e4, 512)
+    assert 0.95 / 8 < float(clex.up.detach().abs().max()) <= 1 / 8 and not clex.down.any()
 
 
 @torch.no_grad()

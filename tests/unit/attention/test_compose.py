@@ -171,7 +171,7 @@ def test_xpos_says_where_it_ends(dtype: torch.dtype, reach: int) -> None:
     encoding = PositionEncoding(make(pos_emb="xpos"))
     tables = encoding(torch.arange(reach), reach, dtype).segments[0]
     assert all(100 * float(table.abs().max()) < torch.finfo(dtype).max for table in (*tables.query, *tables.key))
-    with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
+    with pytest.raises(ValueError, match="xpos overflows "):
         encoding(torch.arange(2 * reach), 2 * reach, dtype)
 
 
@@ -181,5 +181,5 @@ def test_chunks_keep_xpos_in_its_range() -> None:
     context = encoding(torch.arange(20000), 20000, torch.float16)
     assert all(tables.query.cos.abs().max() < 2 and tables.key.cos.abs().max() < 2 for tables in context.segments)
     wide = {"type": "dual_chunk", "chunk_size": 15000, "max_position": 20000}
-    with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
+    with pytest.raises(ValueError, match="xpos overflows "):
         PositionEncoding(make(pos_emb="xpos", relative_positions=wide))(torch.arange(20000), 20000, torch.float16)

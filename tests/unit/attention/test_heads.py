@@ -94,7 +94,7 @@ def attended(model: GPT, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS)
 def test_the_parts_of_attention_add_up(keys: dict[str, Any]) -> None:
-    """With the gradients of the input and of what the heads learn: each part gives its heads' share of them."""
+    """With the gradients of the input and of the heads' parameters: each part gives its heads' share of them."""
     model, x = model_of(keys), torch.randn(2, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = [part_of(model, keys, index, 2) for index in range(2)]
     whole_input, part_input = x.clone().requires_grad_(), x.clone().requires_grad_()

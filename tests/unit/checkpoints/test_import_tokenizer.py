@@ -97,7 +97,7 @@ def test_a_word_cannot_end_documents(files: Path, tmp_path: Path) -> None:
 def test_a_vocabulary_whose_end_only_the_folder_knows(files: Path, tmp_path: Path) -> None:
     shutil.copyfile(files / "unended.json", tmp_path / "tokenizer.json")
     none = read_tokenizer(tmp_path, ROWS)
-    assert none.tokenizer is None and none.note is not None and "has no symbol that ends a document" in none.note
+    assert none.tokenizer is None and none.note is not None and "is in the vocabulary to end documents" in none.note
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": OTHER}))
     found = read_tokenizer(tmp_path, ROWS)
     assert found.tokenizer is not None and found.tokenizer.eod == 0
@@ -116,7 +116,7 @@ def test_one_that_cannot_be_read_makes_room_for_the_next(files: Path, tmp_path: 
         ((), ROWS, {}, "no tokenizer is used: .* has none"),
         (("vocab.json",), ROWS, {}, "has none"),
         (("tokenizer.json",), 300, {}, "tokenizer.json: has 330 ids, the embedding has 300 rows"),
-        ((), ROWS, {"tokenizer": {}}, "not a file that HFTokenizer can open"),
+        ((), ROWS, {"tokenizer": {}}, "HFTokenizer cannot open this file"),
     ],
 )
 def test_why_there_is_none(

@@ -128,7 +128,7 @@ def test_documents_end_with_the_end_of_text_of_the_tokenizer(
 def test_an_end_token_can_be_named_and_has_a_remedy(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path / "model", "<stop>")
     given = options(tmp_path, write_texts(tmp_path / "s.jsonl", "a text"), *hf(folder))
-    with pytest.raises(DataError, match="no symbol that ends a document.* --end-token"):
+    with pytest.raises(DataError, match="to end documents.* --end-token"):
         prepare.main(given)
     prepare.main([*given, "--end-token", "<stop>"])
     assert Shard(tmp_path / "out" / "s_train").document(0)[-1] == 0
@@ -155,8 +155,8 @@ def test_a_start_token_begins_every_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--start-token", "<bos>"], "has no symbol '<bos>'"),
-        (["--start-token", "t"], "'t' cannot begin documents"),
+        (["--start-token", "<bos>"], "no symbol '<bos>'"),
+        (["--start-token", "t"], "start_token: 't' is not a special token"),
         (["--start-token", "<s>", "--messages", "all"], "start_token has no effect on chats"),
     ],
 )
@@ -191,7 +191,7 @@ def test_too_many_faulty_records_are_an_error_with_the_remedy(tmp_path: Path, mo
     path = changelog(tmp_path / "changelog.gz", 500, 19)
     given = options(tmp_path, path)
     prepare.main([*given, "--part", "1/1"])
-    with pytest.raises(DataError, match=r"s: 500 of 519 records are faulty; at most 10% .*gz:1: invalid JSON"):
+    with pytest.raises(DataError, match=r"s: 500 of 519 records are faulty, more than 10% .*gz:1: invalid JSON"):
         prepare.main(given)
     with pytest.raises(DataError, match=r"ending .txt.*--max-faulty 1.00"):
         prepare.main(given)

@@ -15,15 +15,7 @@ import pytest
 
 from megatron_coca.data import Blend, DataError, Shard
 from megatron_coca.data.shards import ShardWriter
-
-
-def make_shard(prefix: Path, lengths: list[int], first: int = 0) -> Shard:
-    """Documents of consecutive numbers."""
-    writer = ShardWriter(prefix, 60000)
-    for begin, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
-        writer.add(np.arange(begin, begin + length) + first)
-    writer.finish()
-    return Shard(prefix)
+from tests.unit.data.shard_files import make_shard
 
 
 def digest(blend: Blend, first: int = 0) -> str:
@@ -84,7 +76,7 @@ def sparse_shard(prefix: Path, documents: int, length: int) -> Shard:
 
 
 def test_places_beyond_two_gib_keep_their_numbers(tmp_path: Path) -> None:
-    """Offsets in tokens and in bytes exceed 32 bits, in what is read and in an index that is written."""
+    """Offsets in tokens and in bytes exceed 32 bits, in shards that are read and in an index that is written."""
     shard = sparse_shard(tmp_path / "read", 3, 2_000_000_000)
     with (tmp_path / "read.bin").open("r+b") as stream:
         stream.seek(-10, 2)
@@ -93,7 +85,7 @@ def test_places_beyond_two_gib_keep_their_numbers(tmp_path: Path) -> None:
     assert shard.tokens(shard.len_tokens - 7, 7).tolist() == [0, 0, 1, 2, 3, 4, 5]
     assert shard.windows(np.array([5 * 10**9, shard.len_tokens - 2]), 2).tolist() == [[0, 0], [4, 5]]
     writer = ShardWriter(tmp_path / "written", 60000)
-    writer.extend(np.zeros(0, dtype=np.int64), np.full(3, 2_000_000_000))  # the index of what would be 12 GB
+    writer.extend(np.zeros(0, dtype=np.int64), np.full(3, 2_000_000_000))  # the index of a shard of 12 GB
     writer.finish()
     assert (tmp_path / "written.idx").read_bytes() == (tmp_path / "read.idx").read_bytes()
 

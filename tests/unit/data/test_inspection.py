@@ -12,6 +12,7 @@ from megatron_coca import cli
 from megatron_coca.commands import inspect as inspect_data
 from megatron_coca.config import load_config
 from megatron_coca.data import inspection
+from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import (
     SAMPLE_BOUNDARY,
@@ -24,7 +25,6 @@ from megatron_coca.data.inspection import (
     token_blocks,
     view_sample,
 )
-from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers import load_tokenizer
@@ -87,7 +87,7 @@ def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path
 def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither manifest.json nor an .idx"):
         find_shards([tmp_path])
-    with pytest.raises(DataError, match="No shard is named"):
+    with pytest.raises(DataError, match="shards: none given"):
         find_shards([])
     with pytest.raises(DataError, match="no such file"):
         lengths_by_source(find_shards([tmp_path / "absent"]))
@@ -229,9 +229,9 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sample", "{config}", "--number", "9" * 23], "9: samples are numbered up to 2^62 only"),
-        (["sample", "{config}", "--number", "-1"], "Sample numbers start at 0"),
-        (["mixture", "{config}", "--samples", "9" * 23], "9: samples are numbered up to 2^62 only"),
+        (["sample", "{config}", "--number", "9" * 23], "9: numbers end at 2^62"),
+        (["sample", "{config}", "--number", "-1"], "sample -1: does not exist"),
+        (["mixture", "{config}", "--samples", "9" * 23], "9: numbers end at 2^62"),
     ],
 )
 def test_what_a_library_would_trip_over(

@@ -1,4 +1,4 @@
-"""Documents within samples: where they begin, what is made of it, and that a model then sees each by itself."""
+"""Documents within samples: their boundaries, their batches, and that a model sees each of them separately."""
 
 import struct
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def test_a_batch_says_what_megatron_says(blend: Blend, mask: bool, positions: bo
 
 
 def model_positions(batch: Batch, row: int) -> np.ndarray:
-    """What a model takes: the positions given, or its own through the sample or through every document."""
+    """The positions that a model uses: those given, or its own in the sample or in every document."""
     if batch.positions is not None:
         return batch.positions[row]
     if batch.documents is None:
@@ -150,12 +150,12 @@ SHAPE = {
     "vocab_size": 512,
     "seed": 3,
 }
-# A packed sample and its documents alone do the same sums of up to 16 terms in another order, in float64.
+# A packed sample and its separate documents sum the same up to 16 terms in different order, in float64.
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def tensors(batch: Batch) -> dict[str, Tensor]:
-    """What LanguageModelLoss is called with."""
+    """The arguments of LanguageModelLoss."""
     arrays = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
     return {"samples" if name == "tokens" else name: tensor for name, tensor in arrays.items()}
 

@@ -50,7 +50,7 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) 
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
-    """A million documents: a list of their lengths alone would take 36 MB."""
+    """A million documents: a list of their lengths would already take 36 MB."""
     import tracemalloc
 
     block = np.full(100_000, 7, dtype=np.uint16)

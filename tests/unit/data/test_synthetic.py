@@ -1,4 +1,4 @@
-"""Synthetic tasks: what a sample holds, what counts in the loss, and that samples depend on seed and number alone."""
+"""Synthetic tasks: the content of samples, the loss mask, and that samples depend only on seed and number."""
 
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def test_the_loss_counts_answers_or_all_tokens() -> None:
 
 
 def test_a_sample_without_room_is_refused() -> None:
-    with pytest.raises(DataError, match="seq_length 22: a sample of recall needs 23"):
+    with pytest.raises(DataError, match="seq_length: 22 is too short for recall; set at least 23"):
         SyntheticSamples(TaskSettings(), 22, 0)
     assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
 
@@ -140,7 +140,7 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
     earlier = {name: value for name, value in saved.items() if name != "text"}  # checkpoints of earlier versions
     assert not differing_data(earlier, other.identity, other.sources)
     narrow = open_corpus(config.override({"synthetic.filler_tokens": 20, "vocab_size": 400}))
-    with pytest.raises(DataError, match="of the text is not below filler_tokens 20"):
+    with pytest.raises(DataError, match="filler_tokens: 20 is too small for token id"):
         narrow.train.read(NUMBERS)
     with pytest.raises(ConfigError, match="filler_tokens: 50, .* has 512 tokens; set synthetic.filler_tokens=512"):
         open_corpus(config.override({"tokenizer_type": "CharLevelTokenizer"}))

@@ -1,4 +1,4 @@
-"""Positions drawn for training: their distribution, that they depend on seed and sample alone, and where they apply."""
+"""Positions drawn for training: their distribution, that they depend only on seed and sample, and their uses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_every_document_of_a_sample_draws_its_own(name: str) -> None:
     positions = draw.draw(np.array([3, 4]), 20, begins)
     for first, end in ((0, 5), (6, 15), (15, 20)):
         assert (np.diff(positions[0, first:end]) > 0).all()
-    assert (positions[1] == draw.draw(np.array([4]), 20)).all(), "one document draws what a whole sample does"
+    assert (positions[1] == draw.draw(np.array([4]), 20)).all(), "one document draws the same as a whole sample"
     assert positions.max() < 200
 
 
@@ -219,7 +219,7 @@ def test_a_shift_leaves_chunks_where_they_are() -> None:
 
 @pytest.mark.parametrize("gate", ["fox", "cable"])
 def test_gates_read_no_positions(gate: str) -> None:
-    """They are trained, as what counts tokens is, but only rotation sees the drawn positions."""
+    """Gates are trained and count tokens; only the rotation sees the drawn positions."""
     settings = open_corpus(config("randomized", f"forgetting_gate={gate}")).config
     assert settings.training_positions is not None and settings.position.forgetting_gate == gate
 

@@ -18,7 +18,7 @@ from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks import retrieval_cases as tasks
 from megatron_coca.evaluation.tasks.prompts import FILLER_HAYSTACK, PromptForm
 from megatron_coca.text_generation import load_generator
-from tests.unit.data.test_chat import checkpoint, folder, ours
+from tests.unit.data.tokenizers.test_chat import checkpoint, folder, ours
 
 __all__ = ["checkpoint", "folder", "ours"]
 

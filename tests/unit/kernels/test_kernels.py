@@ -1,4 +1,4 @@
-"""The operand kernels against float64, what the kernels refuse, and the sizes of their launches."""
+"""The operand kernels against float64, the errors of the kernels, and the sizes of their launches."""
 
 import sys
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, ow
 @pytest.mark.usefixtures("dirty_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_segments_share_one_launch(form: str) -> None:
-    """The operands of each segment alone; gradients are the sum over segments."""
+    """The operands of each segment separately; gradients are the sum over segments."""
     generator = torch.Generator().manual_seed(4)
     q, k = (torch.randn(2, heads, 19, 12, generator=generator).to(DEVICE).requires_grad_() for heads in (4, 2))
     tables = [torch.randn(19, 4, generator=generator).to(DEVICE) for _ in range(8)]
@@ -127,7 +127,7 @@ def test_operands_keep_a_nan() -> None:
 
 
 def test_operands_refuse_with_the_reason() -> None:
-    """What the caller must do by PyTorch: learned tables, float64, tables of another length."""
+    """Cases for PyTorch's operations: learned tables, float64, tables of another length."""
     q, table = torch.zeros(1, 2, 5, 8), torch.zeros(5, 4)
     tables = (table, table, table, table)
     assert unsupported(q, q, tables, "coca") is None
@@ -189,13 +189,13 @@ def test_the_backend_refuses_inputs_that_it_did_not_promise() -> None:
 
 
 def test_attention_refuses_arguments_that_contradict_each_other() -> None:
-    """Each names the argument and what it must be."""
+    """Each message names the argument and its valid values."""
     x, wide = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 512)
-    with pytest.raises(ValueError, match="head_dim is 512"):
+    with pytest.raises(ValueError, match="head_dim 512 is not supported"):
         flash_attention(wide, wide, wide, 1.0)
     with pytest.raises(ValueError, match="share one of"):
         flash_attention(x, x, x.double(), 1.0)
-    with pytest.raises(ValueError, match="more than 3 keys"):
+    with pytest.raises(ValueError, match="than keys .3."):
         flash_attention(x, x[:, :, :3], x[:, :, :3], 1.0)
     with pytest.raises(ValueError, match="formula must be one of"):
         flash_attention(x, x, x, 1.0, formula="buckets", coefficients=torch.zeros(2, 1))
@@ -212,7 +212,7 @@ def test_there_are_block_sizes_for_every_operand() -> None:
 
 
 def test_grids_beyond_what_the_second_dimension_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """70,000 heads in all: batch, heads and blocks are in the first dimension, whose limit is 2^31 - 1."""
+    """70,000 heads in all: batch, heads and blocks are in the first dimension, which has the limit 2^31 - 1."""
     grids: dict[str, tuple[int, ...]] = {}
 
     class Recorder:

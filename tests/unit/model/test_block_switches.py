@@ -241,7 +241,7 @@ def test_refusals(key: str) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_backends_without_sinks_say_so(backend: str) -> None:
-    with pytest.raises(ValueError, match=f"attention_backend {backend} .* no sink_logits"):
+    with pytest.raises(ValueError, match=f"attention_backend: {backend} .* no sink_logits"):
         build_model(configured(sink_logits=True, attention_backend=backend))
 
 
@@ -274,7 +274,7 @@ def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
     ],
 )
 def test_documents_have_their_own_sinks_factors_and_chunks(keys: dict[str, Any]) -> None:
-    """Two packed documents have the outputs that each has alone."""
+    """Two packed documents have the same outputs as each document separately."""
     config = configured(**keys)
     model, ids = random_model(config).eval(), tokens()[:1, :40]
     packed = model(ids, documents=(torch.arange(40) >= 17).long()[None])
@@ -294,7 +294,7 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
 
 
 def test_a_backend_without_gates_says_so() -> None:
-    with pytest.raises(ValueError, match="attention_backend flex .* forgetting gates need a call for every block"):
+    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need a call for every block"):
         config = configured(forgetting_gate="fox")
         find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
 
@@ -315,7 +315,7 @@ def test_gates_are_not_deterministic_on_cuda() -> None:
 
 
 def test_backends_without_capping_say_so() -> None:
-    with pytest.raises(ValueError, match="attention_backend merge .* no attn_logit_softcapping"):
+    with pytest.raises(ValueError, match="attention_backend: merge .* no attn_logit_softcapping"):
         build_model(configured(attn_logit_softcapping=3.0, attention_backend="merge"))
 
 
@@ -328,7 +328,7 @@ def test_opt_positions_begin_at_the_offset() -> None:
     shifted.load_state_dict(weights | {"embedding.position_embeddings.weight": table.roll(4, 0)})
     ids = tokens()[:, :16]
     assert torch.equal(shifted.eval()(ids), plain.eval()(ids))
-    with pytest.raises(PositionRangeError, match="has 20 positions .*; position 20 is beyond them"):
+    with pytest.raises(PositionRangeError, match="20 learned positions do not include 20"):
         shifted(tokens()[:, :17])
     moved = build_model(configured(pos_emb="sinusoidal", opt_pos_emb_offset=4)).eval()
     still = build_model(configured(pos_emb="sinusoidal")).eval()

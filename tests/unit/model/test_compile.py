@@ -1,4 +1,4 @@
-"""torch.compile: one graph without a break for every method and backend, the same gradients, and what is refused."""
+"""torch.compile: one graph without a break for every method and backend, the same gradients, and unsupported cases."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_coca.attention.backends import gated
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model import LanguageModelLoss, build_model, compilation
 from megatron_coca.model import build as building
 
 KEYS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 24, "vocab_size": 48}
@@ -64,7 +64,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are traced forward and backward, and run by PyTorch's operations."""
     original = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda block, options: original(block, backend="aot_eager"))
-    monkeypatch.setattr(building, "missing_compile_tools", lambda device_type: None)
+    monkeypatch.setattr(compilation, "missing_compile_tools", lambda device_type: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -119,9 +119,9 @@ def test_layers_that_differ_are_a_graph_for_each_type() -> None:
 
 
 def test_every_backend_is_traced_or_refused() -> None:
-    assert set(CASES) | set(building.UNCOMPILED) == set(BACKENDS)
-    for backend in building.UNCOMPILED:
-        reason = building.refuses_compilation(configured(), backend, "cuda")
+    assert set(CASES) | set(compilation.UNCOMPILED) == set(BACKENDS)
+    for backend in compilation.UNCOMPILED:
+        reason = compilation.reason_not_compiled(configured(), backend, "cuda")
         assert reason is not None and reason.startswith(f"attention_backend {backend}: ")
 
 
@@ -140,27 +140,27 @@ def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
     keys, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         configured(torch_compile=True, **keys)
-    assert building.refuses_compilation(configured(**keys), "sdpa", "cuda") is not None
+    assert compilation.reason_not_compiled(configured(**keys), "sdpa", "cuda") is not None
 
 
 def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
-    """They compile on no device or on one alone: dense contractions, and the mask of later blocks on CUDA."""
+    """They compile on no device or only on one: dense contractions, and the mask of later blocks on CUDA."""
     with pytest.raises(BackendError, match="torch_compile: attn_logit_softcapping: its scores are contracted by"):
         build_model(configured(attn_logit_softcapping=5.0, torch_compile=True))
-    reason = building.refuses_compilation(configured(pos_emb="fire"), "sdpa", "cpu")
+    reason = compilation.reason_not_compiled(configured(pos_emb="fire"), "sdpa", "cpu")
     assert reason is not None and reason.startswith("pos_emb fire: its scores are contracted by opt_einsum")
     gates = configured(forgetting_gate="fox", seq_length=600)
-    reason = building.refuses_compilation(gates, "sdpa", "cuda")
+    reason = compilation.reason_not_compiled(gates, "sdpa", "cuda")
     assert reason is not None and reason.startswith("forgetting_gate: PyTorch's mask of the later blocks")
-    assert "forgetting_gate" not in (building.refuses_compilation(gates, "triton", "cuda") or "")
-    assert "forgetting_gate" not in (building.refuses_compilation(gates, "sdpa", "cpu") or "")
+    assert "forgetting_gate" not in (compilation.reason_not_compiled(gates, "triton", "cuda") or "")
+    assert "forgetting_gate" not in (compilation.reason_not_compiled(gates, "sdpa", "cpu") or "")
 
 
 def test_packed_documents_are_compiled_where_their_lengths_are_not_read() -> None:
     config = configured(reset_attention_mask=True)
     with pytest.raises(BackendError, match="torch_compile: reset_attention_mask: sdpa is called once per document"):
         build_model(configured(reset_attention_mask=True, torch_compile=True))
-    assert "once per document" in (building.refuses_compilation(config, "merge", "cuda") or "")
+    assert "once per document" in (compilation.reason_not_compiled(config, "merge", "cuda") or "")
 
 
 @pytest.mark.usefixtures("traced")

@@ -79,7 +79,7 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
     assert parameter_count(config).total == sum(built(config).values())
     whole = parameter_count(load_config(path))
     if path.stem == "roformer_coca_authors":
-        assert whole.total == 508_880_896, "what transformers' GPT-NeoX counts for the authors' config.json"
+        assert whole.total == 508_880_896, "as transformers' GPT-NeoX counts for the authors' config.json"
     else:
         assert abs(whole.total - 405_334_016) < 0.6e6, "24 layers of the shape of GPT-3's 350M, head untied"
 
@@ -89,7 +89,7 @@ def test_the_350m_models_with_one_layer(path: Path) -> None:
     list(product(("plain", "untied", "grouped", "gated", "parallel", "coca"), (False, True))),
 )
 def test_operations_are_what_pytorch_counts(shape: str, checkpoint: bool) -> None:
-    """With the dense reference, whose attention multiplies the full square as `model` counts it."""
+    """With the dense reference: its attention multiplies the full square, as `model` counts it."""
     changes = {"attention_backend": "reference", "vocab_size": 256, "checkpoint_activations": checkpoint}
     changes["loss_chunk_size"] = 0  # the counter does not see the products that write into a given tensor
     config = tiny(**SHAPES[shape] | changes)

@@ -1,16 +1,15 @@
-"""Greedy generation: which token is taken, when a row ends, what is never generated, what is refused."""
+"""Greedy generation: the token that is taken, the end of a row, ids that are never generated, invalid arguments."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.layer import Cache
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, NOT_GENERATED, build_model, generate
+from tests.unit.model.stand_in import StandIn
 
 SHAPE = {
     "num_layers": 1,
@@ -31,25 +30,11 @@ def prompts(batch: int = 3, length: int = 20) -> Tensor:
     return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-class Counting:
-    """Says after each token the next number; notes how many positions it was asked for logits of."""
-
-    training = False
-    _config = SimpleNamespace(vocab_size=None)
+class Counting(StandIn):
+    """Gives the next number after each token, and counts the positions that it was asked for logits of."""
 
     def __init__(self, size: int = 100) -> None:
         self.size, self.asked = size, 0
-
-    def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        return Cache([None], length, capacity)
-
-    def outgrown(self, cache: Cache, new: int) -> bool:
-        return False
-
-    def hidden_states(
-        self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
-    ) -> Tensor:
-        return input_ids[..., None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.asked += hidden[..., 0].numel()
@@ -100,7 +85,7 @@ def test_prompts_and_weights_stay_as_they_are() -> None:
         (torch.zeros(3, dtype=torch.int64), 4, r"int64 \[batch, length\]"),
         (torch.zeros(1, 0, dtype=torch.int64), 4, r"\[1, 0\]"),
         (torch.zeros(1, 3), 4, "torch.float32"),
-        (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens 0"),
+        (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens: 0"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, message: str) -> None:
@@ -109,7 +94,7 @@ def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, mess
 
 
 def test_an_unknown_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic_length 'longest' is not known; known: current, prompt, total"):
+    with pytest.raises(ValueError, match="dynamic_length: 'longest' is unknown; use current, prompt, total"):
         generate(make(), prompts(), 4, dynamic_length="longest")  # type: ignore[arg-type]
 
 
@@ -129,5 +114,5 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 def test_a_model_with_a_table_of_positions_generates_up_to_its_last_position_and_no_further() -> None:
     model = make(pos_emb="learned", max_position_embeddings=24)
     assert generate(model, prompts(length=20), 5).shape == (3, 5), "the last token is not read"
-    with pytest.raises(ValueError, match="24 positions"):
+    with pytest.raises(ValueError, match="24 learned positions"):
         generate(model, prompts(length=20), 6)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_coca.config import load_config
 from megatron_coca.model import LanguageModelLoss, build_model, next_token_loss
-from megatron_coca.model.layers import IGNORED, linear_cross_entropy
+from megatron_coca.model.loss import IGNORED, linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 70, 24, 130
 CHUNKS = (1, 16, 64, 70, 1000)
@@ -30,7 +30,7 @@ def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """What PyTorch computes over all logits."""
+    """The loss that PyTorch computes over all logits."""
     return next_token_loss(hidden @ weight.T, labels.clamp(min=0), labels != IGNORED)
 
 
@@ -48,8 +48,8 @@ def results(loss: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factor: f
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0, 1.0 / 3, 1024.0])
 def test_chunks_err_no_more_than_all_logits_at_once(chunk: int, dtype: torch.dtype, factor: float) -> None:
-    """Against float64, at most twice the plain error in the same precision; `factor` is what accumulation or loss
-    scaling multiply the loss with.
+    """Compare with float64: at most twice the plain error in the same precision. Accumulation or loss scaling multiply
+    the loss by `factor`.
     """
     given = operands(dtype)
     exact = results(plain, given[0].double(), given[1].double(), given[2], factor)

@@ -32,7 +32,7 @@ def saved_bytes(config: Config) -> int:
     loss = loss.to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision.dtype])
     own = {parameter.untyped_storage().data_ptr() for parameter in loss.parameters()}
     found: dict[int, int] = {}
-    held = []  # what is freed could lend its address to another one
+    held = []  # the address of a freed tensor could be used again
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         held.append(tensor)

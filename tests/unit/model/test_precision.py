@@ -15,7 +15,8 @@ from megatron_coca.attention.positions.bias import FireBias, LearnedFire, bias_o
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 from megatron_coca.model.gpt import LanguageModelLoss
-from megatron_coca.model.layers import SinusoidalPositions, linear_cross_entropy, soft_capped
+from megatron_coca.model.layers import SinusoidalPositions, soft_capped
+from megatron_coca.model.loss import linear_cross_entropy
 
 HALF = (torch.bfloat16, torch.float16)
 SHAPES = ((1, 2, 2, 64, 64, 16), (2, 4, 2, 270, 270, 32), (1, 4, 1, 3, 65, 24), (1, 2, 2, 1, 300, 64))

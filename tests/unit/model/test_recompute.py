@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.model import build as compiling
+from megatron_coca.model import LanguageModelLoss, build_model, compilation
 from megatron_coca.model.gpt import CONTEXTS
 
 KEYS = {
@@ -119,7 +118,9 @@ def _kept(choice: str) -> int:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what would make the host wait for a GPU: reading a number, or shapes that depend on values."""
+    """Raises an error for operations that make the host wait for a GPU: reading a number, or shapes that depend on
+    values.
+    """
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
@@ -145,7 +146,7 @@ def test_waiting_is_noticed() -> None:
 
 
 def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "missing_compile_tools", lambda device_type: "no C++ compiler was found")
+    monkeypatch.setattr(compilation, "missing_compile_tools", lambda device_type: "no C++ compiler was found")
     with pytest.raises(BackendError, match="torch_compile: no C\\+\\+ compiler was found; or set torch_compile=false"):
         trained(torch_compile=True)
     config = load_config([], KEYS | {"pos_emb": "coca", "torch_compile": True})
@@ -153,7 +154,7 @@ def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiling.missing_compile_tools("cpu") is not None, reason="no C++ compiler")
+@pytest.mark.skipif(compilation.missing_compile_tools("cpu") is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("pos_emb", ["rotary", "coca"])
 def test_compiled_blocks_give_the_same_gradients(pos_emb: str) -> None:
     eager, compiled = results("none", pos_emb=pos_emb), results("none", pos_emb=pos_emb, torch_compile=True)

@@ -1,7 +1,6 @@
-"""Sampling: the distribution of draws, the filters against transformers', and what a sample depends on."""
+"""Sampling: the distribution of draws, the filters against transformers', and the seeds of samples."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megatron_coca.attention.layer import Cache
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, Sampling, build_model, generate, generate_tokens, row_seeds
 from megatron_coca.model.generate import draw, penalized, uniform_draws
+from tests.unit.model.stand_in import StandIn
 
 VOCABULARY = 40
 SHAPE = {
@@ -48,25 +47,11 @@ def prompts(batch: int = 4, length: int = 12) -> Tensor:
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-class Fixed:
-    """A model whose logits are the same at every step."""
-
-    training = False
-    _config = SimpleNamespace(vocab_size=None)
+class Fixed(StandIn):
+    """A model with the same logits at every step."""
 
     def __init__(self, logits: list[float]) -> None:
         self._logits = torch.tensor(logits)
-
-    def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        return Cache([None], length, capacity)
-
-    def outgrown(self, cache: Cache, new: int) -> bool:
-        return False
-
-    def hidden_states(
-        self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
-    ) -> Tensor:
-        return input_ids[:, -1:, None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits.expand(len(hidden), -1)
@@ -219,7 +204,7 @@ def test_uniform_numbers() -> None:
     ids=str,
 )
 def test_values_outside_their_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(settings))} .*: temperature"):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}: .* is out of range"):
         Sampling(**settings)
 
 

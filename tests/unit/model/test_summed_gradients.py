@@ -23,7 +23,7 @@ def error(found: Tensor | None, exact: Tensor) -> float:
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Hidden states, and a gradient with a mean: the sum of the latter grows, and loses what is added to it."""
+    """Hidden states, and a gradient with a mean: its sum grows and loses the terms that are added."""
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(2))
     return x.to(dtype), (1e-3 * (gradient + 0.3)).to(dtype)

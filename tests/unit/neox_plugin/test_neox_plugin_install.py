@@ -59,7 +59,7 @@ NEWER_THAN_PYTHON_3_10 = {
 }
 
 IN_TORCH_2_3 = {
-    *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange"),
+    *("Tensor", "__version__.split", "addmm", "addmv", "arange"),
     *("autograd.Function", "baddbmm", "eye", "maximum", "nn.Linear", "nn.ModuleDict", "nn.functional.linear"),
     "nn.functional.logsigmoid",
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),

@@ -211,10 +211,10 @@ def test_the_tree_is_read() -> None:
     [
         ("config/load.py", "import torch.nn"),
         ("config/load.py", "from megatron_coca import attention"),
-        ("data/order.py", "from megatron_coca.config import Config"),
+        ("data/blend.py", "from megatron_coca.config import Config"),
         ("data/loader.py", "def f():\n    import torch"),
         ("attention/layer.py", "def f():\n    from megatron_coca.model.gpt import GPT"),
-        ("attention/layer.py", "from megatron_coca.data.order import Blend"),
+        ("attention/layer.py", "from megatron_coca.data.blend import Blend"),
         ("attention/positions/bias.py", "from megatron_coca.attention.inputs import Needs"),
         ("attention/backends/sdpa.py", "from megatron_coca.attention.positions import bias"),
         ("evaluation/cli.py", "from megatron_coca.training.trainer import fit"),

@@ -108,11 +108,11 @@ def test_in_the_place_of_a_tokenizers_file(put: Callable[[Path], None], tmp_path
     vocabulary.touch()
     put(vocabulary)
     for kind, path in (("HFTokenizer", vocabulary), ("HFTokenizer", tmp_path), ("SPMTokenizer", vocabulary)):
-        with pytest.raises(DataError, match=r"cannot read the tokenizer \((not a regular|Too many levels|No such)"):
+        with pytest.raises(DataError, match=r"cannot be read \((not a regular|Too many levels|No such)"):
             load_tokenizer(kind, path)
     BYTES.save(folder)
     put(folder / "tokenizer_type.json")
-    with pytest.raises(DataError, match="cannot read the tokenizer's description file .*(regular|Too many levels)"):
+    with pytest.raises(DataError, match="json: cannot be read .*(regular|Too many levels)"):
         load_saved_tokenizer(folder)
 
 
@@ -121,7 +121,7 @@ def test_in_the_place_of_a_manifest_of_data(put: Callable[[Path], None], tmp_pat
         (tmp_path / name).touch()
     put(tmp_path / "manifest.json")
     put(tmp_path / "state.json")
-    with pytest.raises(DataError, match="cannot read the manifest"):
+    with pytest.raises(DataError, match="manifest.json: cannot be read"):
         read_manifest(tmp_path / "manifest.json")
     with pytest.raises(DataError, match=r"state.json: cannot be read"):
         corpus_files([tmp_path])
@@ -133,7 +133,7 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="1,099,511,627,776 bytes, more than 268,435,456"):
         read_regular(sparse)
-    with pytest.raises(DataError, match=r"vocab.json: cannot read the tokenizer \(1,099,511,627,776 bytes, more than"):
+    with pytest.raises(DataError, match=r"vocab.json: cannot be read \(1,099,511,627,776 bytes, more than"):
         load_tokenizer("HFTokenizer", sparse)
 
 

@@ -139,7 +139,7 @@ def test_ids_beyond_the_vocabulary_are_errors_when_they_are_read(tmp_path: Path)
     assert corpus.config.model.padded_vocab_size > 10, "ids in the padding are an error too"
     with (
         open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
-        pytest.raises(DataError, match=r"/s: token id [4-9] lies outside the model's vocabulary of vocab_size=4"),
+        pytest.raises(DataError, match=r"/s: token id [4-9] lies outside the model's vocabulary, vocab_size=4"),
     ):
         for step in range(10):
             loader.micro_batches(step)
@@ -149,7 +149,7 @@ def test_the_first_id_of_the_padding_is_an_error(tmp_path: Path) -> None:
     blend = Blend([Shard(write_shard(tmp_path / "s", documents=5, tokenizer=False))], [1], 16, seed=0)
     with (
         Loader(blend, 4, 4, 0, 1, vocab_size=4) as loader,
-        pytest.raises(DataError, match="token id 4 lies outside the model's vocabulary of vocab_size=4"),
+        pytest.raises(DataError, match="token id 4 lies outside the model's vocabulary, vocab_size=4"),
     ):
         for step in range(3):
             loader.micro_batches(step)
@@ -199,7 +199,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
 def test_a_prefix_has_no_ending(tmp_path: Path, suffix: str, split: str) -> None:
     prefix = write_shard(tmp_path / "s")
     given = paths(prefix, prefix, prefix) | {f"{split}_data_paths": [f"{prefix}{suffix}"]}
-    with pytest.raises(DataError, match=rf"s\{suffix}: is one of the two files .* give the path without \{suffix}"):
+    with pytest.raises(DataError, match=rf"s\{suffix}: one of the two files .* give the path without \{suffix}"):
         open_corpus(config(**given))
 
 

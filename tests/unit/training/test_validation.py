@@ -213,5 +213,5 @@ def test_requirements_on_the_data(
 
 def test_windows_that_xpos_cannot_represent(tmp_path: Path) -> None:
     keys = {"eval_windows": [6000], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}
-    with pytest.raises(ConfigError, match="eval_windows: pos_emb: xpos at 6000 tokens"):
+    with pytest.raises(ConfigError, match="eval_windows: pos_emb: xpos overflows torch.float16 at 6000 tokens"):
         check_validation(corpus_of(random_shard(tmp_path / "text", 7000), BYTES, **keys))

@@ -220,7 +220,7 @@ def test_a_text_beyond_the_positions_of_a_model_is_noted_and_other_tasks_go_on(t
     result = read(path)
     assert [each.task for each in result.results] == ["short"]
     assert [(each.at, each.kind) for each in result.missing] == [("task local_rolling", "refused")]
-    assert f"learned has {TRAINED} positions" in result.missing[0].reason
+    assert f"{TRAINED} learned positions" in result.missing[0].reason
 
 
 def test_the_length_that_a_dynamic_extension_sees_is_chosen_and_told(

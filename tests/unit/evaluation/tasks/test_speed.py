@@ -115,7 +115,7 @@ def test_a_length_that_a_method_does_not_have_is_noted() -> None:
     (method, *_), _ = build(config(), ["learned"])
     reached, beyond = tried(method, "model forward", 16, 17)
     assert isinstance(reached, int) and isinstance(beyond, Missing)
-    assert beyond.kind == "refused" and "beyond" in beyond.reason
+    assert beyond.kind == "refused" and "16 learned positions" in beyond.reason
 
 
 def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,8 @@ def test_a_text_is_one_document_or_lines(
         ("jsonl", b"", r"unknown type of file \(no known ending\)"),
         ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown type of file \(\.csv\.gz\)"),
         ("a.html.zst", b"", r"unknown type of file \(\.html\.zst\)"),
-        ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*give it its ending: corpus\.v2\.jsonl\.zst"),
-        ("corpus.00.bz2", b"", r"give it its ending: corpus\.00\.jsonl\.bz2"),
+        ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*: corpus\.v2\.jsonl\.zst"),
+        ("corpus.00.bz2", b"", r": corpus\.00\.jsonl\.bz2"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500, mtime=0)[:-9], "read to its end"),
         ("a.jsonl.zst", b"not zstd at all", "damaged zstd"),
     ],
@@ -142,7 +142,7 @@ def test_a_file_without_permission_is_an_error(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)  # the tests may run as root, whom nobody refuses
+    monkeypatch.setattr(Path, "open", refuse)  # the tests may run as root, which may read everything
     with pytest.raises(DataError, match=r"a\.jsonl: cannot be opened .*Permission denied"):
         list(read_documents(path))
 
@@ -196,9 +196,9 @@ def test_small_files_of_an_archive_share_a_chunk(tmp_path: Path) -> None:
 
 def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
     assert isinstance(open_reader(SourceSpec("s", [tmp_path])), FileReader)
-    with pytest.raises(DataError, match=r"s: unknown reader 'pile'\. Known are files, repositories, huggingface"):
+    with pytest.raises(DataError, match=r"s: unknown reader 'pile'; known are files, repositories, huggingface"):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
-    with pytest.raises(DataError, match="s: documents must be one of file, line, not 'page'"):
+    with pytest.raises(DataError, match="s: documents: must be one of file, line, not 'page'"):
         open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]
 
 

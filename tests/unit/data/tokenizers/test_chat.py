@@ -103,9 +103,9 @@ def test_generation_blocks_are_the_assistant_mask_of_transformers(
 def test_prefix_rendering_finds_the_answers_by_hand() -> None:
     text, spans = ChatTemplate(CHATML, SYMBOLS).answers(CHAT)
     assert [text[first:last] for first, last in spans] == ["A small model, naïve 😀.<|im_end|>\n", "Still.<|im_end|>\n"]
-    with pytest.raises(DataError, match="renders a message otherwise when others follow"):
+    with pytest.raises(DataError, match="renders a message differently when others follow"):
         ChatTemplate(FORGETS, {}).answers(CHAT)
-    with pytest.raises(DataError, match="refuses the messages"):
+    with pytest.raises(DataError, match="does not accept the messages"):
         ChatTemplate("{{ messages[0].content.missing.more }}", {}).render(CHAT)
 
 
@@ -179,7 +179,7 @@ def test_wrong_preparations_are_refused(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of bytes with a template whose turns end with a full stop."""
+    """A model of bytes with a template in which turns end with a full stop."""
     folder = tmp_path_factory.mktemp("chat") / "run"
     tokenizer = load_tokenizer("CharLevelTokenizer")
     source = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"
@@ -247,7 +247,7 @@ def test_label_shards_are_verified(labelled: Path, capsys: pytest.CaptureFixture
     labels.tofile(path)
     assert inspect.main(["verify", str(labelled)]) == 1
     shown = capsys.readouterr().out
-    assert shown.count("FAULT") == 1 and "chats_train_label.bin: its content has changed" in shown
+    assert shown.count("FAULT") == 1 and "chats_train_label.bin: content has changed" in shown
 
 
 def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -274,5 +274,5 @@ def test_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     train_sentencepiece([message["content"] for message in CHAT] * 20, 300, tmp_path / "tokenizer.model")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
     given += ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(tmp_path / "tokenizer.model"), "--workers", "0"]
-    with pytest.raises(DataError, match=r"SPMTokenizer does not encode chats; use the model's tokenizer\.json"):
+    with pytest.raises(DataError, match=r"SPMTokenizer: does not encode chats; use the model's tokenizer\.json"):
         prepare.main([*given, "--chat-template", str(tmp_path / "chat.jinja")])

@@ -224,14 +224,14 @@ def test_filters_of_files(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"paths": ["nowhere"]}, "no such folder"),
-        ({"paths": ["empty"]}, "holds no repository"),
+        ({"paths": ["empty"]}, "contains no repository"),
         ({"filters": Filters(min_stars=1)}, "needs metadata"),
         ({"metadata": Path("nowhere.jsonl")}, "no such file"),
         ({"options": {"split": "train"}}, "the reader repositories does not use options.*use the reader huggingface"),
         ({"fields": {"text": "content"}}, "does not use fields"),
         ({"documents": "line"}, "does not use documents"),
         ({"sets": ["ArXiv"]}, "does not use sets"),
-        ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: needs"),
+        ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: invalid"),
     ],
 )
 def test_invalid_specs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:

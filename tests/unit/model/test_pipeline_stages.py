@@ -141,7 +141,7 @@ def test_micro_batches_are_taken_in_their_order() -> None:
     batches = [batch(), batch(packed=True)]
     for stage in (first, last):
         stage.feed([batches[1]])
-        stage.feed(batches)  # drops what was not used
+        stage.feed(batches)  # drops the unused ones
     losses = [last(first(each.samples)).item() for each in batches]
     model = LanguageModelLoss(build_model(config))
     assert losses == [model(**each._asdict()).item() for each in batches]

@@ -52,14 +52,14 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
     datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in parts.items()}).save_to_disk(tmp_path)
     assert [d.text for d in read(tmp_path)[0]] == TEXTS[:300]
     assert [d.text for d in read(tmp_path, options={"split": "validation"})[0]] == TEXTS[300:]
-    with pytest.raises(DataError, match="no split 'test'; there are train, validation"):
+    with pytest.raises(DataError, match="no split 'test'; set the option split to train, validation"):
         read(tmp_path, options={"split": "test"})
     files = open_reader(SourceSpec("f", [tmp_path]))
-    with pytest.raises(DataError, match="holds the splits train, validation .* reader huggingface with the option"):
+    with pytest.raises(DataError, match="has the splits train, validation, .*reader huggingface with the option"):
         files.units()
     assert len(open_reader(SourceSpec("f", [tmp_path / "validation"])).units()) == 1
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    assert len(files.units()) == 2, "one split alone is not mixed with another"
+    assert len(files.units()) == 2, "a single split is not mixed with another"
 
 
 @pytest.mark.parametrize("named", ["folder", "file"])

@@ -111,7 +111,7 @@ def test_a_complete_corpus_is_reused_and_another_is_refused(builtin: Path, tmp_p
         ensure_builtin(root, 2048)
     shutil.copytree(root / "builtin", tmp_path / "builtin")
     (tmp_path / "builtin/shards/manifest.json").write_text("{")
-    with pytest.raises(DataError, match="cannot read the manifest.*Remove "):
+    with pytest.raises(DataError, match="manifest.json: cannot be read.*Remove "):
         ensure_builtin(tmp_path)
 
 

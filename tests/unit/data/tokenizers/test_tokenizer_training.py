@@ -1,4 +1,4 @@
-"""Training a SentencePiece tokenizer: the same texts give the same file, and errors say what to change."""
+"""Training a SentencePiece tokenizer: the same texts give the same file, and errors name the remedy."""
 
 import string
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ def test_training_is_repeatable_and_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "remedy"),
     [
-        (TEXTS[:2], 100, "Choose a larger vocabulary"),
-        ([string.printable] * 9, 280, "Choose a larger vocabulary"),
-        (TEXTS[:2], 50000, "Choose a smaller vocabulary or add text"),
+        (TEXTS[:2], 100, "choose a larger vocabulary"),
+        ([string.printable] * 9, 280, "choose a larger vocabulary"),
+        (TEXTS[:2], 50000, "choose a smaller vocabulary or add text"),
         (["", " \n\n"], 400, "add text"),
     ],
 )

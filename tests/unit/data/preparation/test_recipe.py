@@ -1,4 +1,4 @@
-"""Recipes: what they say, what is wrong with them, and the shipped one against the run configuration beside it."""
+"""Recipes: their meaning, their errors, and the shipped recipe against the run configuration beside it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from megatron_coca.data.preparation.preparation_plan import Rules, shard_name
 from megatron_coca.data.preparation.recipe import read_recipe, resolve_recipe
 from megatron_coca.data.readers.source import Filters
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "data"
+CONFIGS = Path(__file__).resolve().parents[4] / "configs" / "data"
 BASE = "tokenizer_type: CharLevelTokenizer\nsources:\n  a:\n    paths: [x]\n"
 
 
@@ -88,7 +88,7 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_recipe(write(tmp_path, text))
-    with pytest.raises(DataError, match="none.yml: cannot read the recipe"):
+    with pytest.raises(DataError, match="none.yml: cannot be read"):
         read_recipe(tmp_path / "none.yml")
 
 

@@ -55,7 +55,7 @@ def test_names_that_are_not_utf8_are_counted(tmp_path: Path) -> None:
     reader = FileReader(SourceSpec("s", [tmp_path]))
     assert [unit.path for unit in reader.units()] == [str(tmp_path / "good.txt")]
     assert reader.unread() == {"name that is not UTF-8": 2}
-    with pytest.raises(DataError, match=r"bad\\xfe.txt: the name is not UTF-8. Rename it"):
+    with pytest.raises(DataError, match=r"bad\\xfe.txt: the name is not UTF-8; rename it"):
         corpus_files([Path(os.fsdecode(folder + b"/bad\xfe.txt"))])
 
 
@@ -103,14 +103,16 @@ def test_other_files_of_a_saved_data_set_are_counted(tmp_path: Path) -> None:
 def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(DataError, match=r"no readable file .*; 1 dangling link; 1 not a readable file \(\.csv\)\."):
+    with pytest.raises(
+        DataError, match=r"no readable file .*; 1 dangling link; 1 not a readable file \(\.csv\); check the path"
+    ):
         FileReader(SourceSpec("s", [tmp_path])).units()
 
 
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet", "wiki_00"])
 def test_a_pipe_that_is_named_is_an_error(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: not a regular file but a pipe or device"):
+    with pytest.raises(DataError, match=f"{name}: a pipe or device, not a regular file"):
         FileReader(SourceSpec("s", [tmp_path / name])).units()
 
 
@@ -128,7 +130,7 @@ def test_a_dangling_link_that_is_named_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_unused_keys_are_refused(tmp_path: Path, key: str, value: object, remedy: str) -> None:
-    with pytest.raises(DataError, match=f"s: the reader files does not use {key}. Remove it, or {remedy}"):
+    with pytest.raises(DataError, match=f"s: the reader files does not use {key}; remove it, or {remedy}"):
         FileReader(SourceSpec("s", [tmp_path], **{key: value}))  # type: ignore[arg-type]
 
 

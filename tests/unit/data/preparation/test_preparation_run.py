@@ -47,7 +47,7 @@ def texts_of(prefix: Path) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """What a preparation left, its own record of paths apart."""
+    """The files of a preparation, except its record of paths."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".bin", ".idx", ".model", ".json")}
 
 
@@ -355,14 +355,14 @@ def test_a_listed_set_that_never_comes_is_told(tmp_path: Path) -> None:
 
 def test_shards_with_one_file_name_are_refused(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
-    with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would both be written"):
+    with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would be written"):
         prepare([CorpusSource(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
     path = pile(tmp_path, ["C"])
     sources = [
         source("a_c", path, duplicates="keep"),
         CorpusSource(SourceSpec("a", [path], divide=True), duplicates="keep"),
     ]
-    with pytest.raises(DataError, match="a_c and a, set 'C', would both be written to a_c_train"):
+    with pytest.raises(DataError, match="a_c_train: both a_c and a, set 'C', would be written"):
         prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
 
 
@@ -383,7 +383,7 @@ def test_no_held_out_split_stands_for_the_other(
     keys, text = load_config(tmp_path / "out" / "data.yml", SHAPE).data, (tmp_path / "out" / "data.yml").read_text()
     for split, paths, names in (("valid", keys.valid_data_paths, valid), ("test", keys.test_data_paths, test)):
         assert paths == [str(tmp_path / "out" / name) for name in names]
-        assert (f"# No {split} document, so " in text) == (not names)
+        assert (f": no {split} document, so " in text) == (not names)
 
 
 def test_small_weights_stay_positive() -> None:
@@ -416,7 +416,7 @@ def test_a_damaged_file_is_fatal_and_the_work_on_others_is_kept(
     damaged = tmp_path / "b.jsonl.gz"
     damaged.write_bytes(packed[:-2000])
     sources = [source("s", damaged, whole)]
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz.*Is the file complete"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz.*check that the file is complete"):
         prepare(sources, tmp_path / "out", CHARACTERS, RULES, Execution(workers, progress=False))
     assert not (tmp_path / "out").exists()
     damaged.write_bytes(packed)
@@ -488,7 +488,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
             process.kill()
         return result
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match="worker process was killed"):
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a process was killed"):
         patched.setattr(Pool, "submit", ending)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(2, progress=False))
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
@@ -498,12 +498,12 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
 @pytest.mark.parametrize(
     ("treatments", "rules", "message"),
     [
-        ([{}, {}], Rules(), "unique names"),
+        ([{}, {}], Rules(), "names must be unique"),
         ([{"weight": -1.0}], Rules(), "positive"),
         ([{"fraction": 0.0}], Rules(), r"fraction must lie in \(0, 1\]"),
         ([{"split": "dev"}], Rules(), "'dev' is none of train, valid, test"),
         ([{"duplicates": "all"}], Rules(), "s: duplicates must be exact or keep, not 'all'"),
-        ([{}], Rules(0.6, 0.6), "and their sum as well"),
+        ([{}], Rules(0.6, 0.6), "and their sum must lie in"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -516,7 +516,7 @@ def test_what_cannot_be_meant_is_refused(
 
 def test_weights_are_given_to_all_or_none(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", ["text"])
-    with pytest.raises(DataError, match="b: no weight, where other sources have one"):
+    with pytest.raises(DataError, match="b: no weight, but other sources have one"):
         prepare([source("a", path, weight=1.0), source("b", path)], tmp_path / "out", CHARACTERS, None, QUIET)
 
 

@@ -49,7 +49,7 @@ def test_dots_reach_into_records_and_names_with_dots_come_first(path: str, row: 
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(DataError, match=r"s: unknown fields \['txt'\]\. Known are text, key, set"):
+    with pytest.raises(DataError, match=r"s: unknown fields \['txt'\]; use text, key, set"):
         documents([], fields={"txt": "text"})
 
 

@@ -1,0 +1,146 @@
+"""The loss of the next token, computed chunk by chunk from hidden states and the output matrix."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_coca.config.model import LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
+from megatron_coca.kernels import missing_triton
+from megatron_coca.model.layers import soft_capped
+
+IGNORED = -100
+"""The label of tokens without loss, as in PyTorch."""
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats per token, float32 or better, of labels [batch, length] and logits [batch, length,
+    vocabulary].
+
+    With `loss_mask`, bool [batch, length], the mean is over the selected labels, as in GPT-NeoX and Megatron; 0 if none
+    is selected.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    if loss_mask is None:
+        return F.cross_entropy(scores, labels.flatten())
+    kept = labels.masked_fill(~loss_mask, IGNORED)
+    total = F.cross_entropy(scores, kept.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / loss_mask.sum().clamp(min=1)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | Literal["auto"] | None,
+    kernel: str = "auto",
+    cap: float | None = None,
+) -> Tensor:
+    """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
+
+    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels
+    `IGNORED` do not count, and the loss is 0 if no label counts. Logits have the dtype of `hidden`; softmax, losses,
+    their sum and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is
+    `loss_kernel`. A chunk of "auto" is 1,024 tokens, or for the Triton kernel the tokens with 1 GiB of logits, if that
+    is more. `cap` is that of `soft_capped`; it needs the kernel "torch".
+    """
+    count = (labels != IGNORED).sum().clamp(min=1)
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if kernel == "auto" or not trained:
+        fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and cap is None
+        fused = fused and missing_triton("cuda") is None
+        kernel = "triton" if fused else "torch"
+    if chunk == "auto":
+        fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())
+        chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
+    size = min(chunk or len(labels), len(labels))
+    if trained:
+        return _SummedLoss.apply(hidden, weight, labels, size, kernel, cap) / count
+    chunks = zip(hidden.split(size), labels.split(size), strict=True)
+    return sum(_losses(soft_capped(states @ weight.t(), cap), targets)[0].sum() for states, targets in chunks) / count
+
+
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return losses [tokens], 0 for ignored tokens, and log-probabilities, in float32 or better."""
+    logs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
+
+
+def _gradient_with_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    losses, logs = _losses(logits, targets)
+    kept = (targets != IGNORED)[:, None]
+    index = targets[:, None].clamp(min=0)
+    target_grad = logs.gather(1, index).expm1()
+    return losses, logs.exp_().scatter_(1, index, target_grad).mul_(kept).to(logits.dtype)
+
+
+def _gradient_with_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place  # triton exists only on some platforms
+
+    return cross_entropy_in_place(logits, targets, IGNORED), logits
+
+
+LOSS_KERNELS = {"torch": _gradient_with_torch, "triton": _gradient_with_triton}
+"""By `loss_kernel`: logits [tokens, vocabulary] and targets -> losses [tokens], and d loss / d logits = softmax -
+onehot, 0 for ignored tokens, in the logits' dtype.
+"""
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The sum of the losses. The forward pass also computes the gradients of hidden states and weights; the backward
+    pass multiplies them by the gradient of the sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str, cap: float | None
+    ) -> Tensor:
+        wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
+        weight_grad = torch.empty(weight.shape if trained else (0,), dtype=wide, device=weight.device)
+        total, hidden_grad = torch.zeros((), dtype=wide, device=weight.device), torch.empty_like(hidden)
+        for start in range(0, len(labels), size):
+            tokens = slice(start, start + size)
+            states = hidden[tokens]
+            logits = states @ weight.t()
+            capped = None if cap is None else soft_capped(logits.to(wide), cap)
+            logits = logits if capped is None else capped.to(logits.dtype)
+            losses, logit_grad = LOSS_KERNELS[kernel](logits, labels[tokens])
+            if cap is not None and capped is not None:
+                logit_grad = (logit_grad * (1 - (capped / cap).square())).to(logit_grad.dtype)
+            total = total + losses.sum()
+            torch.mm(logit_grad, weight, out=hidden_grad[tokens])
+            if trained:
+                _add_product(weight_grad, logit_grad.t(), states, start == 0)
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        # The factor has dimensions, so that products are in float32; a scalar would be rounded to half precision.
+        factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
+        torch.mul(hidden_grad, factor, out=rounded)
+        if not ctx.needs_input_grad[1]:
+            return rounded, None, None, None, None, None
+        weight_rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
+        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add a b to `total`, or set it to a b for the `first` product. `total` may have a wider dtype than a and b."""
+    if a.dtype != total.dtype and not a.is_cuda:
+        product = a @ b
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(a, b, **_result(a, total), out=total)
+    else:
+        torch.addmm(total, a, b, **_result(a, total), out=total)
+
+
+def _result(a: Tensor, total: Tensor) -> dict[str, Any]:
+    """Return the arguments of `torch.mm` with which CUDA adds a product of half precision to a float32 `total`."""
+    return {"out_dtype": total.dtype} if a.dtype != total.dtype else {}
