@@ -47,7 +47,7 @@ LONGEST = (
     "test_interruptions.py",
     "test_examples.py",
     "test_ablation_tiny.py",
-    "test_backend_flex.py",
+    "test_flex.py",
     "test_model_parallel.py",
     "test_resume.py",
     "test_wheel.py",
@@ -58,12 +58,12 @@ LONGEST = (
 
 THINNED = frozenset(
     {
-        "test_backend_flex.py::test_its_definition_is_attention",
+        "test_flex.py::test_its_definition_is_attention",
         "test_block_switches.py::test_backends_and_cached_decoding_agree_and_parameters_are_counted",
         "test_block_switches.py::test_gradients_are_those_of_dense_attention_and_an_unchunked_loss",
         "test_cache.py::test_cached_decoding_is_the_full_forward",
-        "test_compile.py::test_gates_in_several_blocks_of_queries",
-        "test_compile.py::test_one_graph_without_a_break",
+        "test_compilation.py::test_gates_in_several_blocks_of_queries",
+        "test_compilation.py::test_one_graph_without_a_break",
         "test_config_strange.py::test_a_key_takes_a_strange_value_or_refuses_it_by_name",
         "test_faults.py::test_checkpoints",
         "test_kernels.py::test_operands_and_their_gradients",
