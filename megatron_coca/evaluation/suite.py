@@ -90,7 +90,7 @@ def run(args: Namespace) -> int:
     suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
     unknown = sorted(set(args.only or ()) - suite.tasks.keys())
     if unknown:
-        raise EvaluationError(f"--only {unknown[0]}: the suite has {', '.join(suite.tasks)}")
+        raise EvaluationError(f"--only {unknown[0]}: not a task of the suite; it has {', '.join(suite.tasks)}")
     page = args.output / "report" / "report.html"
     check_writable(page)
     resolve_device(args.device)

@@ -86,7 +86,7 @@ def _task(file: Path) -> str | None:
     try:
         content = json.loads(read_regular(file))
     except OSError as error:
-        raise EvaluationError(f"{file}: cannot be read ({error.strerror})") from error
+        raise EvaluationError(f"{file}: cannot be read ({error.strerror}); check path and permissions") from error
     except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{file}: is damaged: not JSON ({error}); {REMEDY}") from error
     task = content.get("task") if isinstance(content, dict) else None
