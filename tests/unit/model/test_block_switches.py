@@ -234,7 +234,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_refusals(key: str) -> None:
+def test_contradicting_switches_are_errors(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}:"):
         configured(**REFUSED[key])
 
