@@ -33,8 +33,8 @@ RESULT_TYPES: dict[str, type[Result]] = {
 }
 """The type of a result file by its field `task`."""
 
-KNOWN_FILES = frozenset({"report.json", "cell.json", "curve.json"})
-"""Files beside results that are left out without a warning: reports of earlier versions, and records of an ablation."""
+KNOWN_FILES = frozenset({"cell.json", "curve.json"})
+"""Records of an ablation beside results, which are left out without a warning."""
 REMEDY = "measure it again, or remove the file"
 
 

@@ -7,13 +7,10 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_validator
-
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
-    OPEN,
     Cost,
     Entry,
     EvaluationError,
@@ -52,12 +49,6 @@ class Score(Record):
     stderr: float | None  # None if the harness gives none
     higher_is_better: bool | None
 
-    @field_validator("value")
-    @classmethod
-    def _measured(cls, value: float | None, info: ValidationInfo) -> float | None:
-        """Replace `NOT_MEASURED` of earlier versions in metrics with the name of a length, which are never negative."""
-        return None if value == NOT_MEASURED and str(info.data.get("metric")).isdecimal() else value
-
 
 class TaskScores(Entry):
     """One task of the harness, or the mean of one of its groups."""
@@ -67,7 +58,7 @@ class TaskScores(Entry):
     num_fewshot: int | None  # None for a group if its tasks differ
     samples: int  # documents that were scored
     config_sha256: str  # of the configuration in its file, without paths; empty for a task that a group defines
-    inputs_sha256: str | None = None  # of its code, its local data and its tasks; None in files of earlier versions
+    inputs_sha256: str  # of its code, its local data and its tasks
     documents_sha256: str | None  # of the documents in their order; None for a group
     prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
     cut: int = 0  # samples with a prompt that was longer than the limit and lost its beginning
@@ -80,8 +71,6 @@ class TaskScores(Entry):
 
 
 class HarnessProtocol(Record):
-    model_config = OPEN
-
     text: str
     lm_eval: str  # its version
     max_length: int | None  # None: inputs are read whole
@@ -89,9 +78,8 @@ class HarnessProtocol(Record):
     limit: int | None
     seed: int
     tokens_per_batch: int
-    dynamic_length: DynamicLength = "total"  # as before the option existed
+    dynamic_length: DynamicLength = "total"
     start: int | None = None  # token put before every text
-    # The defaults of the next fields are the behaviour before these fields existed.
     rolling_window: int | None = None  # of rolling log-likelihoods; None: max_length
     adds: bool = False  # tokens of the model's own library are put around every text
     closes: int | None = None  # the one after every text, if the tokenizer's settings add it
@@ -178,7 +166,7 @@ def _changed(earlier: TaskScores, manager: Any) -> str | None:
     """Return the part of a task or group that changed since its scores were measured, or None."""
     if earlier.config_sha256 != config_hash(manager, earlier.task):
         return "the configuration"
-    if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
+    if earlier.inputs_sha256 != inputs_hash(manager, earlier.task):
         return "a file of code, data or tasks"
     return None
 
