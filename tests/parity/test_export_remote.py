@@ -146,7 +146,7 @@ MAPPED = ("coca", "coca_strict", "rotary")
 def cases() -> dict[str, dict[str, Any]]:
     """Pairs: each extension and each map with one form, each form with one shape, CoCA with both.
 
-    Formulas are compared row by row in test_export_formulas.py.
+    test_modelling_file.py compares the source of each formula.
     """
     found = {f"coca, {name}": shape | {"pos_emb": "coca"} for name, shape in SHAPES.items()}
     for number, form in enumerate((*FORMS[1:], *PLAIN)):
