@@ -199,6 +199,7 @@ CHECKPOINT_FAULTS = {
 }
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize("name", CHECKPOINT_FAULTS)
 def test_checkpoints(name: str, attempt: Attempt, run_copy: Path, tmp_path: Path) -> None:
     damage, message = CHECKPOINT_FAULTS[name]

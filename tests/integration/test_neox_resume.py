@@ -93,6 +93,7 @@ def stopped(live: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize(
     "write",
     [

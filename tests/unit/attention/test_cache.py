@@ -76,6 +76,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize("keys", [*FORMS, *EXTENDED, *MAPPED, *COMBINED], ids=str)
 @torch.no_grad()
 def test_cached_decoding_is_the_full_forward(keys: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def use(config: Config) -> None:
     config.to_yaml().encode()
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
 def test_a_strange_value_is_accepted_or_its_error_names_the_key(strange: Any) -> None:
     for name in [*NAMES, *PASSED_ON]:

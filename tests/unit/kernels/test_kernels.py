@@ -80,6 +80,7 @@ def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: to
     return [x.detach().double() for x in (*out, *torch.autograd.grad(out, packed, cotangents))]
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("dirty_memory")
 @pytest.mark.parametrize(("form", "rotated", "head_dim", "own_tables"), [*PAIRWISE, *REST])
 def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, own_tables: bool) -> None:
@@ -91,6 +92,7 @@ def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, ow
         assert (mine - true).abs().max() <= 2 * (other - true).abs().max()
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("dirty_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_segments_share_one_launch(form: str) -> None:

@@ -83,6 +83,7 @@ def steps(config: Config) -> dict[str, Tensor]:
     return {"loss": torch.stack(losses).detach(), "evaluated": value} | gradients
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("backend", "case"), GRID)
 def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
@@ -96,6 +97,7 @@ def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("backend", ["sdpa", "merge"])
 def test_gates_in_several_blocks_of_queries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

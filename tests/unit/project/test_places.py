@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parents[3]
 OTHERS = {"project", "tools"}
 """Folders of tests that do not belong to the package."""
@@ -19,3 +21,7 @@ def test_every_package_has_tests() -> None:
     for package in (ROOT / "megatron_coca").iterdir():
         if (package / "__init__.py").exists():
             assert list((ROOT / "tests" / "unit" / package.name).rglob("test_*.py")), package.name
+
+
+def test_files_that_begin_first_exist() -> None:
+    assert {*LONGEST} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}

@@ -64,6 +64,7 @@ def assert_attention(backend: FlexBackend, given: AttentionInputs) -> None:
     assert ours <= 2 * plain + 2e-6
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize(
     ("band", "bias", "packed", "length", "queries"),
     [
