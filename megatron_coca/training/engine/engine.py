@@ -314,7 +314,7 @@ class Engine:
         return self._mean
 
     def _step_loss(self) -> float:
-        """Return the loss of the current step over all ranks; after an fp16 overflow it was not read with the norm."""
+        """Return the loss of the step over all ranks. After an fp16 overflow it is read here, else with the norm."""
         if self._loss is None:
             self._loss = float(self._mean_loss())
         return self._loss

@@ -141,7 +141,7 @@ def test_without_the_harness(checkpoint: Path, tasks: Path, monkeypatch: pytest.
 def test_inputs_are_read_whole_by_default_and_windows_have_the_training_length(
     checkpoint: Path, tasks: Path, tmp_path: Path
 ) -> None:
-    """The prompts are longer than the training length; as with a limit that holds them all."""
+    """The prompts are longer than the training length. Scores equal those with a limit that keeps them whole."""
     (tasks / "long.yaml").write_text(
         (tasks / "choice.yaml").read_text().replace("local_choice", "long").replace("{{question}}", "{{text}} " * 3)
     )
