@@ -122,7 +122,8 @@ def read_prompts(args: Namespace) -> list[str]:
     try:
         text = sys.stdin.read() if args.file is None else Path(args.file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{place}: cannot be read ({error}); give text in UTF-8") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: cannot be read ({reason}); name a file of UTF-8 text") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise DataError(f"{place}: no prompt; give one with --prompt or --file")
