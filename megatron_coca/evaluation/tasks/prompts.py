@@ -79,7 +79,7 @@ FILLER_BLOCKS = Haystack("filler", (" ".join(FILLER),), restarts=True)
 
 
 def load_haystack(names: Sequence[str] | None, data_root: Path) -> Haystack:
-    """Return the passkey filler (if `names` is None), the built-in English corpus ("builtin"), or text of files or folders.
+    """Return the passkey filler (`names` is None), the built-in English corpus ("builtin"), or text from files.
 
     Raises EvaluationError for files without text, DataError for unreadable files.
     """

@@ -406,8 +406,8 @@ def run(args: Namespace, show: Show) -> int:
         results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
             raise EvaluationError(
-                f"--output {args.output}: exists, and times from two runs cannot be combined; name another file, or add "
-                "--overwrite"
+                f"--output {args.output}: exists, and times from two runs cannot be combined; name another file, or "
+                "add --overwrite"
             )
     device = resolve_device(args.device)
     if device == "cpu":
