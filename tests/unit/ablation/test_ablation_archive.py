@@ -37,7 +37,7 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="has no results to pack"):
+    with pytest.raises(EvaluationError, match="no results to pack"):
         pack(tmp_path / "study")
     archive = archive_of(tmp_path / "study")
     archive.write_bytes(b"no zstd")

@@ -108,7 +108,7 @@ def test_the_command_answers_as_generation_does(
         message = generator.tokenizer.decode(case.prompt).removeprefix("system:S.user:").removesuffix(".assistant:")
         (row,) = generator.answer([[{"role": "system", "content": "S"}, {"role": "user", "content": message}]], 12)
         assert record["answer"] == row.text and record["tokens"] == len(case.prompt)
-    with pytest.raises(EvaluationError, match=r"holds another measurement \(different protocol.chat"):
+    with pytest.raises(EvaluationError, match=r"contains another measurement \(different protocol.chat"):
         run(checkpoint, output)
     plain = tmp_path / "plain.json"
     assert run(checkpoint, plain) == 0

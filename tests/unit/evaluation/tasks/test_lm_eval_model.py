@@ -43,7 +43,7 @@ def test_settings_of_greedy_decoding(settings: dict[str, Any]) -> None:
     ids=str,
 )
 def test_settings_of_sampling_are_errors(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
+    with pytest.raises(EvaluationError, match=f"task task: generation_kwargs: {named}: only greedy"):
         greedy_limits("task", settings)
 
 

@@ -209,5 +209,5 @@ def test_a_vocabulary_leaves_out_the_other_tokens(model: CausalMean) -> None:
 
 
 def test_a_vocabulary_without_a_token_of_the_documents_is_an_error(model: CausalMean) -> None:
-    with pytest.raises(EvaluationError, match="vocabulary 5: the documents have the token 9"):
+    with pytest.raises(EvaluationError, match="vocabulary 5: the documents contain the token id 9"):
         sliding_window_perplexity(model, [np.arange(10)], [8], 5, vocabulary=5, progress=False)
