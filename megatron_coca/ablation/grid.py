@@ -396,7 +396,7 @@ def _check_tasks(
 
 
 def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:
-    """Return a digest of the files that a `megatron-coca evaluate` command reads, or None; None if `inputs` is None.
+    """Return a digest of the files that a `megatron-coca evaluate` command reads; None without files or `inputs`.
 
     Raises EvaluationError or DataError for the errors that the command would raise before it loads a model.
     """

@@ -214,7 +214,7 @@ class Job:
 
 @contextmanager
 def locked(cells: Sequence[Cell]) -> Iterator[None]:
-    """Lock these cells in this context. Raises EvaluationError if another process runs one of them."""
+    """Lock these cells while the context is active. Raises EvaluationError if another process runs one of them."""
     with ExitStack() as locks:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")

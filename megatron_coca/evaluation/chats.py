@@ -34,7 +34,9 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
     if not args.apply_chat_template:
         given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}
         for option in (name for name, used in given.items() if used):
-            raise EvaluationError(f"{option}: has no effect without --apply-chat-template; add that, or leave it out")
+            raise EvaluationError(
+                f"{option}: has no effect without --apply-chat-template; add that option, or remove {option}"
+            )
         return None
     if tokenizer.chat is None:
         raise EvaluationError(

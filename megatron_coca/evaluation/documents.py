@@ -69,7 +69,7 @@ class Documents:
 
 
 class DocumentSource(NamedTuple):
-    path: str  # of a text file, or prefix of a shard
+    path: str  # path of a text file, or prefix of a shard
     is_shard: bool
 
 
@@ -122,7 +122,7 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
     if unverified:
         reason = "the checkpoint has no tokenizer" if tokenizer is None else "no tokenizer was saved with them"
         logger.warning(
-            "%s: %s; cannot verify that the model's tokenizer prepared these shards", ", ".join(unverified), reason
+            "%s: %s; cannot verify that they were prepared with the model's tokenizer", ", ".join(unverified), reason
         )
 
 
@@ -212,7 +212,7 @@ def collect_documents(
 
 
 def note_losses(names: Sequence[str], kept: Sequence[np.ndarray], sample: Sample, tokenizer: Tokenizer | None) -> None:
-    """Warn about unknown tokens and about text that the tokenizer loses: they make documents easier to predict."""
+    """Warn about unknown tokens and about text that the tokenizer loses, which make documents easier to predict."""
     if tokenizer is None:
         return
     if loss := sample.loss(tokenizer.vocab_size):

@@ -34,7 +34,7 @@ SUFFIX = ".cost.json"
 
 
 class EvaluationError(InputError, ValueError):
-    """An evaluation cannot run as requested. The message names the thing, the problem and the remedy."""
+    """Raised if an evaluation cannot run as requested. The message names the subject, the problem and the remedy."""
 
 
 class Record(BaseModel):
@@ -44,7 +44,7 @@ class Record(BaseModel):
 
 
 ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
-"""Fields that files of earlier versions do not have. A missing field is ignored when measurements are compared."""
+"""Fields that may be missing in files of earlier versions. Missing fields are ignored when measurements are compared."""
 
 OPEN = ConfigDict(extra="ignore")
 """Configuration of a record that had more fields in earlier versions: extra fields are ignored."""

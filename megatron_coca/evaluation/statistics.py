@@ -16,7 +16,7 @@ FEWEST_DOCUMENTS = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its 95% interval, which are NaN if the `count` values do not determine one."""
+    """A mean and the ends of its 95% interval, which are NaN if the `count` values determine no interval."""
 
     mean: float
     low: float
@@ -68,7 +68,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); it lies within 0 .. 1 and is never empty.
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927), which is within 0 .. 1 and never empty.
 
     If some scores are neither 0 nor 1, the interval is wider than needed: scores of 0 and 1 vary most for a given mean.
     """

@@ -102,7 +102,7 @@ class Evaluation:
         self.tokenizer = found.tokenizer
 
     def needed_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises EvaluationError if the checkpoint has none."""
+        """Return the tokenizer. Raises EvaluationError if the checkpoint has no tokenizer."""
         if self.tokenizer is None:
             raise EvaluationError(
                 f"{self.options.checkpoint}: has no tokenizer, which this task needs for its prompts; put the model's "
@@ -172,7 +172,7 @@ class Evaluation:
             identity=self._identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
-            pos_emb=config.position.pos_emb,  # maybe set by an override: a Hugging Face folder may not record it
+            pos_emb=config.position.pos_emb,  # of the variant, because a Hugging Face folder may not record the method
             trained_with=trained_with(trained),
             seed=trained.seed if self.opened.step is not None else None,  # not recorded in a Hugging Face folder
             network=network_digest(trained),

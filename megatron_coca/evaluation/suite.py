@@ -212,7 +212,7 @@ class TaskParser(ArgumentParser):
 
 @cache
 def task_parser(task: str) -> TaskParser:
-    """Return the parser of a task in `MEASUREMENTS`; cached, because a grid asks for it with every model."""
+    """Return the parser of a task in `MEASUREMENTS`; cached, because a grid needs it for every model."""
     parser = TaskParser(allow_abbrev=False)
     MEASUREMENTS[task].add_arguments(parser)
     return parser
@@ -290,7 +290,7 @@ def run_commands(commands: Sequence[Command]) -> list[str]:
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """Run a process and return its exit status. The process ends with this one, unless SIGKILL ends this one."""
+    """Run a process and return its exit status. If this process is stopped, except by SIGKILL, it stops the child."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

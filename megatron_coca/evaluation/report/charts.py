@@ -160,7 +160,7 @@ def _in_legend(label: str) -> str:
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return how many legend columns fit into `width` inches, with space for eight characters besides each label."""
+    """Return the number of legend columns that fit into `width` inches, with eight extra characters per label."""
     longest = min(LABEL, max(map(len, labels), default=0))
     return max(1, min(4, len(labels), int(INCH * width / (longest + 8))))
 
@@ -168,7 +168,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 def size_with_legend(
     labels: Sequence[str], plot: float | None = None, width: float | None = None
 ) -> tuple[float, float]:
-    """Return a plot's size in inches, including a legend of `labels` below; more than seven labels enlarge the plot."""
+    """Return a plot's size in inches with a legend of `labels` below it. Plots with more than seven labels are larger."""
     many = len(labels) > len(COLOURS)
     width = width or (9.0 if many else 6.0)
     lines = sum(math.ceil(len(label) / LABEL) for label in labels)

@@ -64,7 +64,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     main = LengthTable(title, "perplexity at window", rows, published="perplexity", notes=notes)
     mapped = any(_has_map(series.header) for series in group.series)
     tables = shared.length_tables(name, (main, *(MAP_TABLES if mapped else ())), group, options)
-    caption = f"Perplexity against the window, sliding by {protocol.stride} tokens; infinite values leave a gap."
+    caption = f"Perplexity against the window size, with stride {protocol.stride}; infinite values leave a gap."
     panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
     figures = shared.length_figure(name, title, group, PERPLEXITY, panel, caption)
     return ReportBlock((f"Protocol: {protocol.text}; {measured}.",), tuple(figures), tuple(tables))

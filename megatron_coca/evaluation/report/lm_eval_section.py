@@ -106,8 +106,8 @@ def protocol_text(protocol: HarnessProtocol) -> str:
         protocol.text,
         f"lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}",
         limit_text(protocol),
-        "names of special tokens in prompts are these tokens" if protocol.names_tokens else "",
-        "the start and end tokens of the model's own library are around every text" if protocol.adds else "",
+        "names of special tokens in prompts are encoded as these tokens" if protocol.names_tokens else "",
+        "every text has the start and end tokens of the model's own library" if protocol.adds else "",
         f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",
         *shared.answer_texts(protocol),
     ]

@@ -99,7 +99,7 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
     """
     types = evaluated.layer_types
     if GAU in types:
-        raise ConfigError("attention_config: gated attention units (gau) are not supported here; leave them out")
+        raise ConfigError("attention_config: gated attention units (gau) are not supported here; remove them")
     if added := types.keys() - trained.layer_types.keys():
         raise ConfigError(
             f"attention_config: the trained model has no layers of type {', '.join(added)}; set them for the model"

@@ -189,7 +189,7 @@ def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list
 def _bands_text(drawn: Sequence[Series], cut_off: bool) -> str:
     if all(len(series.replicates) == 1 for series in drawn):
         return ""
-    beyond = f", cut off {MOST_BEYOND:g} times beyond the lines" if cut_off else ""
+    beyond = f", cut off at a factor of {MOST_BEYOND:g} beyond the lines" if cut_off else ""
     return f" Bands and bars: 95% t intervals over seeds{beyond}."
 
 

@@ -41,7 +41,7 @@ RETRIEVAL_COMPARABLE: Comparable = {
 NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.depths"}
 
 HEAD = "accuracy at length"
-INTERVALS = "Wilson's for one seed, t intervals over seeds for several, Wilson's of all cases where seeds agree"
+INTERVALS = "Wilson's for one seed, t intervals for several seeds, Wilson's over all cases if all seeds agree"
 PASSKEY = Metric("length {}", tally=whole)
 PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_label": "accuracy (share of cases)", "y_range": SHARES}
 
@@ -113,7 +113,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     group = replace(group, series=tuple(_with_means(series, tasks) for series in group.series))
     of_task = {task: _found_in(task) for task in (*tasks, "mean")}
     rows = {f"{task}: {{}}": metric for task, metric in of_task.items()}
-    notes = (f"Intervals: {INTERVALS}. A mean covers all tasks of the table; it is absent if one of them is.",)
+    notes = (f"Intervals: {INTERVALS}. A mean covers all tasks of the table, and is absent if a task is missing.",)
     spec = LengthTable("Share of the expected strings in the answers", "share found at length", rows, "", notes=notes)
     caption = f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length."
     panel = PANEL | {"y_label": "mean share of strings found"}

@@ -27,7 +27,7 @@ COLLINEAR = 1e-9
 """Radians below which two directions count as equal. Rounding in float64 turns a product u q by 1e-16, while the
 smallest angles from a float32 projection are at least a thousand times this limit."""
 NEAR = 16
-"""All distances up to this distance are sampled."""
+"""Every distance up to this value is sampled."""
 PER_OCTAVE = 4
 """Number of sampled distances in each doubling beyond `NEAR`."""
 SWEPT_AT_ONCE = 1 << 22
@@ -57,7 +57,7 @@ class Angles(Part):
 
 
 class Border(Part):
-    beyond_training: Share  # of all token pairs and all j: those with a border beyond the training length
+    beyond_training: Share  # share of all token pairs and all j with a border beyond the training length
 
 
 class Borders(Part):

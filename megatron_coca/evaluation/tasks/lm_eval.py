@@ -64,12 +64,12 @@ class TaskScores(Entry):
 
     task: str
     version: str | None
-    num_fewshot: int | None  # None for a group with tasks that differ in it
+    num_fewshot: int | None  # number of examples; None for a group if its tasks differ
     samples: int  # number of scored documents
-    config_sha256: str  # of the configuration in the task's file, without paths; empty for a task defined in a group
-    inputs_sha256: str | None = None  # of code, local data and subtasks; None in files of earlier versions
-    documents_sha256: str | None  # of the documents in order; None for a group
-    prompts_sha256: str | None  # of the first prompt of each document, including examples; None for a group
+    config_sha256: str  # hash of the configuration in the task's file, without paths; empty for a task in a group
+    inputs_sha256: str | None = None  # hash of code, local data and subtasks; None in files of earlier versions
+    documents_sha256: str | None  # hash of the documents in order; None for a group
+    prompts_sha256: str | None  # hash of each document's first prompt, including examples; None for a group
     cut: int = 0  # samples with a prompt that exceeded the limit and lost its beginning
     scores: list[Score]
     logged: list[LoggedFile] = []  # logs of the task or of all tasks of the group; empty without --log-samples

@@ -117,8 +117,6 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], promp
     marked = {**last, "content": f"{last['content']}{MARK} "}
     text, mark, rest = tokenizer.chat.render([*messages[:-1], marked]).rpartition(MARK)
     if not mark:
-        raise DataError(
-            f"chat template: leaves out the last message ({last['content'][:60]!r}), to be continued; change it"
-        )
+        raise DataError(f"chat template: leaves out the last message ({last['content'][:60]!r}); use another template")
     # A template that trims messages has removed the space after the mark, and would also remove spaces before the mark.
     return text if rest.startswith(" ") else text.rstrip()

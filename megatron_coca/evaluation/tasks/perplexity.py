@@ -31,7 +31,7 @@ PROTOCOL = (
 """Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
-"""Logits per chunk by device type; 1 << 26 on other devices. 16 MB fit into a CPU's caches and take half the time."""
+"""Logits per chunk by device type; 1 << 26 on other devices. 16 MB chunks fit into CPU caches and halve the time."""
 
 
 class DocumentScore(NamedTuple):

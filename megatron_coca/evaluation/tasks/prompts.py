@@ -52,7 +52,7 @@ class Case:
 class HaystackRecord(Record):
     name: str
     sentences: int  # 1 for the passkey filler, in which five sentences form one unit
-    sha256: str  # of the sentences, each followed by a line feed
+    sha256: str  # hash of the sentences, each followed by a line feed
 
 
 @dataclass(frozen=True)

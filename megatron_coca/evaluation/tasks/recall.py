@@ -74,8 +74,8 @@ class RecallProtocol(Record):
     seed: int | Literal["trained"]  # "trained": the seed of the model's training
     prompts: str  # "synthetic recall" with its sizes, or "passkey"
     chance: float | None  # accuracy of a random value; None for passkeys
-    prompts_sha256: str | None = None  # of sample passkey prompts
-    text_sha256: str | None = None  # of samples of the shards with filler; earlier files contain neither digest
+    prompts_sha256: str | None = None  # hash of sample passkey prompts
+    text_sha256: str | None = None  # hash of samples of the filler shards; earlier files contain neither hash
 
 
 class RecallResult(Result):

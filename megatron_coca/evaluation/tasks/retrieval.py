@@ -115,7 +115,7 @@ class RetrievalProtocol(Record):
     start: int | None = None  # token id put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
     chat: ChatRecord | None = None  # None: prompts are plain text
-    prompts_sha256: str | None = None  # of sample prompts; None in files of earlier versions
+    prompts_sha256: str | None = None  # hash of sample prompts; None in files of earlier versions
 
 
 class NeedleProtocol(RetrievalProtocol):

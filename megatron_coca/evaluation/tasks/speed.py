@@ -44,7 +44,7 @@ PROTOCOL = (
 )
 PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
-"""Number of tokens decoded in one call. Decoding one token is too short to be timed well."""
+"""Number of tokens decoded in one call. Decoding a single token is too short to be timed well."""
 
 # Result file
 
@@ -164,9 +164,7 @@ def build_methods(
         try:
             config = base.override(*overrides)
             if GAU in config.layer_types:
-                raise BackendError(
-                    "attention_config: gated attention units (gau) are not supported here; leave them out"
-                )
+                raise BackendError("attention_config: gated attention units (gau) are not supported here; remove them")
             model = build_model(config, device).to(dtype)
         except (BackendError, ConfigError) as error:
             unsupported.append(Missing(at=label, kind="refused", reason=str(error)))
