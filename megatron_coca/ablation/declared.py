@@ -65,8 +65,9 @@ def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: in
 def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
     """Return a contrast's power with all seeds of the file, if the true difference is `share` of the expected one.
 
-    Return None if no difference is expected. For a sequence, this is the power if all contrasts before it hold. For
-    contrasts tested together, it is the power at the smallest level of Holm's correction, which is a lower bound.
+    Return None if the contrast declares no expected difference. For a sequence, this is the power if all contrasts
+    before it hold. For contrasts tested together, it is the power at the smallest level of Holm's correction, which is
+    a lower bound.
     """
     if contrast.expected is None or contrast.deviation is None:
         return None
@@ -121,7 +122,7 @@ def _numbered(file: AblationFile) -> list[tuple[int, DeclaredContrast]]:
 def _power(file: AblationFile, contrast: DeclaredContrast) -> str:
     whole, half = (power_of(file, contrast, share) for share in (1.0, 0.5))
     if whole is None or half is None or contrast.expected is None:
-        return "power not computed, because no difference is expected"
+        return "power not computed, because the file declares no expected difference"
     logarithm = "" if contrast.quantity == "recall" else " of logarithms"
     return (
         f"power {whole:.2f} for a difference{logarithm} of {contrast.expected:g} with a standard deviation of "

@@ -57,7 +57,7 @@ class Inputs:
             return
         for path in config.data.test_data_paths or ():
             prefix = local_prefix(path, config.data.data_root)
-            if shard_paths(prefix)[1].is_file():  # the run reports missing shards
+            if shard_paths(prefix)[1].is_file():  # missing shards are reported when the command runs
                 yield DocumentSource(prefix, True)
 
 

@@ -120,7 +120,7 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
         else:
             unverified.append(path)
     if unverified:
-        reason = "the checkpoint has no tokenizer" if tokenizer is None else "no tokenizer was saved with them"
+        reason = "the checkpoint has no tokenizer" if tokenizer is None else "no tokenizer was saved with these shards"
         logger.warning(
             "%s: %s; cannot verify that they were prepared with the model's tokenizer", ", ".join(unverified), reason
         )

@@ -44,7 +44,7 @@ class Record(BaseModel):
 
 
 ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
-"""Fields that may be missing in files of earlier versions. Missing fields are ignored when measurements are compared."""
+"""Fields that may be missing in files of earlier versions. Comparisons of measurements ignore a missing field."""
 
 OPEN = ConfigDict(extra="ignore")
 """Configuration of a record that had more fields in earlier versions: extra fields are ignored."""

@@ -282,7 +282,7 @@ def run_commands(commands: Sequence[Command]) -> list[str]:
         write(f"{number} of {len(commands)}: {command.name}")
         print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
-        if status == 2:  # the command named the missing entries
+        if status == 2:  # the command has printed the missing entries
             problems.append(f"{command.name}: incomplete; see its messages above")
         elif status != 0:
             problems.append(f"{command.name}: {describe_exit(status)}")

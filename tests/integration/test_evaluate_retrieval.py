@@ -134,8 +134,7 @@ def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(
 SAYS = {
     "current": "dynamic length current: in generation, a length-dependent extension uses the number of tokens so far",
     "prompt": "dynamic length prompt: in generation, a length-dependent extension uses the prompt's length",
-    "total": "dynamic length total: in generation, a length-dependent extension uses "
-    "the length of prompt and",
+    "total": "dynamic length total: in generation, a length-dependent extension uses the length of prompt and",
 }
 
 

@@ -241,7 +241,7 @@ def test_other_data_of_equal_size(
     assert_one_message(status, output, f"cannot be resumed with another content of {own} (saved ")
     assert len(output) < 500, "the differing entries only"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum(f"no tokenizer was saved with {own}; cannot verify" in line for line in warnings) == 1
+    assert sum(f"no tokenizer saved with {own}; cannot verify" in line for line in warnings) == 1
     assert contents(run_copy) == before
 
 

@@ -168,7 +168,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 def size_with_legend(
     labels: Sequence[str], plot: float | None = None, width: float | None = None
 ) -> tuple[float, float]:
-    """Return a plot's size in inches with a legend of `labels` below it. Plots with more than seven labels are larger."""
+    """Return a plot's size in inches with a legend of `labels` below it. Plots of more than seven lines are larger."""
     many = len(labels) > len(COLOURS)
     width = width or (9.0 if many else 6.0)
     lines = sum(math.ceil(len(label) / LABEL) for label in labels)

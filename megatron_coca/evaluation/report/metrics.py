@@ -88,7 +88,7 @@ class Metric:
     lowest: bool = False
 
     def of(self, replicate: Replicate, column: int) -> float | None:
-        """Return the number of one seed, or None."""
+        """Return the number of one seed, or None if it was not measured."""
         entry = replicate.entries.get(self.key(column))
         entry = entry if entry is None or self.tally is None else self.tally(entry)
         return None if entry is None else self.number(entry)

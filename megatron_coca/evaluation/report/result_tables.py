@@ -217,7 +217,7 @@ def with_seeds_note(table: Table) -> Table:
 
 
 def differ_significantly(one: TableCell, other: TableCell) -> bool:
-    """Return True if two numbers differ significantly: by their intervals, or without intervals by their documents."""
+    """Return True if two numbers differ significantly: by their intervals or, without them, by their documents."""
     ends = [(cell.value, cell.low, cell.high) for cell in (one, other)]
     if any(end is None for three in ends for end in three):
         return differ(one.sample, other.sample)

@@ -119,7 +119,7 @@ def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """
     total = length * (length + 1) // 2
     chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
-    # Pair number p is in row m if m (m + 1) / 2 <= p; the square root is off by at most one.
+    # Pair number p is in the last row m with m (m + 1) / 2 <= p; the square root is off by at most one.
     rows = ((np.sqrt(8.0 * chosen + 1) - 1) / 2).astype(np.int64)
     rows += (rows + 1) * (rows + 2) // 2 <= chosen
     rows -= rows * (rows + 1) // 2 > chosen

@@ -104,7 +104,7 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 Gap = Callable[[int], int]
-"""A function that maps the total number of filler units to the number before a hidden sentence."""
+"""A function that maps the total number of filler units to the number of units before a hidden sentence."""
 
 
 def uniform_gap(fraction: float) -> Gap:

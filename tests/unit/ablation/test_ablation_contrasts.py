@@ -164,7 +164,7 @@ def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seed
     [
         (
             lambda figures: figures.estimate("ratio", "NoPE", 2),
-            "ratio of NoPE: .* the labels RoFormer, RoFormer \\+ NTK",
+            "ratio of NoPE: .* known labels: RoFormer, RoFormer \\+ NTK",
         ),
         (lambda figures: figures.estimate("speed", "CoCA", 2), "known quantities: perplexity, ratio, validation"),
         (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: not measured at 4L"),

@@ -29,13 +29,17 @@ def declared(*quantities: str, testing: str = "sequence") -> Any:
 @pytest.mark.parametrize(
     ("values", "verdicts", "summary"),
     [
-        ([CLEAR, CLEAR], ["holds", "holds"], "The primary contrast holds, and so do all 2 of the sequence."),
+        ([CLEAR, CLEAR], ["holds", "holds"], "The primary contrast holds, and so do all 2 contrasts of the sequence."),
         (
             [CLEAR, NOISE, CLEAR],
             ["holds", "does not hold", "not tested"],
             "The primary contrast holds; the sequence ends at contrast 2 of 3, which does not hold.",
         ),
-        ([NOISE, CLEAR], ["does not hold", "not tested"], "The primary contrast does not hold; no other contrast is tested."),
+        (
+            [NOISE, CLEAR],
+            ["does not hold", "not tested"],
+            "The primary contrast does not hold; no other contrast is tested.",
+        ),
     ],
 )
 def test_a_sequence_ends_at_the_first_that_does_not_hold(

@@ -144,13 +144,15 @@ def test_shards_that_nothing_vouches_for_are_named(
     for name in ("manifest.json", "tokenizer_type.json"):
         (folder / name).unlink(missing_ok=True)
     collect(shard)
-    assert f"{shard}: no tokenizer was saved with them" in caplog.records[1].getMessage()
+    assert f"{shard}: no tokenizer was saved with these shards" in caplog.records[1].getMessage()
 
 
 def test_a_tokenizer_beside_a_shard_counts_without_a_manifest(shard: str, tmp_path: Path) -> None:
     (Path(shard).parent / "manifest.json").unlink()
     train_bpe(["some text"], 285, tmp_path / "t.json").save(Path(shard).parent)
-    with pytest.raises(EvaluationError, match="all_test: prepared with a different tokenizer .* recorded in .*tokenizer_type.json"):
+    with pytest.raises(
+        EvaluationError, match="all_test: prepared with a different tokenizer .* recorded in .*tokenizer_type.json"
+    ):
         collect(shard)
 
 

@@ -175,7 +175,7 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     assert planned[1].files == (tmp_path / "results" / "repeated" / "perplexity_roformer.json",)
     with pytest.raises(EvaluationError, match="tasks.perplxity repeated: unknown task"):
         commands(suite(tmp_path, text.replace("perplexity r", "perplxity r")), {}, tmp_path)
-    with pytest.raises(EvaluationError, match="both would write perplexity_roformer.json; give them"):
+    with pytest.raises(EvaluationError, match="both would write perplexity_roformer.json; rename"):
         again = text + "  perplexity Repeated: {windows: [100], stride: 1L}\n"
         commands(suite(tmp_path, again), {"RoFormer": 64}, tmp_path)
 

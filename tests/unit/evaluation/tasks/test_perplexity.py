@@ -168,7 +168,7 @@ def test_overflow_is_infinite(model: CausalMean) -> None:
     [
         ([16], 32, (64,), "window 16: is shorter than the stride 32"),
         ([16, 65], 8, (70, 64), "window 65: is longer than document 1, which has 64 tokens"),
-        ([16], 0, (64,), "stride 0"),
+        ([16], 0, (64,), "stride: must be at least 1"),
         ([1], 1, (64,), "window 1"),
         ([], 8, (64,), "windows: none given"),
         ([16], 8, (), "documents: none given"),

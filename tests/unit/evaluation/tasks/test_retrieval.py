@@ -235,7 +235,7 @@ def test_prompts_need_a_tokenizer() -> None:
     ("task", "option", "value", "message"),
     [
         ("needle", "--depths", "0,101", "not a list of whole percentages"),
-        ("ruler", "--tasks", "multi_key,other", "'other' is none of multi_key"),
+        ("ruler", "--tasks", "multi_key,other", "'other' is not one of multi_key"),
         ("passkey", "--lengths", "0", "at least 1"),
     ],
 )
