@@ -40,7 +40,7 @@ def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
         return None
     if tokenizer.chat is None:
         raise EvaluationError(
-            "--apply-chat-template: the tokenizer has no chat template; put the model's chat_template.jinja beside its "
+            "--apply-chat-template: the tokenizer has no chat template; put chat_template.jinja next to the model's "
             "tokenizer.json, or train on chats"
         )
     tokenizer.turn_ends()  # raises if the tokenizer cannot encode chats or the template has an error

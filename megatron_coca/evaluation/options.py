@@ -215,7 +215,7 @@ def add_start_option(parser: ArgumentParser, text: str) -> None:
 def add_document_options(parser: ArgumentParser) -> None:
     """Declare the options that `documents.read_subject_documents` reads."""
     add = parser.add_argument
-    data = "text files, JSONL files, folders of them, or shard prefixes; default: the run's test data"
+    data = "text files, JSONL files, folders of such files, or shard prefixes; default: the run's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     add("--num-documents", type=positive_int, metavar="N", help="use only the first N documents that are long enough")
     max_length = "use documents of at least N tokens, truncated to N; default: the largest window or length"
@@ -230,7 +230,7 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_document_options(parser)
     add = parser.add_argument
     add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
-    add("--stride", required=True, type=token_count, metavar="S", help="tokens scored by each window")
+    add("--stride", required=True, type=token_count, metavar="S", help="number of tokens that each window scores")
     text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
     add_batch_option(parser, 8192)
@@ -276,7 +276,7 @@ def add_recall_options(parser: ArgumentParser) -> None:
     add("--lengths", type=int_list, metavar="N,N,...", help="input lengths in tokens; default: L, 2L, 4L, 8L, 16L")
     shifts = "offsets added to all positions of an input of the training length; default: 0,16,64,192,960"
     add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
-    add("--cases", type=positive_int, default=512, metavar="N", help="questions at each length; default: 512")
+    add("--cases", type=positive_int, default=512, metavar="N", help="number of questions per length; default: 512")
     text = "number of questions for which attention heads are scored; default: 128"
     add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
     text = "seed of the questions, or trained for the seed of the model's training; default: 0"
@@ -328,7 +328,7 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
 
 def add_suite_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("suite", type=local_path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
+    add("suite", type=local_path, metavar="SUITE.yml", help="file with checkpoints and tasks; see configs/evaluation/")
     output = "output folder for results/ and report/; rerunning resumes"
     add("--output", required=True, type=local_path, metavar="DIR", help=output)
     checkpoint = "path of a checkpoint of the suite, or of any if the suite accepts any; repeat the option for each"
@@ -368,7 +368,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
     add("--what", type=names_of(KINDS_OF_WORK), help="work to time: " + ", ".join(KINDS_OF_WORK) + "; default: all")
     add("--batch-size", type=positive_int, default=1, metavar="N", help="sequences per batch; default: 1")
-    add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default: 9")
+    add("--rounds", type=positive_int, default=9, metavar="N", help="number of timed rounds; default: 9")
     add("--label", help="name of the model's shape in reports; default: name of the configuration or checkpoint")
     add_device_options(parser)
     add("--output", type=local_path, metavar="FILE.json", help="the result file")
@@ -382,12 +382,12 @@ def add_report_options(parser: ArgumentParser) -> None:
         nargs="+",
         type=local_path,
         metavar="RESULTS",
-        help="result files of megatron-coca evaluate, or folders of them",
+        help="result files of megatron-coca evaluate, or folders of such files",
     )
     add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    papers = "add the published numbers of the CoCA paper and of Su's pages"
+    papers = "add published numbers from the CoCA paper and Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 

@@ -393,7 +393,7 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
     except EvaluationError as error:
         if overwrite:
             return None
-        raise EvaluationError(f"{error}; remove it, or replace it with --overwrite") from error
+        raise EvaluationError(f"{error}; remove the file, or replace it with --overwrite") from error
     differing = ", ".join(_differences(earlier.measurement(), empty.measurement()))
     if not differing:
         return earlier

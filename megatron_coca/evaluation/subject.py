@@ -132,7 +132,7 @@ class Evaluation:
         if symbol is None:
             return None
         if self.tokenizer is None:
-            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer; leave the option out")
+            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer; remove the option")
         return self.tokenizer.token(symbol)
 
     def warn_of_start(self, symbol: str | None) -> None:

@@ -34,7 +34,7 @@ def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis]
 
 @shared.grouped("analysis", ANALYSIS_COMPARABLE)
 def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Section 2 of the CoCA paper: a table, and the entropy by position at the greatest length."""
+    """Return the numbers of section 2 of the CoCA paper, and a plot of entropy by position at the greatest length."""
     rows = []
     for series in group.series:
         for length in group.lengths():

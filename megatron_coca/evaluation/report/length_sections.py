@@ -52,7 +52,7 @@ MAP_TABLES = (
 
 @shared.grouped("perplexity", PERPLEXITY_COMPARABLE)
 def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """CoCA Table 1 and Figure 1: perplexity against the window size, both on logarithmic axes."""
+    """Return CoCA Table 1 and Figure 1 for our results: perplexity against window size, on logarithmic axes."""
     protocol, documents = group.first.protocol, group.first.documents
     limit = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} only"
     measured = f"stride {protocol.stride}{limit}"
@@ -233,7 +233,7 @@ def curve_figure(
     left_out = len(lines) > MOST_BANDS and any(len(line.x) > FEW_POINTS for line in lines)
     intervals = "; its interval is in the table." if left_out else ", with its 95% t interval for several seeds."
     caption = f"{loss.capitalize()} against training tokens, mean over seeds{intervals} The steep start is cut off."
-    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table has the last values"
+    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table contains the last values"
     return Figure(
         name,
         caption,

@@ -94,13 +94,13 @@ def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
 
 
 def limit_text(protocol: HarnessProtocol) -> str:
-    longest = "inputs are read whole" if protocol.max_length is None else f"max_length {protocol.max_length}"
+    longest = "no limit on inputs" if protocol.max_length is None else f"max_length {protocol.max_length}"
     window = f", rolling windows of {protocol.rolling_window} tokens" if protocol.rolling_window is not None else ""
     return f"{longest}{window}"
 
 
 def protocol_text(protocol: HarnessProtocol) -> str:
-    shots = "as the tasks say" if protocol.num_fewshot is None else str(protocol.num_fewshot)
+    shots = "each task's own number" if protocol.num_fewshot is None else str(protocol.num_fewshot)
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
     parts = [
         protocol.text,

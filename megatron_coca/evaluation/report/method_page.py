@@ -261,7 +261,7 @@ def _rotary(shown: ShownMethod) -> bool:
 KINDS = (
     Kind("scores", "Score against distance", "distance (tokens)", "score", _scores),
     Kind("wavelengths", "Wavelengths", "frequency", "wavelength (tokens)", _wavelengths, _rotary, {"log_y": True}),
-    Kind("phases", "Phases that training never showed", "frequency", "share", _phases, _rotary, {"y_range": SHARES}),
+    Kind("phases", "Phases never seen in training", "frequency", "share", _phases, _rotary, {"y_range": SHARES}),
     Kind("biases", "Bias by head", "distance (tokens)", "bias", _biases, lambda shown: _bias(shown) is not None),
     Kind("logits", "Logit factor", "position", "factor", _logit_factors),
 )

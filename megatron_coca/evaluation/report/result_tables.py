@@ -162,7 +162,7 @@ def length_figure(
         return []
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
     trained = {float(length): f"training length {length}" for length in lengths}
-    alt = f"{title} for {', '.join(series.label for series in drawn)}; the table has the numbers"
+    alt = f"{title} for {', '.join(series.label for series in drawn)}; the table contains the numbers"
     caption += _bands_text(drawn, bool(panel.get("log_y")))
     shown = panels([Panel(tuple(lines), marks=trained, **panel)])
     size = size_with_legend([*(line.label for line in lines), *trained.values()])

@@ -62,9 +62,9 @@ def by_side(metric: Metric) -> dict[str, Metric]:
 
 @shared.grouped("passkey", RETRIEVAL_COMPARABLE)
 def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """CoCA Table 2, and Figure 4 as a table (keys inside and beyond the training length)."""
+    """Return CoCA Table 2, and Figure 4 as a table (keys inside and beyond the training length), for our results."""
     by_length = f"Passkey accuracy by length of the prompt, with 95% intervals ({INTERVALS})"
-    split = "Passkey accuracy with the key inside and beyond the training length from the end"
+    split = "Passkey accuracy for keys within the training length of the end (inside) and before it (beyond)"
     specs = (
         LengthTable(by_length, HEAD, {"{}": PASSKEY}, published="passkey"),
         LengthTable(split, HEAD, by_side(PASSKEY), "-split"),
@@ -98,7 +98,7 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     if not maps:
         return ReportBlock(text, (), tuple(tables))
     caption = "Share of needles found, by prompt length and needle depth (0% is the beginning)."
-    alt = f"Heat maps of needles found by {', '.join(label for label, _ in maps)}; the table has the numbers"
+    alt = f"Heat maps of needles found by {', '.join(label for label, _ in maps)}; the table contains the numbers"
     columns = min(3, len(maps))
     heads, percents = list(map(short_length, lengths)), [f"{depth}%" for depth in depths]
     draw = heat_maps(maps, percents, heads, "length (tokens)", "depth of the needle", columns)
@@ -155,7 +155,7 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     protocol, keys, trained = group.first.protocol, group.entry_keys(), min(group.training_lengths())
     chance = "" if protocol.chance is None else f" A random value is correct in {protocol.chance:.3f} of the cases."
     text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{chance}"
-    caption = "Recall of facts within the training length of the question (inside) and before it (beyond)"
+    caption = "Recall of facts within the training length before the question (inside) and of earlier facts (beyond)"
     specs = (
         LengthTable(f"Recall by length, with 95% intervals ({INTERVALS})", HEAD, {"{}": UNSHIFTED}),
         LengthTable(caption, HEAD, by_side(UNSHIFTED), "-split"),

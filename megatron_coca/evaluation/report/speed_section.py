@@ -15,7 +15,7 @@ from megatron_coca.evaluation.tasks.speed import KINDS_OF_WORK, SpeedResult
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """CoCA Figure 6 and Table 6. Each file has separate tables, because times of different runs cannot be compared."""
+    """Return CoCA Figure 6 and Table 6 for our results, with separate tables for each file: times of runs differ."""
     blocks = []
     for index, item in enumerate(loaded, 1):
         result: Any = item.result
@@ -26,7 +26,7 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         text = (
             f"Protocol: {result.protocol.text}. Shape: {shape.layers} layers, hidden size {shape.hidden_size}, "
-            f"{shape.heads} heads ({shape.kv_heads} of keys), {shape.parameters / 1e6:,.1f}M parameters; "
+            f"{shape.heads} heads ({shape.kv_heads} for keys), {shape.parameters / 1e6:,.1f}M parameters; "
             f"batch {result.protocol.batch}, {result.protocol.rounds} rounds."
         )
         origin = f"{shared.environment_text(result)}, {machine.processor}, {machine.threads} threads, {versions}"

@@ -253,7 +253,7 @@ PROTOCOL = (
     "of anomalous pairs; falling: scores, scaled and with their bias, of the same q and k with the query at the last "
     "position; entropy in nats"
 )
-REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
+REMEDY = "remove this length, lower --pairs, or use --dtype bfloat16"
 
 
 def run(args: Namespace, show: Show) -> int:

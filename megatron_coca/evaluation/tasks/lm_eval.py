@@ -264,7 +264,7 @@ def task_scores(
     tasks = _tasks_of(name, results)
     return TaskScores(
         task=name,
-        version=None if version in (None, "Yaml") else str(version),  # "Yaml" if a task's file has none
+        version=None if version in (None, "Yaml") else str(version),  # "Yaml" means that the task's file has no version
         num_fewshot=shots if isinstance(shots, int) else None,
         samples=sum(results["n-samples"][task]["effective"] for task in tasks),
         config_sha256=config_sha256,

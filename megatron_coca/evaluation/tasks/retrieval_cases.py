@@ -135,7 +135,7 @@ def passkey(answer_stub: bool = False) -> RetrievalTask:
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will "
             "quiz you about the important information there."
         )
-        stub = "The pass key is"  # the original prompt's
+        stub = "The pass key is"  # as in the original prompt
         return Puzzle(description, [hidden], "What is the passkey?", stub, (key,), in_lines=True)
 
     return RetrievalTask("passkey", puzzle, prompts.FILLER_BLOCKS, answer_stub, passkey_score)

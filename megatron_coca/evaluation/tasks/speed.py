@@ -242,7 +242,8 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
     """A forward pass of a prompt with the logits of its last token.
 
-    With `backward`: the loss of all tokens and the gradients of all weights, as in a training step without optimizer.
+    With `backward`: the loss of all tokens and the gradients of all weights, as in a training step up to the optimizer
+    step.
     """
     model.train(backward)
     ids = token_ids(model, length + backward, batch)
