@@ -64,7 +64,7 @@ class DataRecord(Record):
     Attributes:
         chosen_by: the group `data` of the configuration, and other keys that determine the samples, as JSON.
         vocab_size: the model's vocabulary size; set by the tokenizer if the configuration does not set it.
-        identity: of the shards and samples; resuming compares it too.
+        identity: digests of the shards and samples; resuming compares them too.
     """
 
     chosen_by: str
