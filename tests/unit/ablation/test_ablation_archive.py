@@ -41,7 +41,7 @@ def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
         pack(tmp_path / "study")
     archive = archive_of(tmp_path / "study")
     archive.write_bytes(b"no zstd")
-    with pytest.raises(EvaluationError, match="is damaged"):
+    with pytest.raises(EvaluationError, match="damaged"):
         unpack(tmp_path / "study")
     archive.write_bytes(zstandard.compress(b'{"file": "../../x.json", "content": 1}\n'))
     with pytest.raises(EvaluationError, match=r"names \.\./\.\./x\.json, which is outside"):

@@ -83,7 +83,7 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
 
 
 def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
-    with pytest.raises(EvaluationError, match="are tested in sequence"):
+    with pytest.raises(EvaluationError, match="tested in sequence"):
         Figures(declared("recall"), []).declared()
     with pytest.raises(EvaluationError, match="tested together"):
         Figures(declared("recall", testing="together"), []).sequence()

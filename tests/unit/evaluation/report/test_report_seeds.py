@@ -68,7 +68,7 @@ def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> No
     assert (cell.value, cell.low, cell.high) == pytest.approx((math.exp(3.04), low, high), rel=1e-12)
     assert cell.text == f"{math.exp(3.04):.2f}" and cell.detail == f"{low:.2f}–{high:.2f}" and cell.seeds == 3
     assert rows["RoFormer"].in_full == "20.09 (n = 1)" and not rows["RoFormer"].best
-    assert any("t interval over seeds" in note for note in table.notes)
+    assert any("95% t interval" in note for note in table.notes)
     assert [line.split(" (")[0] for line in found[0].provenance[:3]] == [
         f"runs/{seed}, step 120000, seed {seed}" for seed in SEEDS
     ]
