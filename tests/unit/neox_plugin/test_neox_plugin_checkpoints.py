@@ -147,4 +147,4 @@ def test_a_checkpoint_without_a_record_is_a_warning(
     content = saved(stub, tmp_path, **COCA)
     del content["args"][RECORD]
     load(stub, content, **COCA)
-    assert "runs/old: has no record of its position method; using pos_emb: coca" in caplog.text
+    assert "runs/old: no record of the position method; using pos_emb: coca" in caplog.text
