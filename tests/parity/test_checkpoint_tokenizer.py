@@ -166,14 +166,12 @@ def test_without_its_tokenizer_the_remedy_is_named(
     for number, tool in enumerate(TOOLS):
         assert cli.main([*tool, str(folder), str(tmp_path / f"{number}")]) == 0
         told = capsys.readouterr().err
-        assert "records HFTokenizer with vocab_file /elsewhere/tokens.json, which cannot be read here" in told
-        assert (
-            f"--set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {folder}" in told
-        )
-    assert "generate() runs to its limit" in told
+        assert "has tokenizer_type HFTokenizer and vocab_file /elsewhere/tokens.json, which cannot be read here" in told
+        assert f"vocab_file=PATH (or another type), or copy the tokenizer's file into {folder}" in told
+    assert "generate() always runs to its length limit" in told
     options = SubjectOptions(str(folder), (Variant("it"),), "cpu", "float32", None, False)
     assert Evaluation(options, "perplexity").tokenizer is None
-    assert "which cannot be read here" in caplog.text and f"or put its file into {folder}" in caplog.text
+    assert "which cannot be read here" in caplog.text and f"or copy the tokenizer's file into {folder}" in caplog.text
 
 
 @pytest.mark.parametrize("tool", TOOLS)

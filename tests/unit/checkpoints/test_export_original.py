@@ -85,9 +85,9 @@ def ending(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "other ids": (another, r"gives other ids than the checkpoint's \(HFTokenizer\) for 'The quick"),
+    "other ids": (another, r"produces other ids than the checkpoint's HFTokenizer for 'The quick"),
     "no tokenizer": (without, "has no tokenizer for the export .* has none"),
-    "too many": (larger, "has 510 ids, the embedding has 500 rows"),
+    "too many": (larger, "has 510 ids, but the embedding has 500 rows"),
     "added outside": (
         lambda f: write(f / "added_tokens.json", {"<x>": 500}),
         "has token id 500, but the model has 500 tokens",
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         "has token id 511",
     ),
     "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "has token id 700"),
-    "another end": (ending, r"its end-of-text tokens are \[3\], but the checkpoint uses 1 \('</s>'\)"),
+    "another end": (ending, r"end-of-text tokens are \[3\], but the checkpoint uses 1 \('</s>'\)"),
 }
 
 

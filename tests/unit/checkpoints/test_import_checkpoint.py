@@ -110,7 +110,7 @@ def test_contents_are_compared_unless_asked_not_to(imported: Path, tmp_path: Pat
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{SINGLE}: its content has changed"):
+    with pytest.raises(CheckpointError, match=f"{SINGLE}: content has changed"):
         open_checkpoint(tmp_path / "save")
     assert open_checkpoint(tmp_path / "save", verify=False).step == 0
 
@@ -148,7 +148,7 @@ def test_inspected(imported: Path) -> None:
     found = describe(step)
     assert found.damage is None and found.holds == "weights" and found.parameters == 82368
     text = describe_text(found)
-    assert "weights only: finetune=true starts a run from them" in text
+    assert "weights only: set finetune=true to start a run from them" in text
     assert "imported, source: coca_llama" in text and "no state" not in text
     json.dumps(found.facts())
 
