@@ -134,9 +134,10 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
 
 
 def comparable(config: Config) -> dict[str, Any]:
-    """Return a description of the function that a model computes. Models that compute the same have equal descriptions.
+    """Return a description of the function that a model computes.
 
-    Exports compare the description of the model with that of the configuration that they have written.
+    Models that compute the same function have equal descriptions. An export compares the description of the model with
+    the description of the exported configuration.
     """
     flat, model = config.flat(), config.model
     names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")

@@ -153,9 +153,9 @@ def check_folder(
     except CheckpointError as error:
         raise fault(f"{IMPORT} cannot read the export: {error}") from error
     if differing := list(_differing(comparable(config), comparable(back.trained))):
-        raise fault(f"its configuration describes another model: {'; '.join(differing)}")
+        raise fault(f"the configuration describes another model: {'; '.join(differing)}")
     if names := sorted(found.entries.keys() ^ weights.entries.keys()):
-        raise fault(f"{names[0]} is in the source or in the export, but not in both")
+        raise fault(f"{names[0]} is only in the {'source' if names[0] in weights.entries else 'export'}")
     with weights.shown(f"reading {folder.name.strip('.').removesuffix('.partial')} back") as shown:
         for name, tensor in shown:
             if not _same_bits(tensor, found.read(name)):

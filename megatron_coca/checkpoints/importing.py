@@ -69,7 +69,7 @@ def import_checkpoint(
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     if tokenizer is not None and (loss := sampled(tokenizer, filter(None, PROBES)).loss(tokenizer.vocab_size)):
-        tokenizer_note = "; ".join(filter(None, (tokenizer_note, f"the tokenizer loses text of a test: {loss}")))
+        tokenizer_note = "; ".join(filter(None, (tokenizer_note, f"the tokenizer loses text: {loss}")))
     imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
     theirs = opened.folder if is_huggingface_folder(opened.folder) else None
     if theirs is not None:

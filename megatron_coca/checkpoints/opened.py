@@ -83,8 +83,9 @@ class OpenedCheckpoint:
         return self.identify()
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-        """Apply YAML files and then overrides to `trained`, and return the result. Log a change of the extension.
+        """Apply YAML files and then overrides to `trained`, and return the result.
 
+        A warning is logged if the result changes the frequency extension or combines it with another method.
         Raises CheckpointError if the result does not fit the weights, and ConfigError if it is invalid.
         """
         config = self.trained.override(overrides, files)

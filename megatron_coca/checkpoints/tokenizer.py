@@ -97,7 +97,7 @@ def find_tokenizer(
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end a text: those of a Hugging Face folder, or of the saved tokenizer if both encode alike."""
+    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts equally."""
     rules = find_rules(folder)
     if saved is not None:
         with suppress(DataError):  # a damaged saved tokenizer does not matter, because overrides replace it

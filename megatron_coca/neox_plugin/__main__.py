@@ -17,7 +17,7 @@ USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [SCRIPT ARGUMENTS]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script and return the exit status. A configuration error is printed without a traceback; status 2."""
+    """Run the script and return the exit status. After a configuration error it is 2, and no traceback is printed."""
     options = [
         argument for argument in arguments[:1] if argument.startswith("--local_rank")
     ]  # DeepSpeed passes it first

@@ -1,4 +1,4 @@
-"""Activate the plugin: replace functions of GPT-NeoX's modules."""
+"""Activate the plugin by replacing functions in GPT-NeoX's modules."""
 
 import sys
 from collections.abc import Mapping

@@ -72,7 +72,7 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
     """
 
     class PluginSelfAttention(upstream):
-        """GPT-NeoX's attention layer, computing attention by the plugin."""
+        """GPT-NeoX's attention layer with the plugin's implementation of attention."""
 
         def __init__(self, neox_args: Any, *args: Any, rotary: bool = False, **kwargs: Any) -> None:
             super().__init__(neox_args, *args, rotary=False, **kwargs)

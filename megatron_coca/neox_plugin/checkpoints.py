@@ -90,8 +90,9 @@ def checked_args(original: Function) -> Function:
 
     With the plugin's attention, `max_position_embeddings` may differ from the checkpoint's value.
 
-    The wrapped function raises ConfigError if the weights were trained with another position method. It also does so
-    if `seq_length` exceeds the checkpoint's and the method depends on a training length that is not set.
+    The wrapped function raises ConfigError if the weights were trained with another position method. It also raises
+    ConfigError if `seq_length` exceeds the checkpoint's training length, the method depends on that length, and
+    `original_max_position_embeddings` is not set.
     """
 
     def check_checkpoint_args(neox_args: Any, checkpoint_args: dict[str, Any]) -> None:
@@ -118,7 +119,9 @@ def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
         for name in POSITIONS
         if name in saved and saved[name] != current[name]
     }
-    errors = [f"{differences[name]}; set it as in the checkpoint's configs" for name in FIXED if name in differences]
+    errors = [
+        f"{differences[name]}; use the value in the checkpoint's configs" for name in FIXED if name in differences
+    ]
     if errors and not _fine_tunes(neox_args):
         raise ConfigError(*errors)
     for line in differences.values():

@@ -422,7 +422,7 @@ def test_other_positions_are_exported_in_the_block_of_the_family(name: str, tmp_
 def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path / "source")
     config, _ = read_config(parser().parse_args([str(tmp_path / "source"), COCA, "intermediate_size=96"]))
-    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now a width of 32\)"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now a width of 32 inside the MLP\)"):
         initial_model(config, "cpu")
 
 

@@ -97,7 +97,7 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     residual = "a parallel" if model.gpt_j_residual else "a sequential"
     architecture = f"with {model.norm}, {model.activation} and {residual} residual"
     if kind != OURS:
-        architecture = f"of {SHAPES.get(kind, kind)} shape"
+        architecture = f"with the {SHAPES.get(kind, kind)} architecture"
     grouped = f", {model.num_kv_heads} key-value heads" if model.num_kv_heads != model.num_attention_heads else ""
     facts = {
         "architecture": f"a causal language model {architecture}",

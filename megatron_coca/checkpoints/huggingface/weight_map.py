@@ -95,7 +95,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def _join_groups(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Convert a matrix with [queries of a key head | key | value] for each key head, as in Falcon 40B."""
+    """Pack the rows of a matrix with [queries of a key head | key | value] for each key head, as in Falcon 40B."""
     (rows,) = parts
     groups = rows.view(heads.key, heads.query // heads.key + 2, -1, *rows.shape[1:])
     kinds = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
@@ -108,7 +108,7 @@ def _split_groups(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
 
 
 def _join_fused(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Convert one matrix that contains all queries, then all keys, then all values."""
+    """Pack the rows of a matrix that contains all queries, then all keys, then all values."""
     width = len(parts[0]) // (heads.query + 2 * heads.key)
     return _join_heads(parts[0].split([heads.query * width, heads.key * width, heads.key * width]), heads)
 

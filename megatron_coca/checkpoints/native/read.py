@@ -196,7 +196,7 @@ def _check_file(folder: Path, name: str, size: Any, links: bool) -> None:
         raise UnreadableError.of(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError(
-            f"{path}: not a regular file; replace it with a copy of the original (nothing was changed)"
+            f"{path}: cannot be read, because it is not a regular file; replace it with a copy (nothing was changed)"
         )
     if status.st_size != size:
         raise CheckpointError(

@@ -120,8 +120,8 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def set_aside(folder: Path) -> Path:
     """Move a checkpoint to `quarantine/` under an unused name. Return the new path.
 
-    The folder is only renamed within `save` if it cannot be moved because it is not writable. The same applies if
-    `quarantine` is a symbolic link, which may lead out of `save`.
+    A folder that is not writable cannot be moved, so it is only renamed within `save`. The same happens if `quarantine`
+    is a symbolic link, which may lead out of `save`.
     """
     quarantine = folder.parent / QUARANTINE
     try:

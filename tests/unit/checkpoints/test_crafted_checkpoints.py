@@ -211,7 +211,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match=r"rank_0.pt: (damaged|a pickle|contains)"):
             load_rng_states(path)
     torch.save([1], path)
-    with pytest.raises(CheckpointError, match="rank_0.pt: has a list, not a mapping"):
+    with pytest.raises(CheckpointError, match="rank_0.pt: contains a list, not a mapping"):
         load_rng_states(path)
 
 

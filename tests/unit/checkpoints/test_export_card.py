@@ -32,7 +32,7 @@ def test_the_text_of_the_card(tmp_path: Path) -> None:
     for line in (
         "| training length | 32 tokens |",
         f"| parameters | {weights:,} |",
-        "| shape | 2 layers, width 32, 4 heads, 2 of keys |",
+        "| shape | 2 layers, width 32, 4 heads, 2 key-value heads |",
         "| trained for | 7 steps of 24 sequences |",
         "| optimizer | Adam, peak learning rate 0.0003 |",
         'AutoModelForCausalLM.from_pretrained("my-model", trust_remote_code=True)',

@@ -86,8 +86,16 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Describe], Describe], str]] = {
         with_keys(position__layer_types__full__sliding_window_width=6),
         "window_width is 6",
     ),
-    "tied weights": (LLAMA | TIED, with_keys(tie_word_embeddings=False), "cannot read it.*lm_head|no_weight_tying is"),
-    "untied weights": (LLAMA, with_keys(tie_word_embeddings=True), "cannot read it.*but config.json ties them"),
+    "tied weights": (
+        LLAMA | TIED,
+        with_keys(tie_word_embeddings=False),
+        "cannot read the export.*lm_head|no_weight_tying is",
+    ),
+    "untied weights": (
+        LLAMA,
+        with_keys(tie_word_embeddings=True),
+        "cannot read the export.*but config.json ties these",
+    ),
     "a factor": (
         LLAMA | YARN,
         with_keys(rope_parameters__factor=8.0, rope_scaling__factor=8.0),

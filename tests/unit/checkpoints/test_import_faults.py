@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         rope(rope_type="linear", factor=0.5),
         r"config.json: does .*: rope_scaling.factor: expected .*, got 0.5",
     ),
-    "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+    "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
     "activation": (
         config(hidden_act="relu2"),
         "hidden_act: 'relu2' is not supported for LLaMA; supported values: silu",
@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "rope by layer": (rope(full_attention={"rope_type": "linear"}), "'default' with full_attention is not supported"),
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor: 0.5 is not supported, because LLaMA"),
     "network of its own, untold": (config(model_type="coca_dense"), "config.json: 'network' is missing"),
-    "missing weight": (weights(lambda held: held.pop(UP)), f"is missing the weight {UP}"),
+    "missing weight": (weights(lambda held: held.pop(UP)), f"weight {UP} is missing"),
     "bias that is said to be there": (
         config(attention_bias=True),
         "do not fit the model: missing blocks.0.attention.query_key_value.bias",
@@ -217,7 +217,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "projections with the right sum": (
         parts({Q: 48, K: 80}),
-        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*; {Q} must have shape \[64, 64\]",
+        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*, {Q} must have shape \[64, 64\]",
     ),
     "grouped projections with the right sum": (
         lambda f: (config(num_key_value_heads=2)(f), parts({Q: 64, K: 16, V: 48})(f)),
@@ -238,14 +238,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "integers": (weights(lambda held: held.update({UP: torch.zeros(96, 64).char()})), f"{UP} has dtype I8"),
     "tied, but other head": (
         config(tie_word_embeddings=True),
-        f"{HEAD} differs from {EMBEDDING}, but config.json ties them",
+        f"{HEAD} differs from {EMBEDDING}, but config.json ties these weights",
     ),
     "tied, without the embedding": (
         lambda f: (config(tie_word_embeddings=True)(f), weights(lambda held: held.pop(EMBEDDING))(f)),
-        f"is missing the weight {EMBEDDING}",
+        f"weight {EMBEDDING} is missing",
     ),
-    "truncated": (cut(SINGLE), rf"{SINGLE}: is not a readable safetensors file \(.*\); download it again"),
-    "no weights": (no_weights, f"has no weights .no {SINGLE} or {SINGLE}.index.json or {BIN} or {BIN}.index.json"),
+    "truncated": (cut(SINGLE), rf"{SINGLE}: not a readable safetensors file \(.*\); download it again"),
+    "no weights": (no_weights, f"no weights found .no {SINGLE} or {SINGLE}.index.json or {BIN} or {BIN}.index.json"),
     "no index": (
         lambda f: (no_weights(f), (f / f"{SINGLE}.index.json").write_text("{}")),
         f"{SINGLE}.index.json: weight_map is missing",
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         shards(lambda f, index: [(f / shard).unlink() for shard in SHARDS]),
         rf"index.json: lists files that do not exist .{SHARDS[0]} \(\d+ weights\), {SHARDS[1]} \(\d+ weights\).",
     ),
-    "truncated shard": (shards(lambda f, index: cut(SHARDS[1])(f)), f"{SHARDS[1]}: is not a readable safetensors file"),
+    "truncated shard": (shards(lambda f, index: cut(SHARDS[1])(f)), f"{SHARDS[1]}: not a readable safetensors file"),
     "shard outside": (
         shards(lambda f, index: index.update({HEAD: "../other.safetensors"})),
         "'../other.safetensors' is not a file name in the folder",
@@ -274,13 +274,13 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         pickled(lambda held: torch.nn.Linear(2, 2)),
         r"other than tensors \(torch.nn.modules.linear.Linear\)",
     ),
-    "one tensor": (pickled(lambda held: torch.ones(2)), f"{BIN}: has a Tensor, not a mapping of names to tensors"),
+    "one tensor": (pickled(lambda held: torch.ones(2)), f"{BIN}: contains a Tensor, not a mapping of names to tensors"),
     "wrapped": (
         pickled(lambda held: {"state_dict": held, "epoch": 1}),
-        f"{BIN}: 'state_dict' is a dict, only named tensors are supported",
+        f"{BIN}: 'state_dict' is a dict, but only named tensors are supported",
     ),
-    "quantized pickle": (pickled(lambda held: held | {UP: held[UP].char()}), f"{UP} is .* of torch.int8"),
-    "sparse pickle": (pickled(lambda held: held | {UP: held[UP].to_sparse()}), f"{UP} is torch.sparse_coo"),
+    "quantized pickle": (pickled(lambda held: held | {UP: held[UP].char()}), f"{UP} has .* and torch.int8"),
+    "sparse pickle": (pickled(lambda held: held | {UP: held[UP].to_sparse()}), f"{UP} has torch.sparse_coo"),
     "pickle without values": (
         pickled(lambda held: held | {UP: held[UP].to("meta")}),
         f"{BIN}: {UP} has no values, because it was saved on the meta device",
@@ -291,12 +291,12 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "truncated pickle": (pickled(dict, cut(BIN)), f"{BIN}: damaged or not a weights file"),
     "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: damaged or not a weights file"),
-    "text as pickle": (lambda f: (no_weights(f), (f / BIN).write_text("<html>")), f"{BIN}: is "),
+    "text as pickle": (lambda f: (no_weights(f), (f / BIN).write_text("<html>")), f"{BIN}: (a|damaged) "),
     "empty pickle": (lambda f: (no_weights(f), (f / BIN).touch()), f"{BIN}: damaged or not a weights file"),
     "unread weight in a pickle": (pickled(lambda held: held | {"extra": torch.ones(1)}), "does not have .extra"),
     "missing weight in a pickle": (
         pickled(lambda held: {name: held[name] for name in held if name != UP}),
-        f"is missing the weight {UP}",
+        f"weight {UP} is missing",
     ),
 }
 
@@ -318,7 +318,7 @@ def test_a_key_that_may_change_the_model_is_an_error_by_name(folder: Path) -> No
     for change in ({"sliding_window": 512}, {"attn_logit_softcapping": 50.0}, {"no_rope_layers": [0, 1]}):
         config(**change)(folder)
         with pytest.raises(
-            CheckpointError, match=f"config.json: {next(iter(change))}: is not supported and may change the model"
+            CheckpointError, match=f"config.json: {next(iter(change))}: not supported and may change the model"
         ):
             load_model(folder)
         config(**dict.fromkeys(change))(folder)

@@ -193,7 +193,7 @@ def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="manifest.json: not valid JSON"):
         native.verify(folder)
     (folder / native.MANIFEST).write_text("[]")
-    with pytest.raises(CheckpointError, match="manifest.json: is not a JSON mapping"):
+    with pytest.raises(CheckpointError, match="manifest.json: not a JSON mapping"):
         native.verify(folder)
 
 
@@ -266,7 +266,7 @@ def test_locate(tmp_path: Path) -> None:
     assert native.locate(tmp_path) == tmp_path / "global_step10", "without `latest` the highest step"
     (tmp_path / native.LATEST).write_text("global_step77")
     assert native.locate(str(tmp_path)) == tmp_path / "global_step10"
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; there are \[2, 9, 10\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; available steps: \[2, 9, 10\]"):
         native.locate(tmp_path, 3)
     (tmp_path / "global_step10" / native.MANIFEST).unlink()
     assert native.locate(tmp_path) == tmp_path / "global_step9", "a folder without a manifest is no checkpoint"

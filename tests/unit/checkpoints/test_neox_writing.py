@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         2,
         r"cannot represent the model: num_kv_heads \(1\) is not a multiple of 2$",
     ),
-    "ranks": ({}, 0, "model_parallel_size: 0 must be"),
+    "ranks": ({}, 0, "model_parallel_size: must be"),
     "two lengths": (
         {"logit_scaling": "log_n", "rope_scaling": TWO_LENGTHS},
         1,

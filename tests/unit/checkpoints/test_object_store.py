@@ -101,7 +101,7 @@ def test_an_upload_replaces_all_of_an_earlier_checkpoint_of_its_step(tmp_path: P
     [
         (lambda fs, at: fs.pipe_file(f"{at}/model.safetensors", b"x"), "model.safetensors: damaged"),
         (lambda fs, at: fs.rm_file(f"{at}/config.yml"), "config.yml cannot be downloaded"),
-        (lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b"{"), "cannot be read as JSON"),
+        (lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b"{"), "not valid JSON"),
         (
             lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b'{"format": 2, "files": {"../../x": {}}}'),
             "damaged ..../../x. is not a path inside",
@@ -399,7 +399,7 @@ def test_a_pruned_step_leaves_no_folders_on_a_disk(tmp_path: Path) -> None:
     remote.upload(checkpoint(tmp_path, 1, "others"))
     assert remote.steps() == [1, 2]
     (place / "quarantine").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="run/quarantine: is a link"):
+    with pytest.raises(CheckpointError, match="run/quarantine: a symbolic link"):
         remote.set_aside(1)
     (place / "quarantine").unlink()
     remote.set_aside(1)
