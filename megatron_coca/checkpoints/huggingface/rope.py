@@ -116,7 +116,7 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     lacking = [option.name for option in extension.options if option.required and option.name not in scaling]
     if lacking:
         raise CheckpointError(
-            f"{source}: rope_type {kind!r} needs {' and '.join(lacking)}; copy from the original model"
+            f"{source}: rope_type {kind!r} needs {' and '.join(lacking)}; copy it from the original model"
         )
     return base | {"rope_scaling": scaling}
 

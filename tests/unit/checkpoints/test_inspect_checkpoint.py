@@ -88,7 +88,7 @@ def test_a_step_without_a_manifest_is_damaged(inspect: Any, run: Path, capsys: p
     (run / "global_step4" / native.MANIFEST).unlink()
     for path in (run, run / "global_step4"):
         assert inspect([str(path)]) == 1
-        assert "global_step4: step ?, " in (text := capsys.readouterr().out) and "manifest.json: cannot be read" in text
+        assert "global_step4: step ?, " in (text := capsys.readouterr().out) and "manifest.json: not found" in text
 
 
 def test_files_that_the_manifest_does_not_know(inspect: Any, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
