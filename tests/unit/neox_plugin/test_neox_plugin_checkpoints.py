@@ -110,7 +110,7 @@ def test_weights_end_up_where_they_were(stub: Upstream, tmp_path: Path) -> None:
             ROTARY,
             r"^pos_emb: rotary does not fit runs/old, which was trained with the attention of megatron_coca",
         ),
-        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; set it as in"),
+        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; use the value in"),
         (COCA, COCA | {"rotary_pct": 0.5}, r"^rotary_pct: 0.5, but runs/old was trained with 1.0"),
     ],
 )

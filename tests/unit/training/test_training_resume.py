@@ -102,7 +102,7 @@ def test_a_start_that_cannot_be_found_is_an_error(tmp_path: Path) -> None:
         candidates(keys(load=str(tmp_path / "run"), iteration=5))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="without optimizer state; set finetune=true"):
+    with pytest.raises(CheckpointError, match="no optimizer state; set finetune=true"):
         candidates(keys(load=str(tmp_path / "hf")))
 
 
