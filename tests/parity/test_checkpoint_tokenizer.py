@@ -186,7 +186,7 @@ def test_a_named_tokenizer_that_cannot_be_opened_ends_a_tool_with_its_message(
 def test_tokenizers_that_do_not_fit(vocabulary: Path, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", KEYS | {"vocab_size": 256}, tokenizer_type="CharLevelTokenizer")
     opened, said = open_checkpoint(folder), ["tokenizer_type=HFTokenizer", f"vocab_file={vocabulary}"]
-    assert "records CharLevelTokenizer, which has 512 ids for 256 rows" in (opened.tokenizer().note or "")
+    assert "CharLevelTokenizer, which has 512 ids, but the embedding has 256 rows" in (opened.tokenizer().note or "")
     for use in (lambda: import_checkpoint(folder, tmp_path / "i", said), lambda: export(folder, tmp_path / "e", said)):
         with pytest.raises(CheckpointError, match="some_name.json: has 330 ids, but the embedding of .* has 256 rows"):
             use()
@@ -199,7 +199,7 @@ def test_a_vocabulary_without_the_end_of_gpt_neox(tmp_path: Path) -> None:
     train_sentencepiece(LINES, IDS, tmp_path / "tokenizer.model")
     folder = saved(tmp_path / "save", KEYS, tokenizer_type="SPMTokenizer", vocab_file=str(tmp_path / "tokenizer.model"))
     done = export(folder, tmp_path / "out")
-    assert "has no '<|endoftext|>', which ends documents in GPT-NeoX; '<eod>' does" in (done.tokenizer_note or "")
+    assert "has no '<|endoftext|>', which ends documents in GPT-NeoX; using '<eod>'" in (done.tokenizer_note or "")
     eos = json.loads((done.folder / "generation_config.json").read_text())["eos_token_id"]
     assert eos == load_tokenizer("SPMTokenizer", tmp_path / "tokenizer.model").eod
 

@@ -351,7 +351,7 @@ def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
         ),
         ("rope_scaling", {"rope_type": "linear"}, "factor is missing"),
         ("rope_scaling", {"rope_type": "clex"}, "clex_frequencies is missing"),
-        ("pos_emb", "cope", "pos_emb 'cope' is not known"),
+        ("pos_emb", "cope", "pos_emb 'cope' is not supported"),
         ("relative_positions", {"type": "rerope"}, "window is missing"),
     ],
 )
