@@ -145,8 +145,8 @@ def parse_config(
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
         raise CheckpointError(
-            f"{source}: {', '.join(unread)}: not supported and may change the model; remove it from {CONFIG} if it "
-            "does not"
+            f"{source}: {', '.join(unread)}: not supported and may change the model; if it has no effect, remove "
+            f"it from {CONFIG}"
         )
     try:
         return load_config([], keys)
