@@ -52,13 +52,13 @@ def truncate_state(folder: Path) -> None:
 
 Damage = Callable[[Path], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a bit of the weights": (lambda folder: flip_bit(folder / native.WEIGHTS), "its content has changed"),
-    "truncated state": (truncate_state, "bytes, the checkpoint was written with"),
-    "no meta.json": (lambda folder: (folder / native.META).unlink(), "meta.json: is missing"),
+    "a bit of the weights": (lambda folder: flip_bit(folder / native.WEIGHTS), "content has changed"),
+    "truncated state": (truncate_state, "bytes, but was written with"),
+    "no meta.json": (lambda folder: (folder / native.META).unlink(), "meta.json: not found"),
     "garbled manifest": (lambda folder: flip_bit(folder / native.MANIFEST), "global_step6"),
     "manifest without a sense": (
         lambda folder: (folder / native.MANIFEST).write_text('{"format": 2, "files": {"meta.json": 3}}'),
-        "is damaged (it lists no files)",
+        "damaged (lists no files)",
     ),
     "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: cannot be read"),
     "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: cannot be read"),
@@ -178,9 +178,7 @@ def test_an_unreadable_newest_checkpoint_gives_way_and_stays(
     assert (folder / name).is_dir() and not (stopped / native.QUARANTINE).exists(), "it may be as it was written"
     second = live(KEYS | {"save": str(stopped)})
     assert f"global_step6/{name}: cannot be read" in second.output, "the next start looks at it again"
-    assert (
-        "resuming at step 5" in second.output and "is written again; the existing folder was moved to" in second.output
-    )
+    assert "resuming at step 5" in second.output and "already exists; the existing folder was moved to" in second.output
     assert (stopped / native.QUARANTINE / "global_step6" / name).is_dir()
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
@@ -201,7 +199,7 @@ def test_two_ranks_verify_and_agree(live: Any, stopped: Path) -> None:
     put_folder(native.step_folder(stopped, STOPPED) / native.RNG / "rank_0.pt")
     flip_bit(next((native.step_folder(stopped, 4) / native.STATE).iterdir()))
     output = live(keys, ranks=2).output
-    assert "global_step6/rng/rank_0.pt: cannot be read" in output and "its content has changed" in output
+    assert "global_step6/rng/rank_0.pt: cannot be read" in output and "content has changed" in output
     assert re.search(r"verified .*global_step2: \d\.\d+ of .* GB/s with 2 process\(es\)", output), output
     assert "resuming at step 2" in output and (stopped / native.QUARANTINE / "global_step4").is_dir()
 

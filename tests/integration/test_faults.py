@@ -179,18 +179,18 @@ CHECKPOINT_FAULTS = {
     "truncated optimizer": (truncate_optimizer, "the checkpoint was written with"),
     "lost random state": (
         lambda run: (run / "global_step12/rng/rank_0.pt").unlink(),
-        "rank_0.pt: is missing from the checkpoint",
+        "rank_0.pt: not found; copy the checkpoint",
     ),
     "altered configuration": (
         lambda run: (run / "global_step12/config.yml").write_bytes(
             (run / "global_step12/config.yml").read_bytes()[:-1] + b" "
         ),
-        "config.yml: its content has changed",
+        "config.yml: content has changed",
     ),
-    "no manifest": (lambda run: (run / "global_step12/manifest.json").unlink(), "holds no complete checkpoint"),
+    "no manifest": (lambda run: (run / "global_step12/manifest.json").unlink(), "no complete checkpoint"),
     "foreign folder": (
         lambda run: [path.unlink() for path in run.rglob("*") if path.is_file()],
-        "holds no complete checkpoint",
+        "no complete checkpoint",
     ),
     "Hugging Face folder": (
         lambda run: (run / "config.json").write_text("{}"),

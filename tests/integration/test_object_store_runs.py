@@ -238,5 +238,5 @@ def test_a_model_is_loaded_from_a_url(
     before = downloaded.stat().st_mtime_ns
     assert torch.equal(load_model(f"{url}/global_step6")(tokens), expected)
     assert downloaded.stat().st_mtime_ns == before, "what has not changed is not downloaded again"
-    with pytest.raises(CheckpointError, match=r"s3://bucket/nothing: holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"s3://bucket/nothing: no complete checkpoint"):
         load_model("s3://bucket/nothing")

@@ -77,9 +77,9 @@ def test_pickles(allowed: Any, place: Callable[[Any], Any], marker: Path, tmp_pa
         lambda content: path.write_bytes(pickle.dumps(content)),
     ):
         write(place(Payload(marker)))
-        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something other"):
+        with pytest.raises(CheckpointError, match="contains objects other than tensors|a pickle without weights"):
             load_pickle(path, allowed)
-        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something other"):
+        with pytest.raises(CheckpointError, match="contains objects other than tensors|a pickle without weights"):
             load_rng_states(path)
 
 
@@ -193,7 +193,7 @@ def test_a_link_out_of_a_model_is_not_copied_into_an_export(name: str, tmp_path:
     (tmp_path / "private").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
-    with pytest.raises(CheckpointError, match=f"{name}: is a link to .*private, outside of the folder"):
+    with pytest.raises(CheckpointError, match=f"{name}: a link to .*private, which is outside the folder"):
         export(folder, tmp_path / "out")
     snapshot = tmp_path / "models--me--it" / "snapshots" / "abc"
     blobs = tmp_path / "models--me--it" / "blobs"

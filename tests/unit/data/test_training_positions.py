@@ -228,7 +228,7 @@ def test_gpt_neox_refuses_them_with_the_reason() -> None:
     given = {"type": "randomized", "max": "16L"}
     known = dict.fromkeys((*NEW_CHOICES, *FIELDS), str)
     (problem,) = problems_of({"training_positions": given}, known)
-    assert problem.startswith("training_positions: GPT-NeoX's data path carries tokens only")
+    assert problem.startswith("training_positions: GPT-NeoX's batches contain only tokens")
     assert not problems_of({"training_positions": None}, known)
 
 

@@ -139,7 +139,7 @@ def test_another_architecture_is_an_error(tmp_path: Path, keys: dict[str, Any], 
 
 def test_another_shape_is_an_error(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now an inner width of 64\)"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now a width of 64 inside the MLP\)"):
         begun(folder, intermediate_size=64)
 
 

@@ -98,7 +98,7 @@ def test_a_start_that_cannot_be_found_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="elsewhere: no such checkpoint folder"):
         candidates(keys(load=str(tmp_path / "elsewhere"), save=str(tmp_path / "new")))
     checkpoint(tmp_path / "run", 8)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; there are \[8\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; available steps: \[8\]"):
         candidates(keys(load=str(tmp_path / "run"), iteration=5))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
