@@ -309,7 +309,7 @@ def test_gates_are_not_deterministic_on_cuda() -> None:
     config = configured(forgetting_gate="fox")
     needs = replace(build_method(config.position, config.model).needs("cuda", 0.0), deterministic=True)
     with pytest.raises(
-        ValueError, match="deterministic: PyTorch adds the running sum of forgetting gates in any order"
+        ValueError, match="deterministic: on CUDA, PyTorch computes the running sum of forgetting gates"
     ):
         find_backend("auto", needs)
 
