@@ -155,8 +155,8 @@ def flash_attention(
         first_keys: if set, far pairs are limited to this number of keys at the start of the document.
         formula: name of the distance bias: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
         coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Gradients are computed if they require them.
-        starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Earlier
-            keys are masked.
+        starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Keys
+            before it are masked.
 
     The softmax is computed in float32, and products of float32 operands are not rounded to TF32. Gradients are bitwise
     reproducible.
@@ -182,7 +182,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {WIDEST}")
     if key.shape != value.shape or key.shape[::3] != query.shape[::3]:
         shapes = [tuple(x.shape) for x in (query, key, value)]
-        raise ValueError(f"flash_attention: the shapes of query, key and value do not fit: {shapes}")
+        raise ValueError(f"flash_attention: query, key and value must have matching shapes, not {shapes}")
     if heads % key.shape[1] != 0:
         raise ValueError(f"flash_attention: {heads} query heads cannot be divided among {key.shape[1]} key heads")
     if query_length > key.shape[2]:

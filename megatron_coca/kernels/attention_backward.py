@@ -1,7 +1,7 @@
 """Flash attention backward: a kernel for dK' and dV, and a kernel for dQ' and the bias coefficients, without atomics.
 
-P are the attention weights, D = rowsum(dO * O), and dS = P * (dO V^T - D). A segment's gradients are sums over the pairs
-in its band. Each number is summed by a single program in a fixed order, so equal inputs give bitwise equal results.
+P are the attention weights, D = rowsum(dO * O), and dS = P * (dO V^T - D). A segment's gradients are sums over the
+pairs in its band. A single program sums each number in a fixed order, so equal inputs give bitwise equal results.
 """
 
 from typing import Any
@@ -247,6 +247,7 @@ def _query_gradients(
     kv_head = head // group
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
     seat = place.to(tl.int64) * query_length + rows
+    # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
     above = (
         load_tile(plane(grad, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns),
         tl.load(lse + seat, mask=rows < query_length, other=float("inf")),

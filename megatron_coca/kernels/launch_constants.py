@@ -80,7 +80,7 @@ benchmarks/kernels/budgets.json) so that registers do not spill and loads are pi
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    "Return the key in CONFIGS for a compute capability. The launches for 80 fit in the 99 KiB of 8.6, 8.9 and 12.0 too."
+    "Return the key in CONFIGS for a compute capability. The launches for 80 also fit the 99 KiB of 8.6, 8.9, 12.0."
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
@@ -108,8 +108,8 @@ def blocks_for(query: Tensor, segments: int) -> Blocks:
 
 
 class Kind(NamedTuple):
-    """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the bias
-    formula; the head_dim and its padded value; the queries and keys per tile.
+    """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
+    bias formula; the head_dim and its padded value; the queries and keys per tile.
     """
 
     far: bool

@@ -23,8 +23,8 @@ from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, stor
 
 
 class Layout(NamedTuple):
-    """Compile-time constants of a kernel: the form; the number of segments; the number of features in half of the rotary
-    block and after the block; the rows per program; and both numbers of features padded to powers of two.
+    """Compile-time constants of a kernel: the form; the number of segments; the number of features in half of the
+    rotary block and after the block; the rows per program; and both numbers of features padded to powers of two.
     """
 
     form: str
@@ -38,7 +38,8 @@ class Layout(NamedTuple):
 
 @triton.jit
 def forward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """`query` and `key` are each (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride)."""
+    """`query` and `key` are each (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride).
+    """
     head = tl.program_id(0)
     if head < heads:
         _forward_head(query, query_tables, head, query_length, True, LAYOUT)
@@ -234,8 +235,8 @@ def _empty_operands(q: Tensor, k: Tensor, tables: list[Tensor]) -> list[Tensor]:
 
 
 def _empty_operand(x: Tensor) -> Tensor:
-    """Allocate an operand in which a token's heads are adjacent in memory. The attention output has the layout of Q', so
-    joining its heads then needs no copy.
+    """Allocate an operand in which a token's heads are adjacent in memory. The attention output has the layout of Q',
+    so joining its heads then needs no copy.
     """
     batch, heads, length, head_dim = x.shape
     return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)

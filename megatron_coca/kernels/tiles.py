@@ -42,7 +42,7 @@ def load_tile(x, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
-    """Store a tile that `load_tile` would load: round once to the memory's dtype, and write nothing beyond the edges."""
+    """Store a tile where `load_tile` would load it: round once to the memory dtype; write nothing beyond the edges."""
     rows = tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     pointers = x[0] + tl.cast(start, tl.int64) * x[1] + rows[:, None] * x[1] + columns[None, :]
@@ -132,8 +132,8 @@ def add_bias(products, m, n, bias, KIND: tl.constexpr):
 
 @triton.jit
 def bias_derivatives(m, n, c1, KIND: tl.constexpr):
-    """Return d bias / d c0 and (d bias / d c1) / c0 at distances m - n, for the unscaled bias; the latter is zero if the
-    formula has no c1.
+    """Return d bias / d c0 and (d bias / d c1) / c0 at distances m - n, for the unscaled bias; the second is zero if
+    the formula has no c1.
     """
     distance = tl.maximum(distances(m, n), 0.0)
     first = -distance
@@ -204,7 +204,7 @@ def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl
 
 @triton.jit
 def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the near or far part of a tile's score gradients, if the tile contains pairs of both segments."""
+    """Return the (near, far) parts of a tile's score gradients. A tile with pairs of one segment is not split."""
     if NEAR and FAR:
         return tl.where(r < limits[0], slopes, 0.0), tl.where(r < limits[0], 0.0, slopes)
     else:
