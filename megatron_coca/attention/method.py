@@ -71,8 +71,7 @@ def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor:
         raise ValueError("operand_kernel: triton does not support non-rotary methods; set operand_kernel to torch")
     if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError(
-            "operand_kernel: triton does not support logit scaling of unrotated features; set "
-            "operand_kernel to torch"
+            "operand_kernel: triton does not support logit scaling of unrotated features; set operand_kernel to torch"
         )
     return fused_operands(q, k, [table for pair in pairs for table in pair], form.kernel)
 
@@ -179,8 +178,7 @@ class PositionMethod:
 
     @property
     def switch(self) -> int | None:
-        """The length beyond which a sequence uses a second set of frequencies, the same at all longer lengths; or None.
-        """
+        """The length beyond which a sequence uses a second set of frequencies, the same at all longer lengths; or None."""
         switches = self.rotary is not None and self.rotary.scaling.declaration.switches
         return self.rotary.original_length if self.rotary is not None and switches else None
 

@@ -58,8 +58,8 @@ class NotJoined(Stopped):
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that end a run: SIGTERM (schedulers' default before preemption), SIGUSR1 (Slurm's `--signal`) and SIGHUP (sent
-when a terminal or connection is closed).
+"""Signals that end a run: SIGTERM (schedulers' default before preemption), SIGUSR1 (Slurm's `--signal`) and SIGHUP
+(sent when a terminal or connection is closed).
 """
 
 

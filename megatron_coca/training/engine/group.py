@@ -127,8 +127,8 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
 
 
 def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, watch: bool = False) -> Peers:
-    """Join the process group that the environment describes; `launch.complete_environment` must have been called. Return
-    the connections that detect the loss of another rank.
+    """Join the process group that the environment describes, after `launch.complete_environment` has completed it.
+    Return the connections that detect the loss of another rank.
 
     Args:
         timeout: seconds after which a collective fails; None for DeepSpeed's default.

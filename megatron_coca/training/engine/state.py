@@ -50,7 +50,8 @@ class Packed(NamedTuple):
 
 
 def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
-    """Return, by name, the parameters of projections that are split into three layers, as rows of the packed projection.
+    """Return, by name, the parameters of projections that are split into three layers, as rows of the packed
+    projection.
     """
     found = {}
     for parameter, name in names.items():

@@ -176,8 +176,7 @@ def chosen_hosts(launch: LaunchConfig) -> list[Host]:
     hosts = read_hostfile(Path(launch.hostfile))
     if launch.num_nodes > len(hosts):
         raise ConfigError(
-            f"num_nodes: {launch.num_nodes}, but {launch.hostfile} has {len(hosts)} hosts; lower it, or add "
-            "hosts"
+            f"num_nodes: {launch.num_nodes}, but {launch.hostfile} has {len(hosts)} hosts; lower it, or add hosts"
         )
     hosts = hosts[: launch.num_nodes] if launch.num_nodes > 0 else hosts
     for host in hosts:
@@ -218,8 +217,8 @@ SIGNALS_OF_SRUN: dict[int, int] = {
     signal.SIGINT: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGUSR1,
 }
-"""Signals to send to srun instead: srun forwards SIGUSR1 to its tasks, but kills them on SIGTERM and only prints a report
-on SIGINT.
+"""Replacements for signals that are sent to srun: srun forwards SIGUSR1 to its tasks, but kills them on SIGTERM and
+only prints a report on SIGINT.
 """
 
 
