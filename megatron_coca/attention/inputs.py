@@ -179,7 +179,7 @@ def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> Packe
 def in_chunks(
     documents: PackedDocuments | None, size: int, batch: int, length: int, device: torch.device
 ) -> PackedDocuments:
-    """Split the documents (by default, each of `batch` rows of `length` tokens is one) into chunks of `size` tokens."""
+    """Split documents, or `batch` whole rows of `length` tokens if there are none, into chunks of `size` tokens."""
     index = torch.arange(length, device=device).expand(batch, -1)
     begins = torch.zeros_like(index) if documents is None else documents.starts
     whole = (((0, length),),) * batch if documents is None else documents.spans

@@ -178,7 +178,7 @@ class PositionMethod:
 
     @property
     def switch(self) -> int | None:
-        """The length beyond which a sequence uses a second set of frequencies, the same at all longer lengths; or None."""
+        """The length beyond which a second set of frequencies is used, the same at all longer lengths; or None."""
         switches = self.rotary is not None and self.rotary.scaling.declaration.switches
         return self.rotary.original_length if self.rotary is not None and switches else None
 

@@ -80,7 +80,9 @@ benchmarks/kernels/budgets.json) so that registers do not spill and loads are pi
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    "Return the key in CONFIGS for a compute capability. The launches for 80 also fit the 99 KiB of 8.6, 8.9, 12.0."
+    """Return the key in CONFIGS for a compute capability. The launches for 8.0 also fit in the 99 KiB of shared memory
+    that 8.6, 8.9 and 12.0 have.
+    """
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 

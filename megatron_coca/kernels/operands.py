@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 @triton.jit
 def forward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """`query` and `key` are each (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride)."""
+    """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride)."""
     head = tl.program_id(0)
     if head < heads:
         _forward_head(query, query_tables, head, query_length, True, LAYOUT)

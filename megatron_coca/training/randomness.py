@@ -40,7 +40,7 @@ def rng_states() -> dict[str, Any]:
 
 
 def load_rng_states(path: Path) -> None:
-    """Restore the generators from a file with `rng_states`. Raises CheckpointError if the file contains anything else."""
+    """Restore the generators from a file with `rng_states`. Raises CheckpointError if it contains anything else."""
     states = load_pickle(path)
     try:
         version, internal, gauss = json.loads(states["python"])

@@ -39,7 +39,7 @@ def run_folder(config: Config) -> Path:
 
 
 def unsaved_folder(number: int) -> Path:
-    """Return the metrics folder of the `number`-th (from 1) of several simultaneous runs without `log_dir` and `save`."""
+    """Return the metrics folder of the `number`-th simultaneous run (from 1) without `log_dir` and `save`."""
     return UNSAVED if number == 1 else UNSAVED.with_name(f"{UNSAVED.name}_{number}")
 
 
@@ -200,7 +200,7 @@ class Unneeded(Sink):
 
 
 class JsonLines(Sink):
-    """Writes one JSON object per line to `metrics.jsonl` for each report, and for each note, with its text as `event`.
+    """Writes one line of JSON to `metrics.jsonl` for every report and for every note, which has its text as `event`.
 
     A resumed run drops the lines of steps that it will repeat, but does not repeat the notes of the step from which it
     resumes (such as the start of a stage). A new run moves the lines of older runs to `OLDER`. NaN and infinity, which

@@ -123,8 +123,8 @@ def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
     explicit values for the keys that determine how communication overlaps with computation.
 
     On CUDA, ZeRO 1 and 2 reduce gradients on a separate stream during the backward pass, in two alternating buffers.
-    They do not with pipeline stages, for which DeepSpeed does not support it, and with offloading, for which gradients
-    are copied to the host between reductions. The CPU has no streams. ZeRO 3 always gathers and reduces on streams.
+    This is off with pipeline stages (DeepSpeed does not support it) and with offloading (gradients are copied to the
+    host between reductions). The CPU has no streams. ZeRO 3 always gathers and reduces on separate streams.
     """
     given, stage = config.parallel.zero_optimization or {}, effective_stage(config, ranks)
     pipelined = config.parallel.pipe_parallel_size > 1

@@ -43,8 +43,8 @@ class Piece:
 
 @lru_cache(maxsize=256)
 def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
-    """The pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair exactly
-    once and no other pair.
+    """Return the pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair
+    exactly once and no other pair.
 
     With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the band's first keys.
     From row to row, the range of visible keys first grows by one, then slides (or stays, if `first_keys` ends before
@@ -69,7 +69,7 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
 
 
 def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
-    """The pieces of a band of chunks: a query sees whole earlier chunks and the keys up to itself in its own chunk."""
+    """Yield the pieces for a band of chunks: a query sees earlier chunks and, in its own chunk, the keys up to itself."""
     for start in range(past // size * size, length, size):
         top, bottom = max(start, past), min(start + size, length)
         left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
@@ -91,7 +91,7 @@ def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[Piece]:
 
 
 def _growing(top: int, bottom: int) -> Iterator[Piece]:
-    """The pieces of rows m that see the keys 0 to m."""
+    """Yield the pieces for rows m that see the keys 0 to m."""
     if bottom == top + 1:
         yield from _rectangle(top, bottom, 0, bottom)
     elif bottom > top:
@@ -100,7 +100,7 @@ def _growing(top: int, bottom: int) -> Iterator[Piece]:
 
 
 def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
-    """The pieces of rows m >= width that see the `width` keys up to m: two triangles per block of `width` rows."""
+    """Yield the pieces for rows m >= width that see the `width` keys up to m: two triangles per `width` rows."""
     for row in range(top, bottom, width):
         end = min(row + width, bottom)
         if end == row + 1:
@@ -111,7 +111,7 @@ def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
 
 
 def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:
-    """The pieces of rows top + i that see the keys left + i to right - 1."""
+    """Yield the pieces for rows top + i that see the keys left + i to right - 1."""
     size = min(bottom - top, right - left)
     yield from _triangle(top, left, size, "upper")
     yield from _rectangle(top, top + size, left + size, right)

@@ -148,7 +148,7 @@ def _visible(band: Band, distance: Tensor, first: Tensor | None) -> Tensor:
 
 
 def _first_keys(inputs: AttentionInputs) -> Tensor | None:
-    """Return the index of the first key of each query's document, [batch, 1, query_length, 1]; None without documents."""
+    """Return the index of the first key in each query's document, [batch, 1, query_length, 1], or None."""
     return None if inputs.documents is None else inputs.documents.starts[:, None, inputs.past :, None]
 
 

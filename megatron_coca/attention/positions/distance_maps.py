@@ -44,7 +44,7 @@ class Band:
             raise ValueError("first_keys: not supported together with chunk; leave it out")
 
     def apart(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the distance in tokens or chunks, as limited by `low` and `high`, for token indices within a document."""
+        """Return the distance in tokens or chunks that `low` and `high` limit, for token indices within a document."""
         return query - key if self.chunk is None else query // self.chunk - key // self.chunk
 
 

@@ -185,7 +185,7 @@ def _plain(optimizer: torch.optim.Optimizer) -> Iterator[FlatRange]:
 
 
 def _partitioned(optimizer: Any) -> Iterator[FlatRange]:
-    """Yield the ranges of ZeRO 1 and 2, where a rank's range of each concatenated parameter group is a float32 tensor."""
+    """Yield the ranges of ZeRO 1 and 2: a rank's range of each concatenated parameter group is a float32 tensor."""
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             mapping = parameter._hp_mapping
@@ -195,7 +195,7 @@ def _partitioned(optimizer: Any) -> Iterator[FlatRange]:
 
 
 def _fully_partitioned(optimizer: Any) -> Iterator[FlatRange]:
-    """Yield the ranges of ZeRO 3, where a rank's range of each parameter, padded at its end, is part of a sub-group's
+    """Yield the ranges of ZeRO 3: a rank's range of each parameter, padded at its end, is part of a sub-group's
     float32 tensor.
     """
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):

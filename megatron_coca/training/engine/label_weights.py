@@ -17,7 +17,7 @@ class HeldOutLoss(NamedTuple):
 
 
 class StepLabels(NamedTuple):
-    """The number of labels in a step over all ranks, and one weight for the mean loss of each micro-batch of this rank."""
+    """The number of labels in a step over all ranks, and one weight per micro-batch of this rank for its mean loss."""
 
     labels: int
     weights: list[float]

@@ -57,7 +57,7 @@ class LocalProcess:
     ) -> None:
         self.label, self._translated = label, dict(translated or {})
         prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-        self._error = open(os.memfd_create("error"), "rb") if reports else None  # noqa: SIM115 - open as long as this
+        self._error = open(os.memfd_create("error"), "rb") if reports else None  # noqa: SIM115 - open while this exists
         variables = dict(environment)
         if self._error is not None:
             variables[ERROR_FILE] = f"/proc/{parent}/fd/{self._error.fileno()}"

@@ -193,7 +193,7 @@ def test_an_error_about_another_tokenizer_names_both(tmp_path: Path) -> None:
         told = str(error.value)
         assert f"it has HFTokenizer {trained.fingerprint[:12]} with vocab_size 296 (296 rows" in told
         assert f"and the run HFTokenizer {other.fingerprint[:12]} with vocab_size 296" in told
-        assert "prepare the data with the tokenizer of the checkpoint" in told and "import them with it first" in told
+        assert "prepare the data with the checkpoint's tokenizer" in told and "first import them with it" in told
     config = configured(load=str(folder), finetune=True, **sizes)
     for same in (trained, None):
         assert initial_model(config, "cpu", same).origin is not None

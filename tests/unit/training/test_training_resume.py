@@ -87,10 +87,10 @@ def test_a_start_that_would_mix_runs_is_an_error(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     checkpoint(tmp_path / "run", 8)
     for values in ({"save": run}, {"save": run, "load": run, "finetune": True}):
-        with pytest.raises(CheckpointError, match="already holds a run, up to step 8; resume it with load="):
+        with pytest.raises(CheckpointError, match="already contains a run, up to step 8; resume it with load="):
             candidates(keys(**values))
     checkpoint(tmp_path / "other", 3)
-    with pytest.raises(CheckpointError, match="run: already holds a run, up to step 8"):
+    with pytest.raises(CheckpointError, match="run: already contains a run, up to step 8"):
         candidates(keys(save=run, load=str(tmp_path / "other")))
 
 
@@ -172,7 +172,7 @@ def test_an_error_about_another_run_names_the_keys(
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         check_same_run(saved, changed(opened, **values), LAYOUT)
-    for part in (str(saved), "cannot be resumed with another", "finetune=true", *named):
+    for part in (str(saved), "cannot be resumed with a different", "finetune=true", *named):
         assert part in str(caught.value)
 
 

@@ -60,7 +60,7 @@ def test_all_others_end_and_name_the_lost_rank(group: Group, lost: int, capfd: p
     assert set(group.statuses.values()) == {FAILED}
     assert all((group.ranks[rank].lost or "").startswith(f"rank {lost} on ") for rank in others)
     said = capfd.readouterr().err
-    assert said.count(f": rank {lost} on ") == 3 and "start all processes again with --auto-resume" in said
+    assert said.count(f": rank {lost} on ") == 3 and "restart all processes with --auto-resume" in said
 
 
 def test_an_orderly_end_is_no_loss(group: Group) -> None:

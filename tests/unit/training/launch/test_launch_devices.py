@@ -43,7 +43,9 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_of_another_launcher_gets_the_error_too(no_gpu: None) -> None:
     for keys in ({"num_gpus": 2}, {"distributed_backend": "nccl"}):
-        with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but PyTorch .* can use none here"):
+        with pytest.raises(
+            ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but PyTorch .* cannot use any here"
+        ):
             check_devices(configured(**keys), RANK)
 
 
@@ -67,7 +69,7 @@ def test_a_broken_driver_is_named(broken_driver: None, caplog: pytest.LogCapture
         check_devices(configured(num_gpus=1), RANK)
     with caplog.at_level(logging.WARNING):
         check_devices(configured(), RANK)
-    assert "training on the CPU: a GPU may be present, but PyTorch" in caplog.text
+    assert "training on the CPU: this host may have GPUs, but PyTorch" in caplog.text
 
 
 def test_each_process_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

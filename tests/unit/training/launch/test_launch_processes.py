@@ -55,7 +55,7 @@ def test_one_failure_ends_the_others(launch: Launch) -> None:
     status, output, seconds = finish(launch(body))
     assert status == 137 and seconds < 50, "the other would sleep for 60 seconds"
     assert output == (
-        "rank 0 was ended by SIGKILL, as the kernel does when memory runs out (exit status 137); stopping the others\n"
+        "rank 0 was ended by SIGKILL (by the kernel, if memory ran out), exit status 137; stopping the others\n"
     )
 
 
