@@ -424,7 +424,7 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
                 lines.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
         differences += lines
     if saved.get("labels") != now.get("labels"):
-        differences.append("label shards, which determine the tokens that count in the loss")
+        differences.append("set of label shards, which determines the tokens that count in the loss")
     old, new = saved.get("tokenizer"), now.get("tokenizer")
     if old is not None and old != new:  # a run that started without a tokenizer may set one later
         differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")

@@ -86,5 +86,5 @@ def differing_stages(saved: Sequence[Mapping[str, Any]], wanted: Sequence[Mappin
     problems = []
     for number, (old, new) in enumerate(zip(saved[:-1], wanted[:-1], strict=True)):
         changed = [f"{key} (saved {old.get(key)!r}, now {new[key]!r})" for key in new if old.get(key) != new[key]]
-        problems += [f"stages[{number}], which is finished: {line}" for line in changed]
+        problems += [f"{line} in the finished stages[{number}]" for line in changed]
     return problems

@@ -69,7 +69,7 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
 
 
 def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
-    """Yield the pieces for a band of chunks: a query sees earlier chunks and, in its own chunk, the keys up to itself."""
+    """Yield the pieces for a band of chunks: a query sees earlier chunks and the keys of its own chunk up to itself."""
     for start in range(past // size * size, length, size):
         top, bottom = max(start, past), min(start + size, length)
         left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)

@@ -116,7 +116,7 @@ def test_finished_stages_are_compared() -> None:
     one, two = ({"last": last, "tokens_per_step": 8, "changes": {}, "read": {}} for last in (5, 9))
     assert differing_stages([], []) == differing_stages([], [one]) == differing_stages([one], [two]) == []
     assert differing_stages([one, two], [one, one]) == []
-    assert differing_stages([one, two], [two, two]) == ["stages[0], which is finished: last (saved 5, now 9)"]
+    assert differing_stages([one, two], [two, two]) == ["last (saved 5, now 9) in the finished stages[0]"]
     assert "in stage 2, but is now in stage 1" in differing_stages([one, two], [])[0]
 
 
