@@ -148,7 +148,7 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         reasons[candidate] = reason
     if name == "auto":
         listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-        raise BackendError(f"attention_backend: no backend supports this model ({listed}); set the slow reference")
+        raise BackendError(f"attention_backend: no backend supports this model ({listed}); set reference (slow)")
     raise BackendError(
         f"attention_backend: {name} does not support this model ({reasons[name]}); set another backend or auto"
     )

@@ -89,7 +89,9 @@ def test_a_rank_that_hangs(action: str, statuses: list[int], reports: list[int],
     stacks = {int(path.stem[-1]): path.read_text() for path in tmp_path.glob("hang_rank_*.txt")}
     assert sorted(stacks) == reports
     assert "the main thread waits for other ranks in" in stacks[0]
-    assert "last was 'step 3'" in stacks[0] and all(f" in _{action}" in text for rank, text in stacks.items() if rank)
+    assert "the last heartbeat was 'step 3'" in stacks[0] and all(
+        f" in _{action}" in text for rank, text in stacks.items() if rank
+    )
 
 
 BAD = 3

@@ -111,7 +111,7 @@ def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> Att
 def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
     """Compute c - F_n of all keys for every group of `size` tokens in the last `rows` tokens, [batch, heads, origins,
     keys]. c is the F of the group's middle token. Values are clamped from below to the value at which a key has no
-    weight in the group's first row, because this is the largest such value of the group's rows.
+    weight in the group's first row, and therefore in none of its rows.
     """
     first = torch.arange(total.shape[-1] - rows, total.shape[-1], size, device=total.device)
     stop = (first + size).clamp(max=total.shape[-1])

@@ -105,7 +105,7 @@ def find_location(environment: Variables) -> RankLocation | None:
     if given:
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
         raise ConfigError(
-            f"{' and '.join(missing)}: not set, although {' and '.join(given)} is; set all of RANK, WORLD_SIZE, "
+            f"{' and '.join(missing)}: not set, unlike {' and '.join(given)}; set all of RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them"
         )
     return None

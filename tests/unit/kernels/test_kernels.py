@@ -193,7 +193,7 @@ def test_attention_refuses_arguments_that_contradict_each_other() -> None:
     x, wide = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 512)
     with pytest.raises(ValueError, match="head_dim 512 is not supported"):
         flash_attention(wide, wide, wide, 1.0)
-    with pytest.raises(ValueError, match="share one of"):
+    with pytest.raises(ValueError, match="all be the same of"):
         flash_attention(x, x, x.double(), 1.0)
     with pytest.raises(ValueError, match="than keys .3."):
         flash_attention(x, x[:, :, :3], x[:, :, :3], 1.0)

@@ -90,7 +90,7 @@ def test_a_short_shard_of_validation_is_left_out(tmp_path: Path) -> None:
         "join it with another one, or set a smaller seq_length",
     )
     corpus = open_corpus(config(**keys | {"valid_data_paths": [str(short)], "valid_data_weights": [1]}))
-    assert corpus.valid is None and "no validation loss will be reported: no shard holds" in (
+    assert corpus.valid is None and "no validation loss will be reported: no validation shard is long" in (
         validation_note(corpus) or ""
     )
     with pytest.raises(DataError, match="short: 4 tokens do not fill a sample"):

@@ -76,7 +76,7 @@ def test_a_rank_that_ends_by_its_own_error_names_the_cause(group: Group) -> None
     error = RuntimeError("Connection closed by peer")
     group.ranks[1].explain(error)
     group.ranks[1].leave(orderly=False)
-    assert error.__notes__[0].startswith("rank 3 on ") and "had ended before" in error.__notes__[0]
+    assert error.__notes__[0].startswith("rank 3 on ") and "had already ended" in error.__notes__[0]
     time.sleep(0.5)
     assert 1 not in group.statuses, "it ends by itself"
 

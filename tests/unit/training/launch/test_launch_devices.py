@@ -76,7 +76,7 @@ def test_each_process_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices(configured(num_gpus=2), {"LOCAL_RANK": "1"})
-    with pytest.raises(ConfigError, match=r"num_gpus: the process with local rank 2 sees 2 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"num_gpus: the process with local rank 2 sees only 2 GPU\(s\)"):
         check_devices(configured(num_gpus=4), {"LOCAL_RANK": "2"})
 
 

@@ -118,8 +118,8 @@ def test_rank_location(
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE: not set, but RANK found"),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK: not set, but LOCAL_RANK and WORLD_SIZE found"),
+        ({"RANK": "0"}, "WORLD_SIZE: not set, unlike RANK"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK: not set, unlike LOCAL_RANK and WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: not set, although WORLD_SIZE is 2"),
         (TORCHRUN | {"RANK": "x"}, "RANK: 'x' is not a whole number"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 must be less than the world size 4"),
