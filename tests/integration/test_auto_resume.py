@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_not_chosen(
     damage(newest)
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     assert first_valid([newest, before]) == Choice(before)
-    assert any(message in line and "falling back to the checkpoint before it" in line for line in caplog.messages)
+    assert any(message in line and "falling back to the previous checkpoint" in line for line in caplog.messages)
 
 
 def plant_strays(folder: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_damaged_checkpoint_and_files_of_another_run(
     flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
     plant_strays(native.step_folder(stopped, 4))
     output = live(KEYS | {"save": str(stopped)}).output
-    assert "falling back to the checkpoint before it" in output and "resuming at step 4" in output
+    assert "falling back to the previous checkpoint" in output and "resuming at step 4" in output
     assert (stopped / native.QUARANTINE / "global_step6").is_dir(), "the damaged one is kept"
     for name in ("state/rank_0000.safetensors", "more"):
-        assert f"global_step4/{name}: is not listed in manifest.json and is ignored" in output
+        assert f"global_step4/{name}: not listed in manifest.json, and therefore ignored" in output
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
 
@@ -124,7 +124,7 @@ def test_first_start_partial_save_and_finished_run(
     assert "from step 0" in live(KEYS | {"save": str(run), "load": str(run)}).output
     assert_same_end(open_run(run), whole, assert_same_state)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != native.LOCK}
-    assert "nothing to do: step 8 is reached already" in live(KEYS | {"save": str(run)}).output
+    assert "nothing to do: step 8 has already been reached" in live(KEYS | {"save": str(run)}).output
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
@@ -174,7 +174,7 @@ def test_an_unreadable_newest_checkpoint_gives_way_and_stays(
     put_folder(folder / name)
     first = live(KEYS | {"save": str(stopped), "exit_interval": 5})
     assert f"global_step6/{name}: cannot be read" in first.output and "resuming at step 4" in first.output
-    assert "falling back to the checkpoint before it" in first.output
+    assert "falling back to the previous checkpoint" in first.output
     assert (folder / name).is_dir() and not (stopped / native.QUARANTINE).exists(), "it may be as it was written"
     second = live(KEYS | {"save": str(stopped)})
     assert f"global_step6/{name}: cannot be read" in second.output, "the next start looks at it again"

@@ -214,7 +214,7 @@ def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Pat
     first = native.step_folder(uninterrupted, 2)
     RemoteFolder(url).upload(of_another_run(first, tmp_path / "another"))
     fresh = train({"save": url, "checkpoint_cache": str(tmp_path / "cache"), "auto_resume": False}, expected=2)
-    assert f"{url}: already holds a run, up to step 2" in fresh.output
+    assert f"{url}: already contains a run (up to step 2)" in fresh.output
     assert RemoteFolder(url).steps() == [2]
 
 

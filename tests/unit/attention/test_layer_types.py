@@ -189,7 +189,7 @@ def test_a_window_cannot_return_further_than_it_holds() -> None:
     layer.cut(39)
     (kept,) = layer.append(x[:, :, 39:])
     torch.testing.assert_close(kept, x[:, :, 36:])
-    with pytest.raises(ValueError, match="cannot return to token 5"):
+    with pytest.raises(ValueError, match="cannot go back to token 5"):
         layer.cut(5)
 
 

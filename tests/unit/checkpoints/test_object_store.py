@@ -367,7 +367,7 @@ def test_the_highest_complete_step_wins_wherever_it_is(tmp_path: Path) -> None:
     for step in (8, 14):
         shutil.rmtree(native.step_folder(save, step))
     (old / native.META).write_text(json.dumps({"step": 4, "run": "another"}))
-    with pytest.raises(CheckpointError, match="already holds a run, up to step 14, and .*/run does not"):
+    with pytest.raises(CheckpointError, match=r"already contains a run \(up to step 14\) that is not in .*/run"):
         remotes.prepare()
 
 

@@ -249,7 +249,7 @@ def test_training_and_validation_read_alike(tmp_path: Path) -> None:
 
 
 def test_a_mask_needs_to_know_the_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="eod_mask_loss: the token that ends a document is not known"):
+    with pytest.raises(ConfigError, match="eod_mask_loss: the end-of-document token is unknown"):
         open_corpus(load_config([], keys(tmp_path, tokenizer=False, eod_mask_loss=True)))
 
 

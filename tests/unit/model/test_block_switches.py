@@ -294,7 +294,7 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
 
 
 def test_a_backend_without_gates_says_so() -> None:
-    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need a call for every block"):
+    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need one call per query block"):
         config = configured(forgetting_gate="fox")
         find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
 
@@ -309,7 +309,7 @@ def test_gates_are_not_deterministic_on_cuda() -> None:
     config = configured(forgetting_gate="fox")
     needs = replace(build_method(config.position, config.model).needs("cuda", 0.0), deterministic=True)
     with pytest.raises(
-        ValueError, match="deterministic: PyTorch adds the running sum of forgetting gates in any order"
+        ValueError, match="deterministic: on CUDA, PyTorch computes the running sum of forgetting gates"
     ):
         find_backend("auto", needs)
 

@@ -90,7 +90,7 @@ def test_a_short_shard_of_validation_is_left_out(tmp_path: Path) -> None:
         "join it with another one, or set a smaller seq_length",
     )
     corpus = open_corpus(config(**keys | {"valid_data_paths": [str(short)], "valid_data_weights": [1]}))
-    assert corpus.valid is None and "no validation loss will be reported: no shard holds" in (
+    assert corpus.valid is None and "no validation loss will be reported: no validation shard is long" in (
         validation_note(corpus) or ""
     )
     with pytest.raises(DataError, match="short: 4 tokens do not fill a sample"):
@@ -103,7 +103,7 @@ def test_data_path_trains_and_validates_on_its_split(tmp_path: Path) -> None:
     trained = {int(token) for index in range(50) for token in corpus.train.sample(index)}
     assert trained == set(range(8))
     assert {int(token) for index in range(10) for token in corpus.valid.sample(index)} == {8, 9}
-    with pytest.raises(DataError, match="no document to train on"):
+    with pytest.raises(DataError, match="no training document"):
         open_corpus(config(data_path=str(tmp_path / "s"), split="0,1,0"))
 
 
@@ -113,9 +113,7 @@ def test_the_vocabulary_comes_from_the_tokenizer_beside_the_shards(tmp_path: Pat
     assert corpus.tokenizer is not None
     assert corpus.config.model.vocab_size == corpus.tokenizer.vocab_size
     assert open_corpus(config(data_path=prefix, vocab_size=1000)).config.model.vocab_size == 1000
-    with pytest.raises(
-        ConfigError, match=r"vocab_size: 100, but the tokenizer of the data has \d+ tokens; set vocab_size"
-    ):
+    with pytest.raises(ConfigError, match=r"vocab_size: 100, but the data's tokenizer has \d+ tokens; set vocab_size"):
         open_corpus(config(data_path=prefix, vocab_size=100))
 
 
@@ -264,8 +262,8 @@ def test_missing_validation_data_is_told(tmp_path: Path) -> None:
     one, other = str(write_shard(tmp_path / "s")), str(write_shard(tmp_path / "t"))
     lists = {"train_data_paths": [one], "test_data_paths": [one]}
     for keys, told in (
-        ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no document of .*/s to validate on"),
-        (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no shards to validate on"),
+        ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no validation document in .*/s"),
+        (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no validation shards"),
         (lists | {"valid_data_paths": [one]}, "valid_data_paths: .*/s: also in test_data_paths"),
     ):
         corpus = open_corpus(config(**keys))
@@ -300,6 +298,6 @@ def test_epochs_read_every_sample_as_often(tmp_path: Path) -> None:
     assert [share.epochs for share in shares] == pytest.approx([3, 3], rel=0.04)
     with pytest.raises(
         DataError,
-        match="train_epochs: the data has 62 samples, fewer than one step of 64 reads; lower train_batch_size",
+        match="train_epochs: the data has 62 samples, but a step reads 64; lower train_batch_size",
     ):
         with_train_iters(config(**keys, train_epochs=1), BatchSizes(64, 1, 64))

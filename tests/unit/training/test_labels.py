@@ -150,7 +150,7 @@ def test_the_keys_reach_the_loader_and_the_identity(pair: tuple[Path, Path]) -> 
     plain = open_corpus(load_config([], given(pair, train_label_data_paths=None)))
     found = differing_data(plain.identity, corpus.identity, ["a", "b"])
     assert found == [
-        "label shards, which decide the tokens that count in the loss",
+        "set of label shards, which determines the tokens that count in the loss",
         "treatment of documents (saved as one text, now pack_until_overflow, not chopped)",
     ]
 
