@@ -72,7 +72,7 @@ class ShardHeader(NamedTuple):
 
 
 def read_header(prefix: str | Path) -> ShardHeader:
-    "Read the header of a shard. Raises `DataError` for a file that is missing, of another format, truncated or empty."
+    """Read the header of a shard. Raises `DataError` if a file is missing, in another format, truncated or empty."""
     bin_path, idx_path = shard_paths(prefix)
     remote = remote_size(bin_path)
     for path in (idx_path,) if remote is not None else (bin_path, idx_path):

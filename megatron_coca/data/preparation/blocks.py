@@ -103,7 +103,9 @@ class Block:
 
 
 def cut(sizes: Sequence[int]) -> list[Block]:
-    "Cut units of these sizes on disk into blocks. A unit of at least two blocks' size is cut into pieces of its own."
+    """Cut units into blocks, given the size of each unit on disk. A unit at least as large as two blocks is cut into
+    several blocks.
+    """
     aim, blocks, first, size = block_bytes(sum(sizes)), list[Block](), 0, 0
     for number, own in enumerate(sizes):
         pieces = own // aim

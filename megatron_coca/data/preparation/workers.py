@@ -63,7 +63,13 @@ class TokenizedChunk:
 
 
 class Tokenized(NamedTuple):
-    "A document with its separator: its text in UTF-8, its tokens in the dtype of the shard, and int32 labels or None."
+    """A tokenized document.
+
+    Attributes:
+        text: the text in UTF-8.
+        tokens: the tokens in the dtype of the shard, including the separator.
+        labels: the labels, int32, or None if every token counts in the loss.
+    """
 
     text: bytes
     tokens: np.ndarray

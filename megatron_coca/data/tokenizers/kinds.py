@@ -33,7 +33,7 @@ Files = Mapping[str, tuple[str, bytes]]
 
 
 def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) -> str:
-    """Return the SHA-256 of the files, or of the type name if the type has no files. An `eod` symbol changes the hash."""
+    """Return the SHA-256 of the files, or of the type name if there are no files. An `eod` symbol changes the hash."""
     content = b"".join(data for _, data in files.values()) or tokenizer_type.encode()
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
@@ -128,7 +128,7 @@ class Tokenizer(ABC):
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """The names of special tokens that the model's own library recognizes in a prompt but `encode_prompt` does not."""
+        """Names of special tokens that the model's own library recognizes in a prompt but `encode_prompt` does not."""
         return ()
 
     def token(self, symbol: str) -> int:
@@ -242,8 +242,8 @@ class Tokenizer(ABC):
         eod = next((i for i in map(self._lookup, symbols) if i is not None), None)
         if eod is None:
             raise DataError(
-                f"{self.tokenizer_type}: no symbol to end documents, because {', '.join(symbols)} is not in the "
-                "vocabulary; choose a symbol in the vocabulary with --end-token of prepare (end_token in a recipe)"
+                f"{self.tokenizer_type}: the vocabulary has none of {', '.join(symbols)} to end documents; choose "
+                "another symbol with --end-token of prepare (end_token in a recipe)"
             )
         return eod
 
