@@ -77,7 +77,7 @@ class _SampledShard:
     def __init__(self, shard: Shard, number: int, seq_length: int, seed: int) -> None:
         if shard.len_tokens < seq_length + 1:
             raise DataError(
-                f"{shard.prefix}: has {shard.len_tokens} tokens, fewer than one sample of seq_length + 1 = "
+                f"{shard.prefix}: only {shard.len_tokens} tokens, fewer than one sample of seq_length + 1 = "
                 f"{seq_length + 1}; leave the shard out, merge it with another shard, or set a smaller seq_length"
             )
         self.shard, self._seq_length, self._stride = shard, seq_length, seq_length

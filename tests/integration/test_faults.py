@@ -132,7 +132,7 @@ DATA_FAULTS = {
     "truncated": (truncated_shard, "short.bin: 4001 bytes, but its index records 8000"),
     "too short": (
         lambda folder: write_shard(folder / "tiny", 32),
-        "tiny: 32 tokens do not fill a sample of seq_length + 1 = 33",
+        "tiny: only 32 tokens, fewer than one sample of seq_length + 1 = 33",
     ),
 }
 

@@ -125,7 +125,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Return the splits that `datasets` saved in this folder, or an empty list if the folder contains no `DatasetDict`."""
+    """Return the splits that `datasets` saved in this folder. The list is empty unless it is a `DatasetDict`."""
     listing = folder / _SPLITS
     if not listing.is_file():
         return []

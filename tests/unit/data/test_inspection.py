@@ -229,9 +229,9 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sample", "{config}", "--number", "9" * 23], "9: numbers end at 2^62"),
+        (["sample", "{config}", "--number", "9" * 23], "9: the largest sample number is 2^62"),
         (["sample", "{config}", "--number", "-1"], "sample -1: does not exist"),
-        (["mixture", "{config}", "--samples", "9" * 23], "9: numbers end at 2^62"),
+        (["mixture", "{config}", "--samples", "9" * 23], "9: the largest sample number is 2^62"),
     ],
 )
 def test_what_a_library_would_trip_over(

@@ -114,8 +114,8 @@ def test_requests_that_fail_are_repeated(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("memory://bucket/corpus/absent.txt", "no such object, or no readable file"),
-        ("memory://bucket/corpus/deep/picture.png", r"unknown type of file \(\.png\)"),
+        ("memory://bucket/corpus/absent.txt", "no such object, and no readable file"),
+        ("memory://bucket/corpus/deep/picture.png", r"unknown file type \(\.png\)"),
         ("nowhere://bucket/a.txt", "cannot be opened"),
     ],
 )

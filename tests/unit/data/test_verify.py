@@ -77,14 +77,14 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "nothing": (lambda folder: None, []),
     "one byte": (other_byte, ["words_train.bin: content has changed"]),
     "an id": (large_id, ["content has changed"]),
-    "the index": (moved_end, ["1 documents of the index do not end with the separator, 0"]),
+    "the index": (moved_end, ["1 documents do not end with the separator 0"]),
     "two in one": (fewer_documents, ["documents, but manifest.json records"]),
     "cut": (
         lambda folder: (folder / "words_test.bin").write_bytes(b"12"),
         ["words_test.bin: 2 bytes, but its index records"],
     ),
     "absent": (lambda folder: (folder / "words_test.idx").unlink(), ["words_test.idx: no such file"]),
-    "tokenizer": (other_manifest, ["shards: the tokenizer is not the one that manifest.json names"]),
+    "tokenizer": (other_manifest, ["shards: the tokenizer differs from the one recorded in manifest.json"]),
     "description": (other_description, ["have changed since"]),
 }
 

@@ -94,7 +94,9 @@ def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, mess
 
 
 def test_an_unknown_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic_length: 'longest' is unknown; use current, prompt, total"):
+    with pytest.raises(
+        ValueError, match="dynamic_length: unknown value 'longest'; supported values: current, prompt, total"
+    ):
         generate(make(), prompts(), 4, dynamic_length="longest")  # type: ignore[arg-type]
 
 

@@ -86,14 +86,14 @@ def test_a_short_shard_of_validation_is_left_out(tmp_path: Path) -> None:
     corpus = open_corpus(config(**keys))
     assert corpus.valid is not None and [shard.name for shard in corpus.valid.shards] == [str(train)]
     assert corpus.left_out == (
-        f"validation leaves out {short}: 4 tokens do not fill a sample of seq_length + 1 = 5; leave the shard out, "
-        "join it with another one, or set a smaller seq_length",
+        f"validation leaves out {short}: only 4 tokens, fewer than one sample of seq_length + 1 = 5; leave the shard "
+        "out, merge it with another shard, or set a smaller seq_length",
     )
     corpus = open_corpus(config(**keys | {"valid_data_paths": [str(short)], "valid_data_weights": [1]}))
     assert corpus.valid is None and "no validation loss will be reported: no shard holds" in (
         validation_note(corpus) or ""
     )
-    with pytest.raises(DataError, match="short: 4 tokens do not fill a sample"):
+    with pytest.raises(DataError, match="short: only 4 tokens, fewer than one sample"):
         open_corpus(config(**paths(short, train, train)))
 
 
@@ -139,7 +139,7 @@ def test_ids_beyond_the_vocabulary_are_errors_when_they_are_read(tmp_path: Path)
     assert corpus.config.model.padded_vocab_size > 10, "ids in the padding are an error too"
     with (
         open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
-        pytest.raises(DataError, match=r"/s: token id [4-9] lies outside the model's vocabulary, vocab_size=4"),
+        pytest.raises(DataError, match=r"/s: token id [4-9] is outside the model's vocabulary, vocab_size=4"),
     ):
         for step in range(10):
             loader.micro_batches(step)
@@ -149,7 +149,7 @@ def test_the_first_id_of_the_padding_is_an_error(tmp_path: Path) -> None:
     blend = Blend([Shard(write_shard(tmp_path / "s", documents=5, tokenizer=False))], [1], 16, seed=0)
     with (
         Loader(blend, 4, 4, 0, 1, vocab_size=4) as loader,
-        pytest.raises(DataError, match="token id 4 lies outside the model's vocabulary, vocab_size=4"),
+        pytest.raises(DataError, match="token id 4 is outside the model's vocabulary, vocab_size=4"),
     ):
         for step in range(3):
             loader.micro_batches(step)
@@ -169,7 +169,7 @@ def test_negative_ids_are_errors_too(tmp_path: Path) -> None:
     index.write_bytes(header)
     with (
         Loader(Blend([Shard(prefix)], [1], 16, seed=0), 8, 8, 0, 1, vocab_size=20) as loader,
-        pytest.raises(DataError, match="token id -2 lies outside"),
+        pytest.raises(DataError, match="token id -2 is outside"),
     ):
         loader.micro_batches(0)
 
@@ -190,7 +190,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
         open_corpus(config(**paths(prefix, prefix, tmp_path / "nope")))
     (tmp_path / "cut.bin").write_bytes(b"1234")
     (tmp_path / "cut.idx").write_bytes(Path(f"{prefix}.idx").read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"cut\.idx: truncated or of another format"):
+    with pytest.raises(DataError, match=r"cut\.idx: truncated or in another format"):
         open_corpus(config(**paths(prefix, prefix, tmp_path / "cut")))
 
 

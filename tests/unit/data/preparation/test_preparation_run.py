@@ -457,7 +457,7 @@ def test_what_exists_is_kept(tmp_path: Path, corpus: list[CorpusSource]) -> None
     ("full", "kept"),
     [
         ((ShardWriter, "finish"), r"[1-9] blocks are kept in .*out\.blocks"),
-        ((blocks.Blocks, "_write"), "no block is kept"),
+        ((blocks.Blocks, "_write"), "no finished block exists yet"),
     ],
 )
 def test_a_full_disk_says_what_is_kept(
@@ -488,7 +488,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
             process.kill()
         return result
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a process was killed"):
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a worker process was killed"):
         patched.setattr(Pool, "submit", ending)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(2, progress=False))
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
@@ -500,10 +500,10 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
     [
         ([{}, {}], Rules(), "names must be unique"),
         ([{"weight": -1.0}], Rules(), "positive"),
-        ([{"fraction": 0.0}], Rules(), r"fraction must lie in \(0, 1\]"),
-        ([{"split": "dev"}], Rules(), "'dev' is none of train, valid, test"),
-        ([{"duplicates": "all"}], Rules(), "s: duplicates must be exact or keep, not 'all'"),
-        ([{}], Rules(0.6, 0.6), "and their sum must lie in"),
+        ([{"fraction": 0.0}], Rules(), r"fraction: must be above 0 and at most 1, not 0.0"),
+        ([{"split": "dev"}], Rules(), "split: must be one of train, valid, test, not 'dev'"),
+        ([{"duplicates": "all"}], Rules(), "s: duplicates: must be exact or keep, not 'all'"),
+        ([{}], Rules(0.6, 0.6), "and their sum must be between 0 and 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

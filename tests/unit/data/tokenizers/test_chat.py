@@ -274,5 +274,7 @@ def test_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     train_sentencepiece([message["content"] for message in CHAT] * 20, 300, tmp_path / "tokenizer.model")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
     given += ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(tmp_path / "tokenizer.model"), "--workers", "0"]
-    with pytest.raises(DataError, match=r"SPMTokenizer: does not encode chats; use the model's tokenizer\.json"):
+    with pytest.raises(
+        DataError, match=r"SPMTokenizer: cannot encode chats; use HFTokenizer with the model's tokenizer\.json"
+    ):
         prepare.main([*given, "--chat-template", str(tmp_path / "chat.jinja")])

@@ -208,13 +208,13 @@ def test_another_separator_is_another_tokenizer(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("SPMTokenzier", "x"), "tokenizer_type: 'SPMTokenzier' is unknown; use SPMTokenizer"),
+        (("SPMTokenzier", "x"), "tokenizer_type: unknown type 'SPMTokenzier'; supported types: SPMTokenizer"),
         (("SPMTokenizer", None), "vocab_file: missing; SPMTokenizer"),
         (("SPMTokenizer", "absent.model"), r"absent\.model: cannot be read"),
         (("GPT2BPETokenizer", "vocab.json"), "merge_file: missing; GPT2BPETokenizer"),
         (("SPMTokenizer", "tokenizer.json"), r"tokenizer\.json: SPMTokenizer cannot open this file"),
         (("HFTokenizer", "tokenizer.model"), r"tokenizer\.model: HFTokenizer cannot open this file"),
-        (("HFTokenizer", "bare.json"), "is in the vocabulary to end documents"),
+        (("HFTokenizer", "bare.json"), "to end documents"),
         (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .* set tokenizer_type: HFTokenizer"),
     ],
 )
@@ -230,7 +230,7 @@ def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple
     [
         ("HFTokenizer", "<none>", "none of <none> is in the vocabulary"),
         ("HFTokenizer", "t", "end_token: 't' is not a special token"),
-        ("CharLevelTokenizer", "<eod>", "has no symbols, id 0 ends documents"),
+        ("CharLevelTokenizer", "<eod>", "has no symbols, because id 0 ends documents"),
     ],
 )
 def test_a_separator_that_cannot_be_is_an_error(folder: Path, kind: str, eod: str, message: str) -> None:

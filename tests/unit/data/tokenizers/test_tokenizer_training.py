@@ -28,9 +28,9 @@ def test_training_is_repeatable_and_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "remedy"),
     [
-        (TEXTS[:2], 100, "choose a larger vocabulary"),
-        ([string.printable] * 9, 280, "choose a larger vocabulary"),
-        (TEXTS[:2], 50000, "choose a smaller vocabulary or add text"),
+        (TEXTS[:2], 100, "choose a larger vocab_size"),
+        ([string.printable] * 9, 280, "choose a larger vocab_size"),
+        (TEXTS[:2], 50000, "choose a smaller vocab_size, or add text"),
         (["", " \n\n"], 400, "add text"),
     ],
 )
