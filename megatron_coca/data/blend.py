@@ -196,7 +196,9 @@ def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
     `longest`-th tokens.
     """
     ends = np.cumsum(lengths)
-    blocks = np.searchsorted(ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK))  # of documents
+    blocks = np.searchsorted(
+        ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK)
+    )  # the number of the document in which each block of labels begins
     found = np.zeros(len(lengths), dtype=bool)
     for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
         begin = int(ends[first] - lengths[first])

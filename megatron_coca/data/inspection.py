@@ -198,13 +198,13 @@ def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = Fa
     tokens = sum(map(len, view.parts))
     heading = (
         f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
-        f"{view.first_token + tokens:,} ({tokens:,}), of {len(view.parts)} document(s), starting "
-        f"{'at the beginning of' if view.starts_document else 'within'} the first"
+        f"{view.first_token + tokens:,} ({tokens:,} tokens) from {len(view.parts)} document(s), starting "
+        f"{'at the beginning of' if view.starts_document else 'within'} the first document"
     )
     if view.counted is None:
         texts = [_decoded(part, tokenizer, pieces) for part in view.parts]
     else:
-        heading += f"; {ANSWER[0]}{ANSWER[1]} around the {view.facts()['tokens_in_loss']:,} tokens in the loss"
+        heading += f"; {ANSWER[0]}{ANSWER[1]} mark the {view.facts()['tokens_in_loss']:,} tokens that count in the loss"
         texts = [_with_answers(*part, tokenizer, pieces) for part in zip(view.parts, view.counted, strict=True)]
     return f"{heading}\n\n" + f"\n{SAMPLE_BOUNDARY}\n".join(texts)
 

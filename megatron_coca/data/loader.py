@@ -153,7 +153,7 @@ class Loader:
         """Return the global sample numbers of this rank at `step`, int64 [accumulation, micro_batch]."""
         first, sample = self._start
         if step < first:
-            raise DataError(f"step {step}: must be at least {first}")
+            raise DataError(f"step {step}: must be at least {first}, the first step")
         samples = np.arange(self._global_batch, dtype=np.int64) + sample + (step - first) * self._global_batch
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 

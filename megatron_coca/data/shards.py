@@ -51,7 +51,7 @@ _REBUILD = "prepare the corpus again, or copy both files again"
 class ShardHeader(NamedTuple):
     """The header of an index file."""
 
-    dtype: np.dtype  # of the tokens
+    dtype: np.dtype  # dtype of the tokens
     sequences: int  # number of lengths, and of pointers
     entries: int  # number of entries of the document index, which is the number of documents plus one
 

@@ -65,7 +65,7 @@ def _verify_folder(folder: Path) -> tuple[Verified, int | None]:
     listed = manifest_entries(folder)
     in_manifest = {prefix.name for entry in listed for prefix in (entry.prefix, entry.labels) if prefix is not None}
     result.faults += [
-        f"{path.with_suffix('')}: not listed in {MANIFEST} of its folder; prepare the corpus again, or move the "
+        f"{path.with_suffix('')}: not listed in the {MANIFEST} of its folder; prepare the corpus again, or move the "
         "shard to another folder"
         for path in sorted(folder.glob("*.idx"))
         if path.stem not in in_manifest

@@ -213,7 +213,7 @@ def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     if reason is None:
         compile_blocks(model.blocks)
     elif wanted == "auto":
-        logger.info("torch_compile: off: %s", reason)
+        logger.info("torch_compile: disabled: %s", reason)
     else:
-        raise BackendError(f"torch_compile: {reason}; or set torch_compile=false")
+        raise BackendError(f"torch_compile: {reason}; otherwise set torch_compile=false")
     return model

@@ -55,7 +55,7 @@ def reason_not_compiled(config: Config, backend: str, device_type: str) -> str |
             f"reset_attention_mask: {backend} is called once per document, and document lengths change with every batch"
         )
     if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
-        return f"attention_chunk_size: {backend} is called once per chunk, from Python"
+        return f"attention_chunk_size: a Python loop calls {backend} once per chunk"
     dense = [f"pos_emb {kind.pos_emb}" for kind in config.layer_types.values() if kind.embedding.by_query]
     dense += ["attn_logit_softcapping"] * (config.model.attn_logit_softcapping is not None)
     if dense:

@@ -120,7 +120,7 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     gau = (
         (model.gau_key_width + model.gau_features) / 2,
         model.gau_features,
-    )  # half the width of q k^T plus the product with v: as counted in `model`, and as executed
+    )  # mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed
     widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
@@ -262,15 +262,15 @@ float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so it
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 peak in FLOP/s of a device, given PyTorch's name of it, such as "NVIDIA
-    A100-SXM4-80GB". Return None for an unknown device.
+    """Return the dense bfloat16 peak of a device in FLOP/s, or None if it is unknown. `device_name` is the name that
+    PyTorch reports, such as "NVIDIA A100-SXM4-80GB".
     """
     words = device_name.lower().replace("-", " ").replace("_", " ")
     return next((peak for name, peak in PEAKS if f" {name.lower()}" in f" {words}"), None)
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per number by dtype."""
+"""Size of a number in bytes, by dtype."""
 
 COEFFICIENTS = {"coca": 0.65, "coca_strict": 0.5}
 """Additional activations of CoCA per token, as a multiple of hidden_size numbers: the rectified or squared coefficients

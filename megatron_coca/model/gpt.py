@@ -53,8 +53,8 @@ Step = Callable[[Tensor, Contexts], Tensor]
 
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
     """Yield the functions that a training forward pass calls in turn: one per block or, with activation checkpointing,
-    one per group of `checkpoint_num_layers` blocks. Activation checkpointing does not change the results, bit for bit,
-    because recomputation restores the random state.
+    one per group of `checkpoint_num_layers` blocks. The results with and without activation checkpointing are
+    bit-identical, because recomputation restores the random state.
     """
     if not model.checkpoint_activations:
         yield from (partial(_through, [block]) for block in blocks)

@@ -205,9 +205,7 @@ class AllHeadsNorm(nn.Module):
 
 
 def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
-    """Build the norms for queries and keys [..., heads, head_dim]. The keys of the result are the names of the norms in
-    SelfAttention; there are at most two.
-    """
+    """Build the norms for queries and keys [..., heads, head_dim], at most two, by their names in SelfAttention."""
     if model.use_qk_layernorm:
         return {"qk_layernorm": QK_NORMS[model.norm](model)}
     if model.qk_norm == "head":

@@ -354,7 +354,7 @@ class Blocks:
         try:
             with zipfile.ZipFile(path) as file:
                 if file.comment != path.name.encode():
-                    raise ValueError(f"it is a copy of {file.comment.decode(errors='replace')}")
+                    raise ValueError(f"the file is a copy of {file.comment.decode(errors='replace')}")
                 for name in file.namelist():
                     unit = first + int(name.partition("/")[0])
                     yield unit, _decoded(file.read(name))  # reading also checks the CRC

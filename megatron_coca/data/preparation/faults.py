@@ -23,7 +23,7 @@ REMEDIES = {
     "missing field": NAME_IT,
     "text is not a string": NAME_IT,
     "invalid UTF-8": "convert the files to UTF-8",
-    "record too long": "raise max_record_mib (--max-record-mib)",
+    "record too long": "increase max_record_mib (--max-record-mib)",
     "chat that cannot be rendered": "check the chat template (chat_template, --chat-template)",
 }
 """Remedies by kind of fault."""

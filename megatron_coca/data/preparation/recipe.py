@@ -1,4 +1,4 @@
-"""Recipes: a YAML file that describes a corpus, from its files to the weights of its sources.
+"""Recipes: YAML files that describe a corpus, from its files to the weights of its sources.
 
 root: /corpora                  # the paths below are relative to it
 output: data/mine

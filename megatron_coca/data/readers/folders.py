@@ -125,7 +125,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Return the splits that `datasets` saved in this folder. The list is empty unless it is a `DatasetDict`."""
+    """Return the splits that `datasets` saved in this folder, or an empty list if it saved no `DatasetDict` there."""
     listing = folder / _SPLITS
     if not listing.is_file():
         return []
@@ -136,7 +136,7 @@ def saved_splits(folder: Path) -> list[str]:
 
 
 def _listed(path: Path | str) -> tuple[Sequence[Path | str], Counter[str]]:
-    """(files to read, counts of the others by reason)."""
+    """Return (files to read, number of skipped files by reason)."""
     return _remote_listing(str(path)) if is_url(path) else _listing(Path(path))
 
 
@@ -158,7 +158,7 @@ def _remote_listing(url: str) -> tuple[list[str], Counter[str]]:
 
 
 def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
-    """(files to read, counts of the others by reason)."""
+    """Return (files to read, number of skipped files by reason)."""
     if printable(str(path)) != str(path):
         raise DataError(f"{printable(str(path))}: the name is not valid UTF-8; rename the file or folder")
     if not path.exists():

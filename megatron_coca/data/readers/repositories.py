@@ -1,8 +1,8 @@
 """The reader for folders of cloned or unpacked repositories. Every source file is one document.
 
 Each path of the source is either a single repository, which contains `.git`, or a folder of repositories, named `name`
-or `owner/name`. A folder inside it is a repository if it contains `.git` or any file. If it contains only folders, it
-is an owner, and those folders are the repositories of the owner.
+or `owner/name`. In a folder of repositories, a subfolder that contains `.git` or any file is a repository. A subfolder
+that contains only folders is an owner, and these folders are the repositories of the owner.
 """
 
 import difflib
@@ -115,7 +115,7 @@ class RepositoryReader(Reader):
             ) from error
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Yield chunks. Each has the names of about a megabyte of files, and the numbers of skipped entries."""
+        """Yield chunks. Each contains file names, for about a megabyte of files, and the counts of skipped entries."""
         repository = self._name(unit.path)
         names, left_out, size, first = list[str](), Counter[str](), 0, 1
 
@@ -190,7 +190,7 @@ def _load_metadata(path: Path) -> dict[str, Facts]:
                 metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise DataError(
-                    f'{path}:{number}: invalid ({error!r}); write {{"repository": "owner/name", "stars": 3}}'
+                    f'{path}:{number}: invalid line ({error!r}); write it as {{"repository": "owner/name", "stars": 3}}'
                 ) from error
     return metadata
 

@@ -34,7 +34,7 @@ class Document:
 
 
 class RejectedRecord(Exception):
-    """A record is unusable. Faults are counted by `kind`. `detail` is only used in messages."""
+    """Raised for an unusable record. Faults are counted by `kind`; `detail` only appears in messages."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -42,7 +42,7 @@ class RejectedRecord(Exception):
 
 
 class LeftOut(Exception):
-    """A valid record is left out for this `reason`."""
+    """Raised for a valid record that is left out for the given `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

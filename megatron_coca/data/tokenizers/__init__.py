@@ -39,9 +39,9 @@ TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
 }
 # The types of GPT-NeoX that are not supported, each with the reason and a remedy.
 _UNSUPPORTED = {
-    "TiktokenTokenizer": "its vocab_file is the name of a download, and nothing is downloaded here; convert it once: "
-    'transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes a folder with '
-    "tokenizer.json; then set tokenizer_type: HFTokenizer and vocab_file: to that folder"
+    "TiktokenTokenizer": "its vocab_file names a download, but tokenizers are not downloaded here; convert the "
+    'tokenizer once: transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes '
+    "a folder with tokenizer.json; then set tokenizer_type to HFTokenizer, and vocab_file to that folder"
 }
 
 

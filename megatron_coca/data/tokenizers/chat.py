@@ -18,7 +18,7 @@ from megatron_coca.support.regular_files import read_regular
 
 Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]
-"""Parts of a text as (first character, end) pairs."""
+"""Parts of a text, each as (index of the first character, end index)."""
 ANSWERING = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -117,8 +117,8 @@ class ChatTemplate:
             after = self.render(messages[: number + 1], tools, budget=budget)
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
-                    "chat template: renders a message differently when others follow, so its answers cannot be found; "
-                    "put them into {% generation %} in the template"
+                    "chat template: renders a message differently if further messages follow, so the answers cannot be "
+                    "located; put the answers into {% generation %} in the template"
                 )
             spans.append((len(before), len(after)))
         return text, spans

@@ -350,7 +350,7 @@ def _stepped(context: _Context, characters: int) -> bool:
 
 
 _NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-stepped": _stepped}
-"""These filters, by names that are not valid in a template."""
+"""The four filters above, under names that a template cannot spell."""
 
 
 class _Metering(jinja2.visitor.NodeTransformer):

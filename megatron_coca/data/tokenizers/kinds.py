@@ -259,7 +259,7 @@ def _explaining_surrogates(text: str) -> Iterator[None]:
             raise
         raise DataError(
             f"text: contains a lone surrogate, U+{ord(surrogate[0]):X}, at character {surrogate.start()}, probably "
-            "because it was decoded incorrectly; correct the text, or leave it out"
+            "because the text was decoded incorrectly; correct the text, or leave it out"
         ) from error
 
 

@@ -87,7 +87,7 @@ def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path
 def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither manifest.json nor an .idx"):
         find_shards([tmp_path])
-    with pytest.raises(DataError, match="shards: none given"):
+    with pytest.raises(DataError, match="shards: no path given"):
         find_shards([])
     with pytest.raises(DataError, match="no such file"):
         lengths_by_source(find_shards([tmp_path / "absent"]))
@@ -196,7 +196,7 @@ def test_the_mixture_of_a_configuration(config: str, capsys: pytest.CaptureFixtu
 
 def test_keys_may_stand_behind_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_data.main(["sample", config, "--number", "3", "seq_length=6"]) == 0
-    assert "sample 3: " in (shown := capsys.readouterr().out) and "(7), of" in shown
+    assert "sample 3: " in (shown := capsys.readouterr().out) and "(7 tokens) from" in shown
     with pytest.raises(SystemExit):
         inspect_data.main(["sample", config, "--number", "3", "--nonsense"])
 

@@ -63,11 +63,11 @@ def damage(path: Path, change) -> None:
         (".idx", lambda b: b[:20], r"\.idx: the header is truncated"),
         (".idx", lambda b: b[:-8], r"\.idx: truncated or in another format"),
         (".idx", lambda b: b[:17] + b"\x06" + b[18:], "dtype code 6"),
-        (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "without gaps"),
+        (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "gaps or overlaps"),
         (".idx", lambda b: b[:-16] + struct.pack("<qq", 7, 2), "out of order"),
-        (".bin", lambda b: b[:-2], r"\.bin: 8 bytes, but its index records 10"),
+        (".bin", lambda b: b[:-2], r"\.bin: has 8 bytes, but its index records 10"),
         (".bin", lambda b: b + b"xx", r"\.bin: 12 bytes, but"),
-        (".bin", lambda b: b"", "contains no token"),
+        (".bin", lambda b: b"", "contains no tokens"),
     ],
 )
 def test_damaged_and_foreign_files_are_named(tmp_path: Path, suffix: str, change, message: str) -> None:

@@ -175,7 +175,7 @@ def test_auto_compiles_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: py
     packed = configured(reset_attention_mask=True, attention_dropout=0.1)  # which `triton`, otherwise taken, has not
     with caplog.at_level(logging.INFO):
         building._compiled(build_model(packed), packed, "cuda", True)
-    assert len(compiled) == 1 and "torch_compile: off: reset_attention_mask" in caplog.text
+    assert len(compiled) == 1 and "torch_compile: disabled: reset_attention_mask" in caplog.text
 
 
 def test_a_loss_without_chunks_has_no_kernel() -> None:

@@ -97,7 +97,7 @@ def test_states_of_the_last_tokens_alone(parallel: bool, tied_norm: bool, last: 
     model = shake(make(pos_emb="coca", gpt_j_residual=parallel, gpt_j_tied=tied_norm)).eval()
     whole = model.hidden_states(tokens())
     torch.testing.assert_close(model.hidden_states(tokens(), last=last), whole[:, -last:], rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="for evaluation"):
+    with pytest.raises(ValueError, match="only in evaluation"):
         model.train().hidden_states(tokens(), last=last)
 
 

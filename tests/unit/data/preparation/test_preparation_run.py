@@ -383,7 +383,7 @@ def test_no_held_out_split_stands_for_the_other(
     keys, text = load_config(tmp_path / "out" / "data.yml", SHAPE).data, (tmp_path / "out" / "data.yml").read_text()
     for split, paths, names in (("valid", keys.valid_data_paths, valid), ("test", keys.test_data_paths, test)):
         assert paths == [str(tmp_path / "out" / name) for name in names]
-        assert (f": no {split} document, so " in text) == (not names)
+        assert (f": the {split} split has no documents, so " in text) == (not names)
 
 
 def test_small_weights_stay_positive() -> None:
@@ -498,7 +498,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
 @pytest.mark.parametrize(
     ("treatments", "rules", "message"),
     [
-        ([{}, {}], Rules(), "names must be unique"),
+        ([{}, {}], Rules(), "must be at least one source, with unique names"),
         ([{"weight": -1.0}], Rules(), "positive"),
         ([{"fraction": 0.0}], Rules(), r"fraction: must be above 0 and at most 1, not 0.0"),
         ([{"split": "dev"}], Rules(), "split: must be one of train, valid, test, not 'dev'"),
@@ -516,7 +516,7 @@ def test_what_cannot_be_meant_is_refused(
 
 def test_weights_are_given_to_all_or_none(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", ["text"])
-    with pytest.raises(DataError, match="b: no weight, but other sources have one"):
+    with pytest.raises(DataError, match="b: no weight, but other sources have weights"):
         prepare([source("a", path, weight=1.0), source("b", path)], tmp_path / "out", CHARACTERS, None, QUIET)
 
 

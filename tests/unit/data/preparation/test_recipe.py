@@ -76,7 +76,10 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
             r"set either tokenizer_type \(with vocab_file\) or train_tokenizer",
         ),
         ("tokenizer_type: CharLevelTokenizer\n", "sources: Field required"),
-        ("tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n", r"\*\.no: matches no file"),
+        (
+            "tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n",
+            r"\*\.no: no file matches this pattern",
+        ),
         (
             "train_tokenizer: {vocab_size: 9, model: unigram}\nsources: {a: {paths: [x]}}\n",
             "train_tokenizer.model: unknown key; supported keys: vocab_size, characters",

@@ -112,7 +112,7 @@ def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet", "wiki_00"])
 def test_a_pipe_that_is_named_is_an_error(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: a pipe or device, not a regular file"):
+    with pytest.raises(DataError, match=f"{name}: is a pipe or device, not a regular file"):
         FileReader(SourceSpec("s", [tmp_path / name])).units()
 
 

@@ -55,7 +55,7 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no split 'test'; set the option split to one of train, validation"):
         read(tmp_path, options={"split": "test"})
     files = open_reader(SourceSpec("f", [tmp_path]))
-    with pytest.raises(DataError, match="has the splits train, validation, .*reader huggingface with the option"):
+    with pytest.raises(DataError, match="contains the splits train, validation, .*reader huggingface with the option"):
         files.units()
     assert len(open_reader(SourceSpec("f", [tmp_path / "validation"])).units()) == 1
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')

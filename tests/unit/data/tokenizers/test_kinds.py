@@ -209,13 +209,13 @@ def test_another_separator_is_another_tokenizer(folder: Path, tmp_path: Path) ->
     ("arguments", "message"),
     [
         (("SPMTokenzier", "x"), "tokenizer_type: unknown type 'SPMTokenzier'; supported types: SPMTokenizer"),
-        (("SPMTokenizer", None), "vocab_file: missing; SPMTokenizer"),
+        (("SPMTokenizer", None), "vocab_file: is required for SPMTokenizer"),
         (("SPMTokenizer", "absent.model"), r"absent\.model: cannot be read"),
-        (("GPT2BPETokenizer", "vocab.json"), "merge_file: missing; GPT2BPETokenizer"),
+        (("GPT2BPETokenizer", "vocab.json"), "merge_file: is required for GPT2BPETokenizer"),
         (("SPMTokenizer", "tokenizer.json"), r"tokenizer\.json: SPMTokenizer cannot open this file"),
         (("HFTokenizer", "tokenizer.model"), r"tokenizer\.model: HFTokenizer cannot open this file"),
         (("HFTokenizer", "bare.json"), "to end documents"),
-        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .* set tokenizer_type: HFTokenizer"),
+        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .* set tokenizer_type to HFTokenizer"),
     ],
 )
 def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -228,7 +228,7 @@ def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple
 @pytest.mark.parametrize(
     ("kind", "eod", "message"),
     [
-        ("HFTokenizer", "<none>", "none of <none> is in the vocabulary"),
+        ("HFTokenizer", "<none>", "the vocabulary has none of <none>"),
         ("HFTokenizer", "t", "end_token: 't' is not a special token"),
         ("CharLevelTokenizer", "<eod>", "has no symbols, because id 0 ends documents"),
     ],
