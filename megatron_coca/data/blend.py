@@ -15,9 +15,8 @@ from megatron_coca.data.shards import MASKED, Shard
 
 ANSWER_BLOCK = 1 << 22
 """Number of labels that the search for documents without an answer reads at a time."""
-PATTERN_SLOTS = (
-    65536  # fixed, because a number that depended on the run length would give a longer run a different order
-)
+# Fixed, because a number that depended on the run length would give a longer run a different order.
+PATTERN_SLOTS = 65536
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,8 @@ def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
     `longest`-th tokens.
     """
     ends = np.cumsum(lengths)
-    blocks = np.searchsorted(
-        ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK)
-    )  # the number of the document in which each block of labels begins
+    # For each block of labels, the number of the document in which it begins.
+    blocks = np.searchsorted(ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK))
     found = np.zeros(len(lengths), dtype=bool)
     for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
         begin = int(ends[first] - lengths[first])
@@ -286,7 +284,7 @@ class Blend:
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
         """Return the same blend with sample numbers that start at `first`. Each source continues after the tokens
-        already read from it; `tokens` maps the name of each shard to their number.
+        already read from it; `tokens` maps the name of each shard to the number of these tokens.
         """
         later = copy(self)
         read = [-(-tokens.get(shard.name, 0) // self.seq_length) for shard in self.shards]

@@ -71,9 +71,8 @@ class Packing:
             return Batch(tokens, loss_mask=mask)
         documents = np.cumsum(begins, axis=1, dtype=np.int32) if self.reset_attention_mask else None
         positions = None
-        if not (
-            self.reset_attention_mask and self.reset_position_ids
-        ):  # if both are reset, the model's default is correct
+        # If both are reset, the model's default is correct.
+        if not (self.reset_attention_mask and self.reset_position_ids):
             positions = np.broadcast_to(np.arange(begins.shape[1]), begins.shape).copy()
             if self.reset_position_ids:
                 positions -= np.maximum.accumulate(np.where(begins, positions, 0), axis=1)

@@ -117,10 +117,8 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     gates = model.hidden_size * model.num_attention_heads
     blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.hidden_size
-    gau = (
-        (model.gau_key_width + model.gau_features) / 2,
-        model.gau_features,
-    )  # mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed
+    # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
+    gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)

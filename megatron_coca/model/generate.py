@@ -223,9 +223,8 @@ def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
     device.
     """
     rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    return torch.stack(rows).clamp_(
-        max=1 - 2**-40
-    )  # so that a draw times the sum of the probabilities stays below that sum
+    # The limit keeps a draw times the sum of the probabilities below that sum.
+    return torch.stack(rows).clamp_(max=1 - 2**-40)
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

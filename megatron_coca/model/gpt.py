@@ -60,9 +60,8 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
         yield from (partial(_through, [block]) for block in blocks)
         return
     recomputing, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
-    random = bool(
-        model.hidden_dropout or model.attention_dropout
-    )  # without dropout the random state is not read, because CUDA graph capture does not allow reading it
+    # Without dropout the random state is not read, because CUDA graph capture does not allow reading it.
+    random = bool(model.hidden_dropout or model.attention_dropout)
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
         through = partial(_through, group)
@@ -328,9 +327,8 @@ class LanguageModelLoss(ShardedModule):
         loss_mask: Tensor | None = None,
         loss_weight: float = 1.0,
     ) -> Tensor:
-        length = (
-            None if positions is None else samples.shape[1] - 1
-        )  # randomly drawn positions do not reveal the number of tokens
+        # Randomly drawn positions do not reveal the number of tokens.
+        length = None if positions is None else samples.shape[1] - 1
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)

@@ -236,7 +236,7 @@ GATED: dict[str, Activation] = {
 }
 
 TOKENS_AT_ONCE = 8192
-"""Tokens per chunk of the MLP if no gradients are needed. Chunks limit the memory of its inner features."""
+"""Tokens per chunk of the MLP if no gradients are needed. Chunking limits the memory for the inner features."""
 
 
 class MLP(nn.Module):

@@ -81,9 +81,8 @@ def _gradient_with_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gradient_with_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from megatron_coca.kernels.cross_entropy import (
-        cross_entropy_in_place,
-    )  # imported here, because triton exists only on some platforms
+    # Imported here, because triton exists only on some platforms.
+    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place
 
     return cross_entropy_in_place(logits, targets, IGNORED), logits
 

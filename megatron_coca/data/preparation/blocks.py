@@ -56,14 +56,13 @@ _COLUMNS = ("target", "lengths", "text_bytes", "tokens", "digests", "labels")
 def settings_of(
     sources: Sequence[CorpusSource], tokenizer: TokenizerSource, rules: Rules, notes: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings that determine the output, except the input files and the limits on faulty records."""
+    """Return the settings that determine the output, except the input files and the handling of unusable records."""
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
         del values["spec"]["max_record_mib"], values["max_faulty"]
-        if (
-            values["spec"]["messages"] is None
-        ):  # so that the digest of a corpus without chats does not depend on this key
+        # The key is left out, so that the digest of a corpus without chats does not depend on it.
+        if values["spec"]["messages"] is None:
             del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
@@ -339,9 +338,8 @@ class Blocks:
                         progress.advance(result.read)
                     elif result is not None:
                         return str(result)
-                file.comment = (
-                    path.name.encode()
-                )  # read() compares the comment with the file name, to detect copied files
+                # read() compares the comment with the file name, to detect copied files.
+                file.comment = path.name.encode()
             flush(unfinished)
             unfinished.rename(path)
         finally:

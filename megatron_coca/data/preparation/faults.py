@@ -15,7 +15,7 @@ EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
 """A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far
 is above `EARLY_SHARE`.
 """
-_AS_JSON = "if the files are plain text, give them the suffix .txt, before any suffix of the compression (log.txt.gz)"
+_AS_JSON = "if the files are plain text, give them the suffix .txt, before any compression suffix (log.txt.gz)"
 REMEDIES = {
     "invalid JSON": _AS_JSON,
     "not JSON lines": "write one object per line, as jq -c '.[]' does",

@@ -157,9 +157,8 @@ def write_run_config(
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
-        if (
-            chosen or split != "train"
-        ):  # without training data the key is omitted, so that a run stops with an error about it
+        # Without training data the key is omitted, so that a run stops with an error about it.
+        if chosen or split != "train":
             keys[f"{split}_data_paths"] = [f"./{entry[split]['prefix']}" for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]

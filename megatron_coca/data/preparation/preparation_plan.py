@@ -208,9 +208,8 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
             if due <= 0:
                 continue
             texts = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
-            for text in sorted(
-                texts, key=lambda text: hash_fraction(f"tokenizer/{text}")
-            ):  # in a random but reproducible order
+            # The order is random but reproducible.
+            for text in sorted(texts, key=lambda text: hash_fraction(f"tokenizer/{text}")):
                 due -= len(text)
                 yield text
                 if due <= 0:

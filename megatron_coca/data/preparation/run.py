@@ -156,9 +156,8 @@ def _write_shards(
                 findings[number].sets |= chunk.sets
                 findings[number].sample.merge(chunk.sample)
                 kept = np.ones(len(chunk.lengths), dtype=bool)
-                if (
-                    number <= last_compared
-                ):  # also for sources that keep duplicates, because a later source may drop texts that occurred in them
+                # This includes sources that keep duplicates, because a later source may drop texts that occur in them.
+                if number <= last_compared:
                     new = _are_new(database, chunk.digests)
                     kept = new if sources[number].duplicates != "keep" else kept
                     problems.leave_out("duplicate", int((~kept).sum()))

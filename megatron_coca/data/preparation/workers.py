@@ -170,9 +170,8 @@ class ChunkTokenizer:
         return Tokenized(text.encode(), tokens, labels)
 
 
-_chunk_tokenizer: ChunkTokenizer | None = (
-    None  # one per worker process, because opening a tokenizer takes longer than tokenizing a chunk
-)
+# One tokenizer per worker process, because opening a tokenizer takes longer than tokenizing a chunk.
+_chunk_tokenizer: ChunkTokenizer | None = None
 
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:

@@ -86,9 +86,8 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
     """
     import pyarrow as arrow
 
-    lengths = np.zeros(
-        batch.num_rows, dtype=np.int64
-    )  # bytes of each row: exact for text columns, averaged for other columns
+    # Bytes of each row: exact for text columns, averaged for other columns.
+    lengths = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
         texts = _text_lengths(column)
         lengths += column.nbytes // max(1, len(column)) if texts is None else texts
@@ -102,9 +101,8 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
         stop = max(start + 1, int(np.searchsorted(ends, before + size, side="right")))
         longer = np.flatnonzero(lengths[start:stop] > limit)
         stop = start + int(longer[0]) if longer.size else stop
-        sink = (
-            arrow.BufferOutputStream()
-        )  # the slice is serialized, because a pickled slice would include the whole batch
+        # The slice is serialized, because a pickled slice would include the whole batch.
+        sink = arrow.BufferOutputStream()
         with arrow.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch.slice(start, stop - start))
         yield stop - start, sink.getvalue().to_pybytes()

@@ -28,10 +28,8 @@ from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingPr
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.support.remote_files import is_url
 
-_UNREAD, _TOO_LONG = (
-    "unread",
-    "too long",
-)  # values of `form` for a `TypedChunk` without records, which has the reason as its payload
+# Values of `form` for a `TypedChunk` without records, which has the reason as its payload.
+_UNREAD, _TOO_LONG = "unread", "too long"
 
 
 class TypedChunk(NamedTuple):

@@ -1,4 +1,4 @@
-"""Open tokenizers by type, with the type names of GPT-NeoX, or from the folder to which they were saved."""
+"""Open tokenizers by type (as named in GPT-NeoX), or from the folder to which they were saved."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def load_tokenizer(
     merge_file: str | Path | None = None,
     eod: str | None = None,
 ) -> Tokenizer:
-    """Open a tokenizer of a type named as in GPT-NeoX. Nothing is downloaded.
+    """Open a tokenizer, given its type (as named in GPT-NeoX) and its files. Nothing is downloaded.
 
     If `vocab_file` is a folder, the files with the usual names in it are read. `eod` is the symbol that ends documents.
     By default it is the end-of-text symbol that the files next to `vocab_file` define, or else the default of the type.
@@ -72,12 +72,10 @@ def load_tokenizer(
         folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
         tokenizer.chat = find_template(folder)
         if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
-            tokenizer.rules = find_rules(
-                folder
-            )  # a file with another name may be in a folder that does not belong to the model
-        with suppress(
-            OSError, ValueError, KeyError, AttributeError, RecursionError
-        ):  # errors mean that `Tokenizer.save` did not write this folder
+            # For a file with another name no rules are read, because its folder may not belong to the model.
+            tokenizer.rules = find_rules(folder)
+        # An error means that `Tokenizer.save` did not write this folder.
+        with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
 
@@ -207,9 +205,8 @@ def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tok
         return TOKENIZERS[tokenizer_type][0](files, eod)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-    except (
-        Exception
-    ) as error:  # for files in other formats the libraries raise RuntimeError, plain Exception or ValueError
+    # For files in other formats the libraries raise RuntimeError, plain Exception or ValueError.
+    except Exception as error:
         raise DataError(
             f"{place}: {tokenizer_type} cannot open this file ({error}); check that the file is complete and matches "
             "tokenizer_type"

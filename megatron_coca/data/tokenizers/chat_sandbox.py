@@ -101,9 +101,8 @@ class Budget:
         """Return the weight of a value. Raises `TemplateError` for a value with a text that is not reproducible, such
         as a function.
         """
-        if type(value) is str or isinstance(
-            value, (str, bytes)
-        ):  # the first check is faster, and almost all values are of type str
+        # The first check is faster, and almost all values are of type str.
+        if type(value) is str or isinstance(value, (str, bytes)):
             return len(value)
         if value is None or isinstance(value, float | jinja2.Undefined):
             return 1

@@ -20,9 +20,8 @@ def named_ends(folder: Path) -> Iterator[int | str]:
     for name, key in NAMED_IN:
         value = read_object(folder / name).get(key)
         for each in value if isinstance(value, list) else [value]:
-            symbol = (
-                each.get("content") if isinstance(each, Mapping) else each
-            )  # an object with the symbol and its settings
+            # The entry may be an object with the symbol and its settings.
+            symbol = each.get("content") if isinstance(each, Mapping) else each
             if isinstance(symbol, int | str) and not isinstance(symbol, bool) and symbol != "":
                 yield symbol
 
