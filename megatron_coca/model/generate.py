@@ -112,7 +112,7 @@ def generate_tokens(
     tokens are the same as with full forward passes without a cache. With "current", the frequencies change at each
     step: the keys in the cache are rotated again, but the hidden states of earlier tokens do not change. LongRoPE
     changes its frequencies only once, and then the model processes all tokens again, as the Phi 3 class of transformers
-    does. Its tokens are therefore also those of full forward passes.
+    does. With LongRoPE, the tokens are therefore also the same as with full forward passes.
 
     The random numbers of a row depend only on its seed, so a sample does not depend on the other rows, with one
     exception: rounding depends on the batch size, so a draw on the border between two tokens may select either.

@@ -1,8 +1,8 @@
 """The reader for folders of cloned or unpacked repositories. Every source file is one document.
 
-Each path of the source is either a single repository, which contains `.git`, or a folder of repositories, named `name`
-or `owner/name`. In a folder of repositories, a subfolder that contains `.git` or any file is a repository. A subfolder
-that contains only folders is an owner, and these folders are the repositories of the owner.
+Each path of the source is either a single repository, which contains `.git`, or a folder of repositories with the paths
+`name` or `owner/name`. In a folder of repositories, a subfolder that contains `.git` or any file is a repository. A
+subfolder that contains only folders is an owner, and these folders are the repositories of the owner.
 """
 
 import difflib
