@@ -21,7 +21,7 @@ def _subset(words: np.ndarray, length: int, largest: int) -> np.ndarray:
 
 
 def _shifted(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """Return consecutive positions after a random offset r: r, r+1, ..."""
+    """Return consecutive positions that start at a random offset r: r, r+1, ..."""
     return np.arange(length) + int(words[0] % np.uint64(largest - length + 1))
 
 

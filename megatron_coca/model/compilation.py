@@ -44,7 +44,7 @@ UNCOMPILED = {
 
 def reason_not_compiled(config: Config, backend: str, device_type: str) -> str | None:
     """Return the reason why the blocks of a training run with this attention backend are not compiled, or None if they
-    are.
+    are compiled.
 
     A block is compiled only once, so the data may reach it only in tensors of fixed shapes.
     """

@@ -129,7 +129,7 @@ def empty_shard(folder: Path) -> Path:
 DATA_FAULTS = {
     "missing": (lambda folder: folder / "absent", "absent.bin: no such file"),
     "empty": (empty_shard, "empty.idx: not an MMIDIDX index"),
-    "truncated": (truncated_shard, "short.bin: 4001 bytes, but its index records 8000"),
+    "truncated": (truncated_shard, "short.bin: has 4001 bytes, but its index records 8000"),
     "too short": (
         lambda folder: write_shard(folder / "tiny", 32),
         "tiny: only 32 tokens, fewer than one sample of seq_length + 1 = 33",

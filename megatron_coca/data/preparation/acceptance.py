@@ -35,8 +35,8 @@ class _SoFar:
 
 
 class Watch:
-    """Stops a preparation early if most of the data so far is unusable. Smaller shares are checked when the preparation
-    ends.
+    """Stops a preparation early if most of the data so far is unusable. A smaller share is checked only at the end of
+    the preparation.
     """
 
     def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:

@@ -109,7 +109,7 @@ def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
     """Raise `DataError` for invalid sources and rules."""
     names = [source.spec.name for source in sources]
     if not names or len(set(names)) != len(names):
-        raise DataError(f"sources: must be at least one source, with unique names, not {names}")
+        raise DataError(f"sources: there must be at least one, and their names must be unique, not {names}")
     for source in sources:
         _check_source(source)
     missing = [source.spec.name for source in sources if source.weight is None]

@@ -85,8 +85,8 @@ class _Archive(tarfile.TarFile):
 
 
 class _Header(tarfile.TarInfo):
-    """A member header that raises an error if it is damaged or missing. `tarfile` would take that for the end of the
-    archive.
+    """A member header that raises an error if it is damaged or missing. `tarfile` would treat such a header as the end
+    of the archive.
     """
 
     @classmethod

@@ -221,7 +221,7 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
     arguments = ["sample", "--split", "test", "--number", "0", *texts, "split=5,1,1"]
     assert inspect_data.main(arguments) == 0
     heading, _, text = capsys.readouterr().out.partition("\n\n")
-    assert "of 1 document(s)" in heading and text.strip() and text.strip() in BOOKS[-1]
+    assert "from 1 document(s)" in heading and text.strip() and text.strip() in BOOKS[-1]
     assert cli.main(["inspect", *arguments[:-1], "split=5,1,0"]) == 2
     assert "--split test: the configuration has no such data" in capsys.readouterr().err
 

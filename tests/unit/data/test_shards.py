@@ -66,7 +66,7 @@ def damage(path: Path, change) -> None:
         (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "gaps or overlaps"),
         (".idx", lambda b: b[:-16] + struct.pack("<qq", 7, 2), "out of order"),
         (".bin", lambda b: b[:-2], r"\.bin: has 8 bytes, but its index records 10"),
-        (".bin", lambda b: b + b"xx", r"\.bin: 12 bytes, but"),
+        (".bin", lambda b: b + b"xx", r"\.bin: has 12 bytes, but"),
         (".bin", lambda b: b"", "contains no tokens"),
     ],
 )

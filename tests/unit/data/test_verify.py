@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "two in one": (fewer_documents, ["documents, but manifest.json records"]),
     "cut": (
         lambda folder: (folder / "words_test.bin").write_bytes(b"12"),
-        ["words_test.bin: 2 bytes, but its index records"],
+        ["words_test.bin: has 2 bytes, but its index records"],
     ),
     "absent": (lambda folder: (folder / "words_test.idx").unlink(), ["words_test.idx: no such file"]),
     "tokenizer": (other_manifest, ["shards: the tokenizer differs from the one recorded in manifest.json"]),

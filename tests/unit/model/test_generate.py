@@ -85,7 +85,7 @@ def test_prompts_and_weights_stay_as_they_are() -> None:
         (torch.zeros(3, dtype=torch.int64), 4, r"int64 \[batch, length\]"),
         (torch.zeros(1, 0, dtype=torch.int64), 4, r"\[1, 0\]"),
         (torch.zeros(1, 3), 4, "torch.float32"),
-        (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens: 0"),
+        (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens: must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, message: str) -> None:

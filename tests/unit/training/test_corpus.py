@@ -50,7 +50,7 @@ def test_a_part_is_a_shard_of_its_documents(tmp_path: Path) -> None:
     assert part.tokens(22, 3).tolist() == [3, 4, 4]
     assert [len(part.part(1, 3).document(i)) for i in range(2)] == [24, 25]
     assert shard.part(9, 10).document(0).tolist() == [9] * 29
-    with pytest.raises(DataError, match="outside"):
+    with pytest.raises(DataError, match="are out of range"):
         part.tokens(70, 3)
     with pytest.raises(DataError, match="out of range"):
         shard.part(5, 11)
@@ -199,7 +199,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
 def test_a_prefix_has_no_ending(tmp_path: Path, suffix: str, split: str) -> None:
     prefix = write_shard(tmp_path / "s")
     given = paths(prefix, prefix, prefix) | {f"{split}_data_paths": [f"{prefix}{suffix}"]}
-    with pytest.raises(DataError, match=rf"s\{suffix}: one of the two files .* give the path without \{suffix}"):
+    with pytest.raises(DataError, match=rf"s\{suffix}: is one of the two files .* give the path without \{suffix}"):
         open_corpus(config(**given))
 
 

@@ -362,7 +362,7 @@ def test_shards_with_one_file_name_are_refused(tmp_path: Path) -> None:
         source("a_c", path, duplicates="keep"),
         CorpusSource(SourceSpec("a", [path], divide=True), duplicates="keep"),
     ]
-    with pytest.raises(DataError, match="a_c_train: both a_c and a, set 'C', would be written"):
+    with pytest.raises(DataError, match="a_c_train: a_c and a, set 'C', would be written"):
         prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
 
 
@@ -468,7 +468,10 @@ def test_a_full_disk_says_what_is_kept(
     def no_space(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match=rf"No space left.*free some space.*; {kept}"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(DataError, match=rf"No space left.*free some space.* \({kept}"),
+    ):
         patched.setattr(*full, no_space)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert not (tmp_path / "out").exists()
@@ -498,7 +501,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
 @pytest.mark.parametrize(
     ("treatments", "rules", "message"),
     [
-        ([{}, {}], Rules(), "must be at least one source, with unique names"),
+        ([{}, {}], Rules(), "their names must be unique"),
         ([{"weight": -1.0}], Rules(), "positive"),
         ([{"fraction": 0.0}], Rules(), r"fraction: must be above 0 and at most 1, not 0.0"),
         ([{"split": "dev"}], Rules(), "split: must be one of train, valid, test, not 'dev'"),

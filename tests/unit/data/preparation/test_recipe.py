@@ -87,7 +87,7 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
         (BASE + "vocab_file: x\n", "vocab_file has no effect with CharLevelTokenizer"),
         ("train_tokenizer: {vocab_size: 300}\nmerge_file: x\nsources: {a: {paths: [x]}}\n", "merge_file has no effect"),
         ("a: [", r"recipe\.yml:1: not valid YAML"),
-        ("- a\n", "expected a mapping of keys to values, not"),
+        ("- a\n", "must be a mapping of keys to values, not"),
         (BASE + "  a: {paths: [y]}\n", "the key 'a' is given twice"),
     ],
 )

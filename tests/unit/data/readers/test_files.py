@@ -114,8 +114,8 @@ def test_a_text_is_one_document_or_lines(
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, "no such file"),
-        ("a.csv", b"a,b", "unknown type"),
-        ("a.parquet.gz", b"", "unknown type"),
+        ("a.csv", b"a,b", "unknown file type"),
+        ("a.parquet.gz", b"", "unknown file type"),
         ("enwiki-pages-articles1.xml-p1p41242.bz2", b"", "WikiExtractor --json"),
         ("jsonl", b"", r"unknown file type \(no known ending\)"),
         ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown file type \(\.csv\.gz\)"),
@@ -123,7 +123,7 @@ def test_a_text_is_one_document_or_lines(
         ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*: corpus\.v2\.jsonl\.zst"),
         ("corpus.00.bz2", b"", r": corpus\.00\.jsonl\.bz2"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500, mtime=0)[:-9], "read to its end"),
-        ("a.jsonl.zst", b"not zstd at all", "damaged zstd"),
+        ("a.jsonl.zst", b"not zstd at all", "the zstd data is damaged"),
     ],
 )
 def test_files_that_cannot_be_read_are_errors(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

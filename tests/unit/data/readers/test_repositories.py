@@ -112,7 +112,7 @@ def test_unreadable_files_are_named_and_folders_are_errors(tmp_path: Path, monke
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match="r/locked: cannot be listed .*Permission denied"):
+    with pytest.raises(DataError, match="r/locked: the folder cannot be listed .*Permission denied"):
         reader.units()
 
 

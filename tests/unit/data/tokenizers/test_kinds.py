@@ -265,7 +265,7 @@ def test_a_damaged_file_is_told_as_changed(folder: Path, tmp_path: Path, name: s
 @pytest.mark.parametrize("text", ["a\ud800b", "the value " * 900 + "\udfff", "\udc80\u2581"])
 def test_half_a_character_is_an_error(tokenizer: Tokenizer, text: str) -> None:
     place = next(number for number, letter in enumerate(text) if 0xD800 <= ord(letter) < 0xE000)
-    with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+, at character {place} "):
+    with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+, at character {place}, "):
         tokenizer.encode(text)
 
 

@@ -37,7 +37,7 @@ def test_training_is_repeatable_and_exact(tmp_path: Path) -> None:
 def test_a_vocabulary_that_the_text_does_not_fit_is_an_error(
     tmp_path: Path, texts: list[str], vocab_size: int, remedy: str
 ) -> None:
-    with pytest.raises(DataError, match=f"cannot train {vocab_size} pieces .*{remedy}"):
+    with pytest.raises(DataError, match=f"cannot train a vocabulary of {vocab_size} pieces .*{remedy}"):
         train_sentencepiece(texts, vocab_size, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
