@@ -112,7 +112,7 @@ def test_positions_that_a_model_does_not_have_are_missing_and_no_crash(tmp_path:
     result = RulerResult.model_validate_json(path.read_bytes())
     assert [cell.key for cell in result.results] == [("multi_key", 512)]
     assert [(each.at, each.kind) for each in result.missing] == [("multi_key, length 700", "refused")]
-    assert "600 positions" in result.missing[0].reason
+    assert "600 learned positions" in result.missing[0].reason
 
 
 def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(

@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_an_optimizer_that_begins_anew(live: Any, open_run: A
     refused = live(other | {"no_load_optim": False, "save": str(tmp_path / "none")}, expected=2)
     assert "cannot be resumed with another" in refused.output and "optimizer.type" in refused.output
     refused = live(keys | {"save": str(tmp_path / "first")}, expected=2)
-    assert "no_load_optim: load is the folder of save" in refused.output
+    assert "no_load_optim: load and save are the same folder" in refused.output
 
 
 @pytest.mark.slow
