@@ -159,7 +159,7 @@ class Tokenizer(ABC):
         return self.start if trained is None else trained
 
     def start_warning(self) -> str | None:
-        """Return the warning of a command without ``--start-token`` that texts usually begin with a start token, or
+        """Return a warning that texts usually begin with a start token, for commands without ``--start-token``, or
         None.
         """
         if (start := self.usual_start) is None:
