@@ -129,10 +129,10 @@ def empty_shard(folder: Path) -> Path:
 DATA_FAULTS = {
     "missing": (lambda folder: folder / "absent", "absent.bin: no such file"),
     "empty": (empty_shard, "empty.idx: not an MMIDIDX index"),
-    "truncated": (truncated_shard, "short.bin: 4001 bytes, but its index records 8000"),
+    "truncated": (truncated_shard, "short.bin: has 4001 bytes, but its index records 8000"),
     "too short": (
         lambda folder: write_shard(folder / "tiny", 32),
-        "tiny: 32 tokens do not fill a sample of seq_length + 1 = 33",
+        "tiny: only 32 tokens, fewer than one sample of seq_length + 1 = 33",
     ),
 }
 
@@ -157,7 +157,7 @@ def test_shards(name: str, attempt: Attempt, tmp_path: Path) -> None:
         ({"attention_backend": "flex"}, "attention_backend: flex does not support this model"),
         ({"train_iters": "null", "lr_decay_iters": 5}, "train_iters: not set; training needs it"),
         ({"optimizer.params.lr": "null"}, "optimizer.params.lr: not set; training needs it"),
-        ({"seq_length": 100000}, "do not fill a sample of seq_length + 1 = 100001"),
+        ({"seq_length": 100000}, "fewer than one sample of seq_length + 1 = 100001"),
     ],
 )
 def test_configurations(changes: dict[str, Any], message: str, attempt: Attempt, tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_ways_of_decoding_that_the_model_card_tells_apart(scaling: dict[str, Any
 @torch.no_grad()
 def test_beyond_what_can_be_computed(tmp_path: Path) -> None:
     learned = exported("learned", tmp_path / "learned")
-    with pytest.raises(ValueError, match="128 learned positions do not include 128"):
+    with pytest.raises(ValueError, match="position 128 is beyond the 128 learned positions"):
         learned(tokens(129, 1))
     xpos = exported("xpos", tmp_path / "xpos", dtype=torch.float16)
     with pytest.raises(ValueError, match="xpos overflows torch.float16 at 9999 tokens; use at most 5"):

@@ -161,7 +161,7 @@ def test_scripts_of_data_sets(marker: Path, tmp_path: Path) -> None:
     (folder / "set.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
     source = CorpusSource(SourceSpec("a", [folder], reader="huggingface"))
     rules, quiet = Rules(valid_fraction=0.1, test_fraction=0.1), Execution(0, progress=False)
-    with pytest.raises(DataError, match="datasets cannot read it"):
+    with pytest.raises(DataError, match="cannot be read by datasets"):
         prepare([source], tmp_path / "out", load_tokenizer("CharLevelTokenizer"), rules, quiet)
 
 

@@ -64,7 +64,7 @@ REFUSED = {
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
     "stages": (["train", *TRAINABLE, "stages=[{until: 1}, {}]"], "stages[0].until: step 1 leaves no step"),
     "stages without a folder": (["train", *TRAINABLE, "stages=[{}]"], "stages: need save"),
-    "prepare": (["prepare", "--input", "a=b"], "--input: give either tokenizer_type, with vocab_file,"),
+    "prepare": (["prepare", "--input", "a=b"], "--input: needs a tokenizer; set either tokenizer_type"),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),
 }
 PROGRAM = """

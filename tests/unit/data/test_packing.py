@@ -59,7 +59,7 @@ def test_documents_begin_where_the_index_says(
         assert found.shape == (len(offsets), count) and found.dtype == bool
         expected = [[offset + place in begins for place in range(count)] for offset in offsets]
         assert found.tolist() == expected
-    with pytest.raises(DataError, match="lie outside its"):
+    with pytest.raises(DataError, match="are out of range"):
         shard.document_begins(np.array([0, shard.len_tokens - 1]), 2)
 
 

@@ -92,7 +92,7 @@ def test_the_loss_counts_answers_or_all_tokens() -> None:
 
 
 def test_a_sample_without_room_is_refused() -> None:
-    with pytest.raises(DataError, match="seq_length: 22 is too short for recall; set at least 23"):
+    with pytest.raises(DataError, match="seq_length: 22 is too short for the task recall; set it to at least 23"):
         SyntheticSamples(TaskSettings(), 22, 0)
     assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
 

@@ -116,7 +116,7 @@ def test_sources_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(EvaluationError, match="no test data"):
         collect()
     (tmp_path / "book.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"book.pdf: unknown type"):
+    with pytest.raises(DataError, match=r"book.pdf: unknown file type"):
         collect(tmp_path / "book.pdf")
 
 

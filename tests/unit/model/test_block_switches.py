@@ -328,7 +328,7 @@ def test_opt_positions_begin_at_the_offset() -> None:
     shifted.load_state_dict(weights | {"embedding.position_embeddings.weight": table.roll(4, 0)})
     ids = tokens()[:, :16]
     assert torch.equal(shifted.eval()(ids), plain.eval()(ids))
-    with pytest.raises(PositionRangeError, match="20 learned positions do not include 20"):
+    with pytest.raises(PositionRangeError, match="position 20 is beyond the 20 learned positions"):
         shifted(tokens()[:, :17])
     moved = build_model(configured(pos_emb="sinusoidal", opt_pos_emb_offset=4)).eval()
     still = build_model(configured(pos_emb="sinusoidal")).eval()
