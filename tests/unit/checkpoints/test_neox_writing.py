@@ -154,7 +154,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["neox", str(run), str(tmp_path / "neox"), *more, "--set", "rotary_emb_base=50000"]) == 0
     said = capsys.readouterr()
     assert "`finetune: true`\n" in said.out
-    assert "stock GPT-NeoX does not know its pos_emb" in said.err
+    assert "stock GPT-NeoX does not support its keys pos_emb" in said.err
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}

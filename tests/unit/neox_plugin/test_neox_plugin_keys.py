@@ -63,7 +63,7 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ({"pos_emb": "coca", "rope_scaling": {"type": "clex"}}, "rope_scaling: clex: GPT-NeoX's model"),
         ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is computed by GPT-NeoX's own"),
         ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is computed by GPT-NeoX's own"),
-        ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: GPT-NeoX's model does not have its weights"),
+        ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: GPT-NeoX has no weights for it"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_type": "linear"}}, "^rope_scaling: rope_type linear needs factor"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
         ({"pos_emb": "none", "relative_positions": {"type": "rerope"}}, "relative_positions"),
