@@ -59,7 +59,8 @@ class FaultConfig(ConfigGroup):
     )
     nonfinite_policy: Literal["stop", "skip"] = key(
         "skip",
-        "Reaction to a NaN or infinite loss or gradient norm: stop the run, or continue. The step never changes the weights.",
+        "Reaction to a NaN or infinite loss or gradient norm: stop the run, or continue. In both cases, the step does"
+        " not change the weights.",
     )
     loss_spike_policy: Literal["off", "warn", "skip"] = key(
         "off", "Reaction to a spike of the loss or the gradient norm: nothing, a warning, or a skipped step."

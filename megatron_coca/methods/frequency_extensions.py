@@ -128,7 +128,7 @@ declare(
             "yarn",
             "YaRN",
             "Peng et al. 2023",
-            rule="`theta_j / s` for slow and `theta_j` for fast pairs, a ramp in between; cos and sin times `0.1 ln s + 1`",
+            rule="`theta_j / s` for slow, `theta_j` for fast pairs, a ramp in between; cos, sin times `0.1 ln s + 1`",
             measures_length=True,
             options=(_FACTOR, *_YARN),
             checks=(_betas,),
@@ -169,7 +169,7 @@ declare(
             "llama3",
             "Llama 3",
             "Llama 3.1",
-            rule="`theta_j` for wavelengths below `L/high_freq_factor`, `theta_j / s` above `L/low_freq_factor`, else mixed",
+            rule="wavelengths up to `L / high_freq_factor`: `theta_j`; from `L / low_freq_factor` on: `theta_j / s`; else mixed",
             measures_length=True,
             options=(
                 _FACTOR,

@@ -11,7 +11,7 @@ LARGEST = 1 << 28
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a file for reading. Raises OSError, even if the file is only not regular or larger than `limit` bytes."""
+    """Open a file for reading. Raises OSError, including for files that are not regular or exceed `limit` bytes."""
     path = Path(path)
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):

@@ -106,7 +106,7 @@ class RemoteFiles:
             ) from error
 
     def names(self, root: str = "") -> list[str]:
-        """Return the names of all objects in the folder `root`, relative to it; an empty list if there is no such folder."""
+        """Return the names of all objects in the folder `root`, relative to it. A missing folder has none."""
         folder = f"{self._root}/{root}".rstrip("/")
 
         def find() -> list[str]:

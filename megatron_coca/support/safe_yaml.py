@@ -1,7 +1,7 @@
 """Read untrusted YAML with limits on size, depth, and the number of values after the expansion of aliases.
 
 PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases expand to more values than fit into
-memory, and nested brackets overflow the stack. All code in the package except the GPT-NeoX plugin reads YAML through this module.
+memory, and nested brackets overflow the stack. All of the package except the GPT-NeoX plugin reads YAML here.
 """
 
 import re
@@ -15,7 +15,9 @@ MAX_NODES = 100_000  # values and keys, after the expansion of aliases
 MAX_DEPTH = 64  # nested mappings and sequences; a level takes six frames of Python's stack
 
 NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
-"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode. Escape sequences can produce both."""
+"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode. YAML escapes can produce
+them.
+"""
 
 _TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; check that it is the right file"
 

@@ -122,7 +122,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("tensor_parallel_size: 2", "tensor_parallel_size: unknown key; did you mean `model_parallel_size`?"),
         ("sliding_window: 128", "sliding_window: unknown key; did you mean `sliding_window_width`?"),
         ("batch_size: 4", "batch_size: setting this derived value directly (set train_micro_batch_size_per_gpu or"),
-        ("num_experts: 4", "num_experts: not supported: there is no mixture of experts"),
+        ("num_experts: 4", "num_experts: mixture of experts is not supported"),
         ("bf16: true", "bf16: expected a mapping, got True; to set only the dtype, use precision=bf16"),
         ("max_steps: 10", "max_steps: unknown key; did you mean `train_iters`?"),
         (
