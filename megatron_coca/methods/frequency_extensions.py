@@ -169,7 +169,7 @@ declare(
             "llama3",
             "Llama 3",
             "Llama 3.1",
-            rule="wavelengths up to `L / high_freq_factor`: `theta_j`; from `L / low_freq_factor`: `theta_j / s`; else mixed",
+            rule="wavelengths up to `L/high_freq_factor`: `theta_j`; from `L/low_freq_factor`: `theta_j / s`; else mixed",
             measures_length=True,
             options=(
                 _FACTOR,

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "CLEX": (
         {"rope_scaling": {"rope_type": "clex"}},
         1,
-        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX's model",
+        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX has no weights",
     ),
     "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
     "attention": (

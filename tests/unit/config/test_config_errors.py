@@ -236,7 +236,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",
             "pipe_parallel_size: DeepSpeed's pipelines have no sequence axis",
         ),
-        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least as many blocks, but num_layers is 2"),
+        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least one block each, but num_layers is 2"),
         (
             "model_parallel_size: 3",
             "model_parallel_size: 3 does not divide num_attention_heads 4 and num_kv_heads 4 and ",

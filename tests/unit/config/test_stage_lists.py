@@ -77,7 +77,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([{"seq_length": 512}, {}], "stages[0].until: missing; only the last stage"),
+        ([{"seq_length": 512}, {}], "stages[0].until: missing; set it, because only the last stage"),
         ([{"until": "80"}, {}], "stages[0].until: expected a number of steps or a share of train_iters such as 80%"),
         ([{"until": True}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": 0.8}, {}], "stages[0].until: expected a number of steps or a share"),

@@ -60,7 +60,7 @@ def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
         ({"pos_emb": "coca", "use_mup": True}, "use_mup: the plugin's attention"),
         ({"pos_emb": "coca", "te_mha": True}, "te_mha: Transformer Engine"),
         ({"pos_emb": "coca", "attention_config": ["global", "gmlp"]}, "attention_config: gmlp is not supported"),
-        ({"pos_emb": "coca", "rope_scaling": {"type": "clex"}}, "rope_scaling: clex: GPT-NeoX's model"),
+        ({"pos_emb": "coca", "rope_scaling": {"type": "clex"}}, "rope_scaling: clex: GPT-NeoX has no weights"),
         ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is computed by GPT-NeoX's own"),
         ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is computed by GPT-NeoX's own"),
         ({"pos_emb": "kerple_log"}, "pos_emb: kerple_log: GPT-NeoX has no weights for it"),
