@@ -55,7 +55,7 @@ def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
 def _open_blend(
     config: Config, options: argparse.Namespace, stages: Sequence[OpenedStage] = ()
 ) -> tuple[Corpus, Blend]:
-    """Return the corpus, and its blend for the selected split, of the configuration or of the last of `stages`."""
+    """Return the corpus of the configuration, or of the last of `stages`, and its blend for the selected split."""
     corpus = stages[-1].corpus if stages else open_corpus(config)
     opened = {"train": corpus.train, "valid": corpus.valid}
     blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)

@@ -85,7 +85,9 @@ class DataConfig(ConfigGroup):
     split: Annotated[str, BeforeValidator(_join)] = key(
         "969, 30, 1", "Proportions of training, validation and test documents in data_path; a string or a list."
     )
-    data_impl: Literal["infer", "mmap"] = key("infer", "Format of the shards; both choices mean memory-mapped.")
+    data_impl: Literal["infer", "mmap"] = key(
+        "infer", "Format of the shards; `infer` and `mmap` both mean memory-mapped files."
+    )
     num_workers: Annotated[int, Field(ge=0, le=1024)] = key(
         2, "Prefetch threads per process. Each prepares the samples of one step; 0 disables prefetching."
     )

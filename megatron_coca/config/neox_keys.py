@@ -11,10 +11,10 @@ INERT: dict[str, str] = {key: row["reason"] for row in _TABLES["inert"] for key 
 """Keys that are accepted and have no effect, with the reason."""
 
 SAME: frozenset[str] = frozenset(_TABLES["meanings"]["same"].split())
-"""Keys of the schema and aliases with the same meaning as in GPT-NeoX."""
+"""Schema keys and aliases with the same meaning as in GPT-NeoX."""
 
 DIFFERENT: dict[str, str] = _TABLES["meanings"]["different"]
-"""Keys of the schema and aliases with another meaning in GPT-NeoX, each with the difference."""
+"""Schema keys and aliases with a different meaning in GPT-NeoX, each with the difference."""
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Aliases and their keys. An alias and its key may both be set to the same value."""

@@ -181,7 +181,7 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
                 f"stages[{number}]",
                 "changes a key that the learned weights of pos_emb or rope_scaling depend on (seq_length,"
                 " rotary_emb_base, "
-                "max_position_embeddings or an option); start another run from these weights with finetune=true",
+                "max_position_embeddings or an option); start a new run from these weights with finetune=true",
             )
         scaling = stage.config.position.rope_scaling
         if scaling is not None and scaling.original_max_position_embeddings is None and len(lengths) > 1:

@@ -217,7 +217,7 @@ class FrequencyExtension(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class DistanceMap(Choice):
-    """A value of `relative_positions.type`: the scores of distant pairs use another distance.
+    """A value of `relative_positions.type`: the scores of distant pairs use a different distance.
 
     Attributes:
         rule: the formula for distant pairs, for tables.

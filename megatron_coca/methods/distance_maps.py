@@ -1,4 +1,4 @@
-"""Values of `relative_positions.type`: the scores of distant pairs use another distance."""
+"""Values of `relative_positions.type`: the scores of distant pairs use a different distance."""
 
 from functools import cache
 

@@ -149,7 +149,7 @@ declare(
             "longrope",
             "LongRoPE",
             "Ding et al. 2024",
-            rule="`theta_j / lambda_j`, one list up to `L`, another beyond; cos and sin times `sqrt(1 + ln s / ln L)`",
+            rule="`theta_j / lambda_j`, one list up to `L`, one beyond; cos and sin times `sqrt(1 + ln s / ln L)`",
             measures_length=True,
             options=(
                 _FACTOR,
@@ -169,7 +169,7 @@ declare(
             "llama3",
             "Llama 3",
             "Llama 3.1",
-            rule="wavelengths up to `L/high_freq_factor`: `theta_j`; from `L/low_freq_factor`: `theta_j / s`; else mixed",
+            rule="wavelengths up to `L/high_freq_factor`: `theta_j`; from `L/low_freq_factor`: `theta_j/s`; else mixed",
             measures_length=True,
             options=(
                 _FACTOR,

@@ -63,7 +63,7 @@ def import_file(name: str, folder: Path) -> str:
     if wanted and wanted != digest:
         raise ImportedFileError(
             f"{path}: not the file that the weights were trained with (sha256 {wanted}..., now {digest}...); restore"
-            f" it, or name another file with imports=[FILE]"
+            f" it, or set imports=[FILE] to use this file anyway"
         )
     module = f"megatron_coca_imports.{path.stem}_{digest}"
     if module not in sys.modules:

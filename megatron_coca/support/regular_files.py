@@ -32,6 +32,6 @@ def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
 def open_to_append(path: Path) -> BinaryIO:
     """Open an existing or new file to append to it.
 
-    Raises OSError for a link: a downloaded folder may contain a link to another file of the user.
+    Raises OSError for a link: a downloaded folder may contain a link to one of the user's other files.
     """
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

@@ -96,12 +96,12 @@ def _selective(settings: Settings) -> str | None:
         return None
     if parallel.model_parallel_size > 1:
         return (
-            "selective cannot keep the products of tensor-parallel layers; set checkpoint_policy=full or"
+            "selective cannot store the matrix products of tensor-parallel layers; set checkpoint_policy=full or"
             " model_parallel_size=1"
         )
     if parallel.stage == 3 and (parallel.zero_optimization or {}).get("memory_efficient_linear", True):
         return (
-            "selective cannot keep the products of ZeRO 3's linear layers; set checkpoint_policy=full or"
+            "selective cannot store the matrix products of ZeRO 3's linear layers; set checkpoint_policy=full or"
             " zero_optimization.memory_efficient_linear=false"
         )
     return None

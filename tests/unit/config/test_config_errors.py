@@ -249,7 +249,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("sequence_parallel_size: 8", "sequence_parallel_size: 8 does not divide num_attention_heads 4 and "),
         (
             "model_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_policy: selective",
-            "checkpoint_policy: selective cannot keep the products of tensor-parallel layers",
+            "checkpoint_policy: selective cannot store the matrix products of tensor-parallel layers",
         ),
         (
             "model_parallel_size: 2\ntorch_compile: true",
