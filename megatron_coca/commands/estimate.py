@@ -137,7 +137,7 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
         yield f"tokens             {result.total_tokens:>18,}"
         yield f"days               {result.seconds / 86400:>18.2f}"
     if config.precision.dtype == "fp32":
-        yield "precision fp32: the estimate assumes the peak of bfloat16; expect a fraction of this speed"
+        yield "precision fp32: the estimate assumes bfloat16's peak FLOP/s; expect a fraction of this speed"
     if (note := rounded_sum(config, result.sizes)) is not None:
         yield note
 

@@ -145,7 +145,7 @@ def _prompt_of(line: str, place: str) -> str:
 
 
 def run(args: Namespace, prompts: list[str]) -> int:
-    """Load the checkpoint, continue `prompts`, and show or write the texts. Raises EvaluationError and others."""
+    """Load the checkpoint, continue `prompts`, and print or write the continuations. Raises InputError."""
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
     from megatron_coca.model import Sampling

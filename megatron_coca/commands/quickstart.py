@@ -135,7 +135,7 @@ def evaluate(name: str) -> list[Path]:
 def measure(
     task: str, save: Path, label: str, changed: Mapping[str, Sequence[str]], *options: str
 ) -> tuple[list[str], list[Path]]:
-    """Return the command that evaluates a checkpoint without and with each of `changed`, and its result files."""
+    """Return a command, which evaluates a checkpoint unchanged and with each set of keys, and its result files."""
     variants = {label: (), **{f"{label}{end}": keys for end, keys in changed.items()}}
     given = (part for variant, keys in variants.items() for part in ("--variant", variant, *keys))
     command = ["evaluate", task, "--checkpoint", str(save), *options, "--output", str(RUNS), "--overwrite", *given]

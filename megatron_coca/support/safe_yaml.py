@@ -23,7 +23,7 @@ _TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; check that it is the right fil
 
 
 class YamlFault(Exception):
-    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1, and is None for the whole file."""
+    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1, or is None for the whole file."""
 
     def __init__(self, line: int | None, reason: str) -> None:
         super().__init__(reason)
