@@ -33,7 +33,7 @@ ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
 STEP = f"tools/bench_train.py {MODEL} configs/cluster/gpu1.yml {ONE}"
 NEOX = "seq_length=2048 max_position_embeddings=2048 rotary_pct=0.25 gpt_j_residual=true"
 SHOWN = 40
-"""Number of lines from the end of a part's output on the page."""
+"""Number of lines that the page shows from the end of a part's output."""
 
 
 class Part(NamedTuple):

@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument(
         "--documents", choices=["file", "line"], help="treat each text file, or each of its lines, as a document (file)"
     )
-    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report larger records (64)")
+    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report records above this size (64)")
     faulty = "continue if at most this share of the records is faulty (0.1)"
     plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
     plain.add_argument("--duplicates", choices=["exact", "keep"], help="remove exact duplicates, or keep them (exact)")

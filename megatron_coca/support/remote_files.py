@@ -24,7 +24,7 @@ T = TypeVar("T")
 TIMEOUT = 20.0
 """Seconds during which commands that only read retry a failed transfer."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before the second attempt of a transfer. The pause doubles, up to the second value."""
+"""Seconds before the first retry of a transfer, and the longest pause. The pause doubles with every retry."""
 PERMANENT_NUMBERS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 """Error numbers of the store or the local disk that a retry cannot fix."""
 PERMANENT_CLASSES = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}

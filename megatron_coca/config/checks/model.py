@@ -113,7 +113,7 @@ def _gau(settings: Settings) -> str | None:
         (
             "trainable",
             len(trained) not in (0, len(QUERY_KEY_VALUE)),
-            "one projection computes query, key and value, so train all three or none",
+            "one projection computes query, key and value",
         ),
     )
     found = next((f"{name}: {reason}" for name, given, reason in unsupported if given), None)
