@@ -167,7 +167,7 @@ def test_other_numbers_of_processes_across_a_border(live: Any, open_run: Any, tm
 
 def test_wrong_stages_are_refused_by_name(live: Any, tmp_path: Path) -> None:
     refused = live({"stages": [{"until": 20}, {"num_layers": 3}], "save": str(tmp_path)}, expected=2)
-    assert "stages[0].until: step 20 leaves no step of train_iters 12" in refused.output
+    assert "stages[0].until: step 20 leaves no steps for the later stages" in refused.output
     refused = live({"stages": STAGES}, expected=2)
     assert "stages: need save" in refused.output
     missing = [{"until": 6}, {"train_data_paths": ["nowhere"]}]

@@ -261,7 +261,7 @@ def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
         (EXTENSION.replace("rule", "huggingface='only here', rule"), "rope_scaling mine: only here"),
         (
             EXTENSION.replace("rule", "huggingface='stock', rule"),
-            "rope_scaling mine: declared outside of megatron_coca",
+            "rope_scaling mine: declared outside megatron_coca",
         ),
         (
             EXTENSION.replace(", mine)", ", lambda rotary, length: mine(rotary, length))"),

@@ -123,7 +123,7 @@ def test_nothing_to_compare_with(source: Path, tmp_path: Path) -> None:
 def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_tool.main([str(source), str(tmp_path / "save")]) == 0
     said = capsys.readouterr().err
-    assert f"are not imported; export with --tokenizer {source} to copy those of the source" in said
+    assert f"are not imported; export with --tokenizer {source} to copy them from the source" in said
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert export_command.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]

@@ -169,5 +169,5 @@ def test_one_that_loses_text_is_noted(tmp_path: Path) -> None:
     shutil.copytree(AUTHORS, tmp_path / "theirs")
     beginning_tokenizer(tmp_path / "theirs")
     done = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", {"pos_emb": "coca"})
-    note = "the tokenizer loses text of a test: 100% of 8 sampled passages differ after encoding and decoding; "
+    note = "the tokenizer loses text: 100% of 8 sampled passages differ after encoding and decoding; "
     assert done.tokenizer_note is not None and done.tokenizer_note.startswith(note)

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "CLEX": (
         {"rope_scaling": {"rope_type": "clex"}},
         1,
-        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX's model",
+        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX has no weights",
     ),
     "norm": ({"use_bias_in_norms": False}, 1, "GPT-NeoX's layernorm always has a bias"),
     "attention": (
@@ -154,7 +154,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["neox", str(run), str(tmp_path / "neox"), *more, "--set", "rotary_emb_base=50000"]) == 0
     said = capsys.readouterr()
     assert "`finetune: true`\n" in said.out
-    assert "stock GPT-NeoX does not know its pos_emb" in said.err
+    assert "stock GPT-NeoX does not support its keys pos_emb" in said.err
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}

@@ -203,7 +203,7 @@ def test_setting_aside_keeps_every_object(tmp_path: Path, empty_store: MemoryFil
 def test_the_local_folder_of_a_url_is_below_the_cache() -> None:
     assert local_folder("s3://bucket/runs//coca/", "cache", CheckpointError) == Path("cache/s3/bucket/runs/coca")
     for url in ("s3://", "s3://bucket/../../etc"):
-        with pytest.raises(CheckpointError, match="write for example"):
+        with pytest.raises(CheckpointError, match="write, for example"):
             local_folder(url, "cache", CheckpointError)
 
 

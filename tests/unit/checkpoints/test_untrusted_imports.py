@@ -20,7 +20,7 @@ from megatron_coca.model import build_model
 from tests.checkpoint_files import TINY, write_checkpoint
 from tests.neox_files import write_neox
 
-NOT_RUN = "not run, because a checkpoint may come from anybody"
+NOT_RUN = "not run, because checkpoints may be untrusted"
 METHOD = (
     "from megatron_coca import LogitScaling, register\n"
     "register(LogitScaling('mine', 'mine', 'here'), lambda positions, length: 1 + 0 * positions)\n"

@@ -90,7 +90,7 @@ ZERO3 = {"zero_optimization": {"stage": 3}}
 
 @pytest.mark.parametrize("keys", [ZERO3, {"model_parallel_size": 2}])
 def test_selective_is_refused_where_deepspeed_changes_kept_products(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="checkpoint_policy: selective cannot keep the products"):
+    with pytest.raises(ConfigError, match="checkpoint_policy: selective cannot store the matrix products"):
         load_config([], KEYS | keys | CHOICES["selective"] | {"pos_emb": "coca"})
     load_config([], KEYS | keys | CHOICES["full"] | {"pos_emb": "coca"})
 
