@@ -92,7 +92,7 @@ def test_the_loss_counts_answers_or_all_tokens() -> None:
 
 
 def test_a_sample_without_room_is_an_error() -> None:
-    with pytest.raises(DataError, match="seq_length: 22 is too short for recall; set at least 23"):
+    with pytest.raises(DataError, match="seq_length: 22 is too short for the task recall; set it to at least 23"):
         SyntheticSamples(TaskSettings(), 22, 0)
     assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
 
@@ -149,7 +149,7 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("synthetic.facts=17", "17 facts need as many different keys, but there are 16"),
+        ("synthetic.facts=17", "17 facts need 17 different keys, but synthetic.keys is 16"),
         ("synthetic.task=recal", "`recal` is not one of recall | multi_query | copy | reverse | ngram; did you mean"),
         ("train_data_paths=[a]", "does not read the data paths that are set; remove them, or set synthetic.text=true"),
         ("reset_attention_mask=true", "not supported with reset_attention_mask"),
