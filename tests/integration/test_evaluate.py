@@ -113,7 +113,7 @@ def test_a_start_token_is_named_and_put_on_request(
     config = load_config([], MODEL | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
     checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     assert main(arguments(checkpoint, text, "--output", tmp_path / "plain.json")) == 0
-    assert "puts <bos> before every text; add --start-token '<bos>'" in caplog.text
+    assert "adds <bos> before every text; add --start-token '<bos>'" in caplog.text
     caplog.clear()
     begun = arguments(checkpoint, text, "--output", tmp_path / "begun.json", "--start-token", "<bos>")
     assert main(begun) == 0 and "--start-token" not in caplog.text
