@@ -23,7 +23,7 @@ from tests.parity.exported import LLAMA, random_checkpoint
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers what an upload of small files asks, keeps what is committed and gives it; with `status` it refuses."""
+    """Answers the requests of an upload, keeps committed files and returns them; with `status`, this error."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -161,7 +161,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_evaluated(
         assert "hf://no/such: cannot be downloaded" in capsys.readouterr().err
 
 
-def test_an_upload_that_is_refused_keeps_the_folder(hub: Hub, tmp_path: Path) -> None:
+def test_a_failed_upload_keeps_the_folder(hub: Hub, tmp_path: Path) -> None:
     checkpoint, folder = random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "exported"
     hub.status = 401
     with pytest.raises(CheckpointError, match=r"--push me/model: .*(?s:.)*hf auth login.*hf upload me/model"):

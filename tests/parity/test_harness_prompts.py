@@ -145,7 +145,7 @@ def test_a_token_behind_every_text_is_part_of_the_measurement(tasks: Path, tmp_p
         command(*given)
 
 
-def test_a_template_that_refuses_the_system_message(
+def test_a_template_that_rejects_the_system_message(
     tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is left out, as by HFLM, with one warning for a task."""
