@@ -176,7 +176,7 @@ def truncate_optimizer(run: Path) -> None:
 
 CHECKPOINT_FAULTS = {
     "truncated weights": (lambda run: truncate(run / "global_step12" / native.WEIGHTS), "model.safetensors: has "),
-    "truncated optimizer": (truncate_optimizer, "the checkpoint was written with"),
+    "truncated optimizer": (truncate_optimizer, "rank_00000.safetensors: has "),
     "lost random state": (
         lambda run: (run / "global_step12/rng/rank_0.pt").unlink(),
         "rank_0.pt: not found; copy the checkpoint",
