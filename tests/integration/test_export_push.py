@@ -126,7 +126,7 @@ def test_an_export_is_uploaded_whole_with_its_card(
     assert (facts["license"], facts["base_model"]) == ("apache-2.0", "me/base: one")
     assert "## Results\n\n| window | perplexity |\n|---|---|\n| 64 | 12.5 |\n\n## Loading" in text
     (sources,) = [line for line in text.splitlines() if line.startswith("| method sources |")]
-    assert sources == "| method sources | CoCA, Zhu et al. 2024, the form the paper trains; Peng et al. 2023 |"
+    assert sources == "| method sources | CoCA, Zhu et al. 2024, in the form that the paper trains; Peng et al. 2023 |"
 
 
 def test_a_model_of_the_hub_without_safetensors(hub: Hub, tmp_path: Path) -> None:
