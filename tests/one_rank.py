@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_coca.config import CheckpointConfig
+from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.opened_stages import OpenedStage
-from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.run_context import RunContext
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog

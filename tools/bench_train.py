@@ -37,9 +37,9 @@ from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flop
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.training import launch
+from megatron_coca.training.checkpointing.saving import DTYPES
 from megatron_coca.training.engine import Engine, group
 from megatron_coca.training.optimizer import build_optimizer
-from megatron_coca.training.saving import DTYPES
 from tools.records import ChildProcess, append_records, benchmark_parser, compared
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")

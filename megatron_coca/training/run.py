@@ -17,26 +17,26 @@ from megatron_coca.support.console import set_up_logging
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.training import launch
-from megatron_coca.training.collectives import FolderLock, from_main, require_writable
-from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
-from megatron_coca.training.engine import Engine, build_engine
-from megatron_coca.training.engine import group as dist
-from megatron_coca.training.exit_status import CaughtSignals, Stopped
-from megatron_coca.training.initial_model import initial_model
-from megatron_coca.training.neox_resume import starts_from_neox, take_over
-from megatron_coca.training.opened_stages import OpenedStage, open_stages
-from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
-from megatron_coca.training.randomness import compute_deterministically, seed_everything
-from megatron_coca.training.remote_checkpoints import use_local_folders
-from megatron_coca.training.resume import (
+from megatron_coca.training.checkpointing.initial_model import initial_model
+from megatron_coca.training.checkpointing.neox_resume import starts_from_neox, take_over
+from megatron_coca.training.checkpointing.remote_checkpoints import use_local_folders
+from megatron_coca.training.checkpointing.resume import (
     candidates,
     check_same_run,
     first_valid,
     quarantine_newer,
     verify_distributed,
 )
+from megatron_coca.training.checkpointing.saving import Checkpoints
+from megatron_coca.training.collectives import FolderLock, from_main, require_writable
+from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
+from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.exit_status import CaughtSignals, Stopped
+from megatron_coca.training.opened_stages import OpenedStage, open_stages
+from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
+from megatron_coca.training.randomness import compute_deterministically, seed_everything
 from megatron_coca.training.run_context import RunContext
-from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.sinks import run_folder
 from megatron_coca.training.topology import Topology, rounded_sum
 from megatron_coca.training.trainer import Trainer

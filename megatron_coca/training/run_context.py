@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.exit_status import CaughtSignals
-from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
 

@@ -8,6 +8,8 @@ from typing import NoReturn
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.data import Batch, Loader
+from megatron_coca.training.checkpointing.resume import begins_optimizer
+from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.collectives import from_main
 from megatron_coca.training.corpus import mixture_figures, open_loader
 from megatron_coca.training.engine import Engine, HeldOutLoss, StepResult
@@ -16,9 +18,7 @@ from megatron_coca.training.exit_status import Diverged, Interrupted, Preempted,
 from megatron_coca.training.loss_guard import LossGuard, Verdict
 from megatron_coca.training.monitor import IntervalMean, Monitor
 from megatron_coca.training.opened_stages import OpenedStage
-from megatron_coca.training.resume import begins_optimizer
 from megatron_coca.training.run_context import RunContext
-from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.sinks import is_validated, run_folder
 from megatron_coca.training.validation import validate
 

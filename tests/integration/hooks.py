@@ -35,7 +35,7 @@ class Point(NamedTuple):
     after: bool = False
 
 
-SAVING, NATIVE = "megatron_coca.training.saving", "megatron_coca.checkpoints.native"
+SAVING, NATIVE = "megatron_coca.training.checkpointing.saving", "megatron_coca.checkpoints.native"
 WRITE = f"{NATIVE}.write"
 POINTS: dict[str, Point] = {
     "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),

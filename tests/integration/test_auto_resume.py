@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
-from megatron_coca.training.resume import Choice, first_valid
+from megatron_coca.training.checkpointing.resume import Choice, first_valid
 from tests.checkpoint_files import run_alone
 from tests.integration.hooks import Hook
 

@@ -14,7 +14,7 @@ from megatron_coca import cli, load_model
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.adapters import merging_lines
 from megatron_coca.config import load_config
-from megatron_coca.training.initial_model import initial_model
+from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.parity.foreign import TRAINED, llama, theirs, tokens, write
 
 

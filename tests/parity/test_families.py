@@ -32,7 +32,7 @@ from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.model.generate import generate
-from megatron_coca.training.initial_model import initial_model
+from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.checkpoint_files import beginning_tokenizer
 from tests.parity.exported import random_checkpoint
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.training.resume import FREE_KEYS
+from megatron_coca.training.checkpointing.resume import FREE_KEYS
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "tests/golden/authors/coca_llama"

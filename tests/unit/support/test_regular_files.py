@@ -21,7 +21,7 @@ from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.model import build_model
 from megatron_coca.support.atomic_write import write_file
 from megatron_coca.support.regular_files import read_regular
-from megatron_coca.training.resume import runs_of
+from megatron_coca.training.checkpointing.resume import runs_of
 from tests.checkpoint_files import BYTES, TINY, write_checkpoint
 from tests.neox_files import write_neox
 

@@ -17,9 +17,9 @@ from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.optimization import TrainablePart
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, empty_model
 from megatron_coca.model.cost import parameter_count, trained_count
+from megatron_coca.training.checkpointing.resume import FREE_GROUPS, FREE_KEYS
 from megatron_coca.training.estimate import estimate
 from megatron_coca.training.optimizer import PARTS, build_optimizer, parts_of, train_only_parts, trainable_share
-from megatron_coca.training.resume import FREE_GROUPS, FREE_KEYS
 
 TINY: dict[str, Any] = {
     "num_layers": 2,

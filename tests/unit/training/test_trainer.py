@@ -14,11 +14,11 @@ import torch
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.data import Batch
+from megatron_coca.training.checkpointing.saving import Checkpoints
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import HeldOutLoss, StepResult
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
-from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.trainer import Trainer
 from tests.one_rank import context_of_one_rank, only_stage
 

@@ -19,7 +19,7 @@ from megatron_coca.checkpoints.native.object_store import RemoteFolder, save_fol
 from megatron_coca.config import CheckpointConfig, load_config
 from megatron_coca.support import remote_files
 from megatron_coca.support.remote_files import local_folder
-from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
+from megatron_coca.training.checkpointing.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from tests.checkpoint_files import run_alone
 
 URL = "memory://bucket/run"

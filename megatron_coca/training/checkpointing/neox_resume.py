@@ -19,12 +19,12 @@ from megatron_coca.checkpoints.opened import check_fit
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, stage_at
 from megatron_coca.support.plain_text import masked
+from megatron_coca.training.checkpointing.initial_model import check_same_tokenizer
+from megatron_coca.training.checkpointing.saving import DTYPES
 from megatron_coca.training.engine.state import MOMENTS
-from megatron_coca.training.initial_model import check_same_tokenizer
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.randomness import rng_states
-from megatron_coca.training.saving import DTYPES
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
 """Keys, in addition to the architecture, that must match the checkpoint. Its files do not record the other groups."""

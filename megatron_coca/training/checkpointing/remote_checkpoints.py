@@ -15,9 +15,9 @@ from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.object_store import RemoteFolder, fetch, save_folder
 from megatron_coca.config import CheckpointConfig, Config
 from megatron_coca.support.remote_files import is_url
+from megatron_coca.training.checkpointing.resume import runs_of
 from megatron_coca.training.collectives import from_main
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.resume import runs_of
 
 logger = logging.getLogger(__name__)
 

@@ -33,12 +33,12 @@ from megatron_coca.checkpoints.native.state import (
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.support.plain_text import masked
+from megatron_coca.training.checkpointing.remote_checkpoints import LAST_SECONDS
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.opened_stages import OpenedStage
 from megatron_coca.training.randomness import load_rng_states, rng_states, seed_everything
-from megatron_coca.training.remote_checkpoints import LAST_SECONDS
 from megatron_coca.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)

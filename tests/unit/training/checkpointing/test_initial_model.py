@@ -14,8 +14,8 @@ from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.model import build_model
-from megatron_coca.training.initial_model import initial_model
-from megatron_coca.training.resume import candidates, first_valid
+from megatron_coca.training.checkpointing.initial_model import initial_model
+from megatron_coca.training.checkpointing.resume import candidates, first_valid
 from tests.checkpoint_files import run_alone, write_checkpoint
 from tests.tokenizer_files import train_bpe
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.native.state import WEIGHT, ParameterSlice, StatePiece, write_pieces
 from megatron_coca.config import CheckpointConfig
+from megatron_coca.training.checkpointing.saving import Checkpoints, is_due
 from megatron_coca.training.corpus import Corpus
-from megatron_coca.training.saving import Checkpoints, is_due
 from tests.one_rank import changed, context_of_one_rank, only_stage
 
 
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"))
     run.save(2, {})
     run.wait()
-    monkeypatch.setattr("megatron_coca.training.saving.write_safetensors", full)
+    monkeypatch.setattr("megatron_coca.training.checkpointing.saving.write_safetensors", full)
     run.save(3, {})
     with pytest.raises(
         CheckpointError, match="step 3 could not be written .*No space left.*earlier checkpoints are intact"
@@ -159,7 +159,7 @@ def test_weights_are_put_together_without_reading_the_state_again(
         write_pieces(path, *arguments)
         path.write_bytes(b"lost")
 
-    monkeypatch.setattr("megatron_coca.training.saving.write_pieces", destroyed)
+    monkeypatch.setattr("megatron_coca.training.checkpointing.saving.write_pieces", destroyed)
     run = checkpoints_of(opened, engine_of(torch.arange(5.0)), save=str(tmp_path))
     run.save(2, {})
     run.wait()

@@ -12,8 +12,7 @@ from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.corpus import Corpus, open_corpus
-from megatron_coca.training.resume import (
+from megatron_coca.training.checkpointing.resume import (
     Choice,
     candidates,
     check_same_run,
@@ -21,6 +20,7 @@ from megatron_coca.training.resume import (
     quarantine_newer,
     verify_distributed,
 )
+from megatron_coca.training.corpus import Corpus, open_corpus
 from tests.checkpoint_files import refuse
 from tests.one_rank import changed
 

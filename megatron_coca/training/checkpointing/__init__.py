@@ -1,0 +1,1 @@
+"""Checkpoints of a run: the initial model, resuming, saving, and runs on an object store."""
