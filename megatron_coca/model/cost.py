@@ -186,7 +186,7 @@ def _weights_per_block(model: ModelConfig, name: str) -> int:
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
-    """Count the parameters in one layer's attention by trainable part. Each matrix row has hidden_size weights.
+    """Count the parameters of one layer's attention by trainable part. Each row of a matrix has hidden_size weights.
 
     Queries, keys, values and the gate of a gated attention unit are trained together, so all of them count as "query".
     """

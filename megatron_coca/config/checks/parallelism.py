@@ -90,7 +90,9 @@ def _torch_compile(settings: Settings) -> str | None:
 
 
 def _selective(settings: Settings) -> str | None:
-    """Check for DeepSpeed's own linear layers, which change the stored matrix products in place (biases, sums)."""
+    """Selective recomputation is not supported with DeepSpeed's own linear layers: they add biases and partial sums in
+    place to the matrix products that recomputation keeps.
+    """
     model, parallel = settings.model, settings.parallel
     if not model.checkpoint_activations or model.checkpoint_policy != "selective":
         return None

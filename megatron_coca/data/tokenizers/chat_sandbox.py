@@ -463,7 +463,7 @@ def _strftime_now(context: _Context, form: str) -> str:
     context.budget.fill_in(form, ())
     if any(place.endswith("s") for place in _PLACES.findall(form)):
         raise jinja2.TemplateError(
-            "it prints the time with the field %s, which depends on the time zone of the machine"
+            "it formats the time with the strftime code '%s', which depends on the time zone of the machine"
         )
     return context.now.strftime(form)
 

@@ -1,8 +1,8 @@
 """Support for runs with `save` or `load` on an object store.
 
 A run saves to a local folder. From there, a thread of rank 0 uploads every complete checkpoint while training
-continues. At its start, a run downloads the checkpoint from which it resumes to that folder, and uploads the
-checkpoints that the last launch did not upload. All other training code uses only local folders.
+continues. When a run starts, it downloads the checkpoint that it will resume from into that folder, and uploads any
+checkpoints that the previous launch did not upload. All other training code uses only local folders.
 """
 
 import logging
