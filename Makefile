@@ -5,8 +5,8 @@ BIN := .venv/bin
 .PHONY: quickstart test test-slow test-all test-cuda soak gpu-report lint docs clean
 
 # One thread per test process, and three processes on two cores, because many tests wait. Tests that time code or measure
-# memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is emptied, so that processes which tests
-# start read compiled modules. tests/conftest.py runs the longest files first; pytest-xdist would run them last.
+# memory (marked serial) run afterwards, one at a time. PYTHONDONTWRITEBYTECODE is unset so that processes started by tests
+# can use compiled modules. tests/conftest.py runs the longest files first; pytest-xdist would run them last.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 WORKERS ?= 3
 
@@ -15,13 +15,13 @@ quickstart: .venv/ready
 
 SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
-# Every change must pass this: lint, types and the fast tests, under 5 minutes on 2 cores.
+# Every change must pass this target: lint, types and the fast tests, in under 5 minutes on 2 cores.
 test: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not serial"
 	$(PYTEST) -m "serial and not slow and not gpu" $(SERIAL)
 
-# As many of the slow tests as begin within SLOW_MINUTES. The commit decides on the order of the files, so that each gets
-# its turn. A test that fails runs a second time with nothing beside it; one that fails twice fails the run.
+# The slow tests that start within SLOW_MINUTES. The order of the files depends on the commit, so that over time every
+# file is run. A failed test runs a second time on its own, and fails the run only if it fails again.
 SLOW_MINUTES ?= 40
 
 test-slow: .venv/ready-dev
@@ -29,20 +29,20 @@ test-slow: .venv/ready-dev
 	  { [ $$? = 1 ] && echo "again, one at a time:" && timeout 900 env $(PYTEST) --last-failed --last-failed-no-failures none -m "slow and not gpu and not serial"; }
 	timeout 300 env $(PYTEST) -m "serial and slow and not gpu" $(SERIAL)
 
-# Everything that needs no GPU.
+# All tests that need no GPU.
 test-all: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
-# Kills, signals, I/O errors, outages and clock jumps against two training runs, which must end in the same bits as
-# undisturbed ones (docs/faults.md). EVENTS=kill,term chooses events, EVENTS=-outage leaves one out.
+# Two training runs with kills, signals, I/O errors, outages and clock jumps. Their results must be bitwise identical to
+# those of undisturbed runs (docs/faults.md). EVENTS=kill,term selects events, EVENTS=-outage excludes one.
 MINUTES ?= 60
 
 soak: .venv/ready-dev
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EVENTS),--events=$(EVENTS))
 
-# The CUDA path on a stand-in device, without a GPU (docs/pretend.md). Its environment has PyTorch's CUDA wheels, 5 GB.
-# If the package index prefers a CPU build, name a version or an index that has a CUDA build:
+# Test the CUDA path on a simulated device, without a GPU (docs/pretend.md). The environment contains PyTorch's CUDA
+# wheels, 5 GB. If the package index prefers a CPU build, name a version or an index with a CUDA build:
 #   make test-cuda CUDA_TORCH="torch==2.14.1"       PIP_INDEX_URL=https://... make test-cuda
 # CUDA_PYTHON uses an existing environment instead; UPDATE=1 writes the measured values into the budgets.
 CUDA_TORCH ?= torch==2.14.1
@@ -55,10 +55,10 @@ test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
 	$(PYTHON) -m venv .venv-cuda
 	sed 's/^torch==.*/$(CUDA_TORCH)/' requirements.txt > .venv-cuda/requirements.txt
 	.venv-cuda/bin/python -m pip install --disable-pip-version-check -r .venv-cuda/requirements.txt
-	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build: name one, make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
+	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build; name one: make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
 	touch $@
 
-# On a machine with a GPU: the first measurements, in results/gpu/gpu_report.md (docs/gpu_report.md).
+# Write the first measurements on a GPU to results/gpu/gpu_report.md (docs/gpu_report.md). Needs a GPU.
 gpu-report: .venv/ready-dev
 	$(BIN)/python tools/gpu_report.py
 
@@ -67,7 +67,7 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation as a site in build/docs. Once its environment exists, it needs no network.
+# Build the documentation site in build/docs. Needs no network once its environment exists.
 docs: .venv-docs/ready
 	.venv-docs/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
@@ -76,14 +76,14 @@ docs: .venv-docs/ready
 	.venv-docs/bin/python -m pip install --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
-# Without a GPU, install PyTorch's CPU build: the package index has a build with 5 GB of CUDA libraries. If this machine
-# has no GPU but shares .venv with machines that have one: make TORCH_INDEX=
+# Without a GPU, install PyTorch's CPU build, because the build in the package index contains 5 GB of CUDA libraries. If
+# this machine has no GPU but shares .venv with machines that have one, use: make TORCH_INDEX=
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --disable-pip-version-check --retries 1 --timeout 10 --no-deps --index-url $(TORCH_INDEX) $(shell grep '^torch==' requirements.txt) || echo "$(TORCH_INDEX) has no answer: the package index decides on the build of PyTorch")
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --disable-pip-version-check --retries 1 --timeout 10 --no-deps --index-url $(TORCH_INDEX) $(shell grep '^torch==' requirements.txt) || echo "$(TORCH_INDEX): no answer; the package index selects the build of PyTorch")
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --editable . # the command megatron-coca
 	touch $@

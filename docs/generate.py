@@ -1,6 +1,6 @@
-"""Write the pages, and the tables in pages, that follow from the code: `python docs/generate.py`.
+"""Write the pages, and the tables in pages, that are generated from the code: `python docs/generate.py`.
 
-`--check` writes nothing and names those that are not current, as a test does.
+With `--check` it writes nothing, prints the names of outdated pages, and exits with status 1 if there are any.
 """
 
 import sys
@@ -35,7 +35,7 @@ CONFIG_INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py`; edit the schema instead. -->
 
-A run is one or several YAML or JSON files, merged left to right, and then `key=value` overrides:
+A run is configured by one or more YAML or JSON files, merged left to right, and then by `key=value` overrides:
 
     megatron-coca train configs/350M/roformer_coca.yml configs/cluster/cpu.yml train_iters=1000 \\
         rope_scaling.rope_type=dynamic rope_scaling.factor=4.0
@@ -49,24 +49,25 @@ config.override({"rope_scaling": None})        # a new, validated Config
 config.to_yaml()                               # every resolved key, flat
 ```
 
-- Later values win. Mappings are merged key by key: `optimizer: {params: {lr: 1e-3}}` keeps the betas. Another choice in
-  `rope_scaling`, `relative_positions` or `logit_scaling` drops the options of the earlier choice. The run's log names
-  the dropped options.
-- Paths are relative to the working folder. A data path in a file that begins with `./` is relative to the file. A
-  leading `~` is the home folder.
+- Later values win. Mappings are merged key by key: `optimizer: {params: {lr: 1e-3}}` keeps the betas. If a later file
+  makes another choice in `rope_scaling`, `relative_positions` or `logit_scaling`, the options of the earlier choice are
+  dropped. The run's log names the dropped options.
+- Paths are relative to the working folder. In a file, a data path that begins with `./` is relative to the file's
+  folder. A leading `~` is the home folder.
 - `null` means "not set": the default applies, even if an earlier file set the key.
 - Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.
 - Duplicate keys in a file, unknown keys, wrong types, invalid choices and invalid combinations are errors. All errors
   are reported at once, with a line `file:line: key: message` for each.
-- Types are strict: an integer is valid for a number, but a string or boolean is not. Numbers are limited, for example
-  to 2^31 - 1 steps or tokens, and to 2^20 features, samples or ranks.
+- Types are strict: an integer is accepted for a number, but a string or boolean is not. Numbers have upper limits, for
+  example 2^31 - 1 steps or tokens, and 2^20 features, samples or ranks.
 - Choices are case-sensitive, except optimizer types.
 
-GPT-NeoX's keys have the same meaning here. The end of this page lists every difference, the keys without effect, and
-the keys of unsupported features, which accept only GPT-NeoX's default. Of GPT-NeoX's 59 configuration files, 35 models
-and 8 overlays load unchanged. The other 16 are errors, because of keys that `tests/neox/upstream_files.yaml` lists:
-Mamba, RWKV, mixtures of experts, Transformer Engine, bitsandbytes, sparse attention, gMLP, Comet, misspelled keys, and
-in 20B tensor ranks within pipeline stages, which DeepSpeed's AutoTP does not support.
+GPT-NeoX's keys have the same meaning here, with the exceptions that the end of this page lists. It also lists the keys
+without effect and the keys of unsupported features, which accept only GPT-NeoX's default. Of GPT-NeoX's 59
+configuration files, 35 models and 8 overlays load unchanged. The other 16 are errors, because they use Mamba, RWKV,
+mixtures of experts, Transformer Engine, bitsandbytes, sparse attention, gMLP, Comet, misspelled keys, or (in 20B)
+tensor ranks within pipeline stages, which DeepSpeed's AutoTP does not support. `tests/neox/upstream_files.yaml` lists
+the keys.
 
 ## Keys
 """
@@ -81,13 +82,13 @@ OPTION_TYPES = {
     "flag": "true \\| false",
     "positives": "list",
 }
-"""Types of declared options, as the tables name them."""
+"""Names of option types in the tables, by the kind of a declared option."""
 CHOSEN = ("pos_emb", "logit_scaling", "forgetting_gate")
-"""Keys that have the name of a declared choice as their value."""
+"""Keys with the name of a declared choice as their value."""
 
 
 def config_page() -> str:
-    """Return docs/config.md, the page of every key."""
+    """Return the text of docs/config.md, which describes every key."""
     return "\n".join([CONFIG_INTRODUCTION, *_groups(), *_other_keys()]) + "\n"
 
 
@@ -98,7 +99,7 @@ def _groups() -> Iterator[str]:
     for key, selector in SELECTORS.items():
         choices = methods.TABLES[key]
         if any(choice.options for choice in choices.values()):
-            yield f"### {key}\n\nThe choice `{key}.{selector}` and its options. attention.md has the formulas.\n"
+            yield f"### {key}\n\nThe choice `{key}.{selector}` and its options. The formulas are in attention.md.\n"
             named = " \\| ".join(choices)
             first = (f"`{key}.{selector}`", "", named, f"`{DEFAULTS[key]}`" if key in DEFAULTS else "required", "")
             yield _table(("key", "of", "type", "default", "meaning"), [first, *_options(key)])
@@ -108,9 +109,11 @@ def _groups() -> Iterator[str]:
 
 
 def _options(key: str) -> Iterator[tuple[str, ...]]:
-    """Yield a row for every option with the choices that read it. Equal options of several choices share a row."""
+    """Yield a row for every option, with the choices that read it. Choices with equal options share a row."""
     if key == "rope_scaling":
-        meaning = "L in the formula; null: seq_length. For a model fine-tuned at seq_length: its earlier length."
+        meaning = (
+            "L in the formula; null: seq_length. If the model is fine-tuned at seq_length, set its earlier length."
+        )
         yield f"`{key}.{ORIGINAL}`", "all", "int", "`null`", meaning
     readers: dict[Option, list[str]] = {}
     for choice in methods.TABLES[key].values():
@@ -133,7 +136,7 @@ def _rows(kind: type[ConfigGroup], prefix: str) -> Iterator[tuple[str, ...]]:
 
 
 def _type(name: str, annotation: Any) -> str:
-    """Return the type in YAML's terms: `int`, `number`, `string`, ..., or the choices."""
+    """Return the YAML type (`int`, `number`, `string`, ...), or the choices."""
     if name in CHOSEN:
         return " \\| ".join(methods.TABLES[name])
     names = {int: "int", float: "number", str: "string", bool: "true \\| false", list: "list", tuple: "list"}
@@ -173,26 +176,26 @@ def _escaped(value: Any) -> str:
 def _other_keys() -> Iterator[str]:
     yield "## Aliases\n"
     yield _table(("alias", "key"), ((f"`{alias}`", f"`{key}`") for alias, key in ALIASES.items()))
-    yield "## GPT-NeoX's keys with another meaning\n"
-    yield "Compared with the code of GPT-NeoX's commit ea7aefd8.\n"
+    yield "## GPT-NeoX keys with a different meaning\n"
+    yield "The comparison is with the code of GPT-NeoX commit ea7aefd8.\n"
     yield _table(("key", "difference"), ((f"`{key}`", _escaped(words)) for key, words in sorted(DIFFERENT.items())))
-    yield f"These keys mean the same: {', '.join(f'`{key}`' for key in sorted(SAME))}.\n"
-    yield "## GPT-NeoX's keys without effect\n"
+    yield f"These keys have the same meaning: {', '.join(f'`{key}`' for key in sorted(SAME))}.\n"
+    yield "## GPT-NeoX keys without effect\n"
     yield _grouped("reason", "keys", ((reason, f"`{key}`") for key, reason in INERT.items()))
-    yield "## GPT-NeoX's values that are not supported\n"
+    yield "## Unsupported values of GPT-NeoX keys\n"
     choices = (
         (f"`{key}: {choice}`", why)
         for key, unsupported in UNSUPPORTED_CHOICES.items()
         for choice, why in unsupported.items()
     )
     yield _table(("value", "feature"), choices)
-    yield "## GPT-NeoX's keys that are not supported\n"
+    yield "## Unsupported GPT-NeoX keys\n"
     accepted = ((feature, f"`{key}: {_plain(default)}`") for key, (default, feature) in UNSUPPORTED.items())
     yield _grouped("feature", "keys with their accepted values", accepted)
 
 
 def _grouped(head: str, members: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a table with a row for each first column, and all second columns of it in this row."""
+    """Return a table with one row per distinct first column, in which all its second columns are joined."""
     groups: dict[str, list[str]] = {}
     for first, second in rows:
         groups.setdefault(first, []).append(second)
@@ -211,20 +214,22 @@ _NEAR = Band(0, _WINDOW)
 
 FURTHER: dict[str, Needs] = {
     "`sliding_window_width`, or `relative_positions: streaming` with `sinks: 0`": Needs("cuda", bands=(_NEAR,)),
-    "`attention_dropout` above 0, with `rotary` and its like": Needs("cuda", dropout=0.1),
+    "`attention_dropout` above 0, with `rotary` and similar methods": Needs("cuda", dropout=0.1),
     "`attention_dropout` above 0, with `alibi`": Needs("cuda", bias="linear", dropout=0.1),
-    "`attention_dropout` above 0, with `rerope` and its like": Needs("cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1),
+    "`attention_dropout` above 0, with `rerope` and similar maps": Needs(
+        "cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1
+    ),
     "`sliding_window_width` with `alibi`": Needs("cuda", bias="linear", bands=(_NEAR,)),
-    "`reset_attention_mask`, with `rotary` and its like": Needs("cuda", packed=True),
-    "`forgetting_gate`, with `rotary` and its like": Needs("cuda", head_dim=72, gates=True),
+    "`reset_attention_mask`, with `rotary` and similar methods": Needs("cuda", packed=True),
+    "`forgetting_gate`, with `rotary` and similar methods": Needs("cuda", head_dim=72, gates=True),
     "`forgetting_gate`, with `alibi`": Needs("cuda", head_dim=72, bias="linear", gates=True),
-    "heads of 60 features, with `rotary` and its like": Needs("cuda", head_dim=60),
+    "heads of 60 features, with `rotary` and similar methods": Needs("cuda", head_dim=60),
 }
-"""Rows of the tables beside those of the declared choices."""
+"""Rows of the backend tables in addition to those of the declared choices."""
 
 
 def needs() -> dict[str, Needs]:
-    """Rows of the tables: keys of the configuration and what they need; choices that need the same share a row."""
+    """Return the rows of the tables: labels and needed features. Choices that need the same features share a row."""
     named: dict[Needs, list[str]] = {}
     labels: dict[Needs, str] = {}
     for key in ("pos_emb", "relative_positions"):
@@ -240,7 +245,7 @@ def needs() -> dict[str, Needs]:
 
 
 def _needs_of(choice: methods.Choice) -> Needs:
-    """What a model with this choice and otherwise defaults needs; windows and sinks have one size."""
+    """Return the features that a model with this choice and otherwise default keys needs, for fixed windows."""
     shape = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 2 * _WINDOW}
     if choice.key == "pos_emb":
         config = load_config([], shape | {"pos_emb": choice.name})
@@ -258,31 +263,31 @@ BACKENDS_INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py`; change the code, not this page. -->
 
-`attention_backend` names one of these backends, or `auto`. `auto` takes the first one that supports the model:
-{automatic}. If samples hold several documents that do not see each other, `triton` comes first, with one launch for
-all documents. A named backend that does not support the model is an error with the reason; no other backend takes its
-place. A number in a table is the number of a reason below the table.
+`attention_backend` names one of these backends, or `auto`. `auto` selects the first backend that supports the model, in
+this order: {automatic}. If samples contain several documents that must not attend to each other, `auto` tries `triton`
+first, which processes all documents in one launch. If a named backend does not support the model, the run stops and
+shows the reason; it does not fall back to another backend. A number in a table refers to a reason below the table.
 
 | backend | description |
 | --- | --- |
 {summaries}
 
-All of them support grouped queries, packed documents, and queries that are the last tokens of longer keys.
-`rope_scaling`, `logit_scaling` and the frequencies change only the operands, so they have no row. `triton` must be
-installed: `pip install triton`. Nothing has been measured on a GPU yet.
+All backends support grouped queries, packed documents, and queries that are the last tokens of a longer key sequence.
+`rope_scaling`, `logit_scaling` and the frequencies change only the operands, so they have no row. Install `triton` with
+`pip install triton`. Nothing has been measured on a GPU yet.
 """
 
 SUMMARIES = {
-    "sdpa": "PyTorch's scaled_dot_product_attention, cuDNN's from Hopper on; a bias on the CPU without an N x N tensor",
-    "merge": "PyTorch's flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
+    "sdpa": "PyTorch's scaled_dot_product_attention, with cuDNN from Hopper on; biases on the CPU need no N x N tensor",
+    "merge": "several PyTorch flash calls, merged by log-sum-exp; in half precision, on the CPU in any precision",
     "flex": "PyTorch's FlexAttention, compiled",
     "triton": "the kernels of megatron_coca.kernels",
-    "reference": "dense, O(N^2) memory, any precision; the tests compare the others with it",
+    "reference": "dense, with O(N^2) memory, in any precision; the tests compare the other backends with it",
 }
 
 
 def backends_page() -> str:
-    """What each attention backend supports: docs/backends.md."""
+    """Return the text of docs/backends.md, which describes the features that each attention backend supports."""
     candidates = "; ".join(
         f"on {device_type} {', '.join(f'`{name}`' for name in names)}" for device_type, names in AUTOMATIC.items()
     )
@@ -298,9 +303,9 @@ def backends_page() -> str:
 
 
 def _support(device_type: str, columns: tuple[str, ...]) -> str:
-    """One row per entry of `needs`, with numbered reasons below."""
+    """Return a table with one row per entry of `needs`, and numbered reasons below it."""
     numbers: dict[str, int] = {}
-    rows = [("needed", "auto", *columns), ("---",) * (len(columns) + 2)]
+    rows = [("needed feature", "auto", *columns), ("---",) * (len(columns) + 2)]
     for label, wanted in needs().items():
         asked = replace(wanted, device_type=device_type)
         said = {name: BACKENDS[name].supports(asked) for name in columns}
@@ -312,7 +317,7 @@ def _support(device_type: str, columns: tuple[str, ...]) -> str:
 
 
 def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
-    """ "yes", or the number of the reason, new ones at the end."""
+    """Return "yes", or the number of the reason, which is added to `numbers` if it is new."""
     return "yes" if reason is None else str(numbers.setdefault(f"`{name}`: {reason}", len(numbers) + 1))
 
 
@@ -332,7 +337,7 @@ def forms_table() -> str:
 
 
 def choices_table(key: str, head: tuple[str, ...]) -> str:
-    """A row for every choice of a key: its name, its rule, its options with defaults, and its source."""
+    """Return a table with a row for every choice of a key: name, rule, options with defaults, and source."""
     rows = []
     for name, choice in methods.TABLES[key].items():
         given = (f"`{option.name}`{f' {shown}' if (shown := _shown(option)) else ''}" for option in choice.options)
@@ -358,13 +363,13 @@ def readme_table() -> str:
         ("relative-position map", "`relative_positions`", listed("relative_positions")),
         ("logit scaling", "`logit_scaling`", listed("logit_scaling")),
         ("forgetting gate", "`forgetting_gate`", listed("forgetting_gate")),
-        ("layers that differ", "`layer_types`", "any of these by type of layer, `sliding_window_width`"),
+        ("layers that differ", "`layer_types`", "any of these keys per layer type, and `sliding_window_width`"),
     ]
     return _table(("choice", "key", "values"), rows)
 
 
 def public_table() -> str:
-    """Every name of the package's top level, with the first sentence of its docstring."""
+    """Return a table of the package's top-level names, each with the first sentence of its docstring."""
     rows = []
     for name in sorted(megatron_coca.__all__, key=str.lower):
         first = " ".join(str(getattr(megatron_coca, name).__doc__).partition("\n\n")[0].split())
@@ -373,7 +378,7 @@ def public_table() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
-"""Pages that are written whole."""
+"""Pages that are generated completely."""
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
     ("docs/python.md", "names"): public_table,
@@ -391,11 +396,11 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
         "forgetting_gate", ("`forgetting_gate`", "log gate of a token x", "options", "source")
     ),
 }
-"""Tables in pages, between `<!-- NAME -->` and `<!-- end -->`."""
+"""Generated tables in other pages, between `<!-- NAME -->` and `<!-- end -->`."""
 
 
 def generated() -> Iterator[tuple[Path, str]]:
-    """Every file with generated text, as it has to be."""
+    """Yield every file with generated text, and its current text."""
     for name, write in PAGES.items():
         yield ROOT / name, write()
     for name in dict.fromkeys(name for name, _ in TABLES):

@@ -1,4 +1,4 @@
-"""Training and evaluating position methods for long context: CoCA, RoFormer, ALiBi and others, on PyTorch and
+"""Train and evaluate position methods for long context: CoCA, RoFormer, ALiBi and others, on PyTorch and
 DeepSpeed.
 """
 
@@ -50,7 +50,7 @@ __all__ = [*_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    # PEP 562: data and configuration need no PyTorch, whose import takes seconds.
+    # PEP 562: names are imported on first use. Data and configuration need no PyTorch, which takes seconds to import.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -19,18 +19,18 @@ from megatron_coca.support.processes import TOO_MANY_FILES, allow_open_files, sa
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
-    "evaluate": ("evaluation.cli", "measure checkpoints, and write reports"),
-    "generate": ("commands.generate", "continue prompts"),
-    "prepare": ("commands.prepare", "turn text files into training data"),
-    "inspect": ("commands.inspect", "show and verify prepared data, samples of a run and checkpoints"),
-    "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
-    "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
-    "estimate": ("commands.estimate", "estimate parameters, memory and days of a run"),
+    "evaluate": ("evaluation.cli", "evaluate checkpoints and write reports"),
+    "generate": ("commands.generate", "generate continuations of prompts"),
+    "prepare": ("commands.prepare", "prepare training data from text files"),
+    "inspect": ("commands.inspect", "show and verify prepared data, training samples and checkpoints"),
+    "import": ("commands.import_checkpoint", "import Hugging Face and GPT-NeoX models"),
+    "export": ("commands.export", "export checkpoints to Hugging Face or GPT-NeoX"),
+    "estimate": ("commands.estimate", "estimate the parameters, memory and duration of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
-    "quickstart": ("commands.quickstart", "train small models, kill and resume one, and evaluate all"),
+    "quickstart": ("commands.quickstart", "train small models, kill and resume one run, and evaluate all models"),
     "configs": ("commands.configs", "copy the configuration files"),
 }
-"""Module with `main`, and help text, of every subcommand."""
+"""The module that contains `main`, and the help text, of each subcommand."""
 
 RESUMABLE = ("prepare", "ablate")
 
@@ -45,7 +45,7 @@ EPILOG = """for example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    It is 2 for wrong input or a missing library, 69 if an object store does not answer, and 130 after Ctrl-C.
+    The status is 2 for invalid input or a missing library, 69 if an object store does not answer, and 130 after Ctrl-C.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     name = command(given[:1])
     allow_open_files()
-    if logging.lastResort is not None:  # writes the warnings of commands that set up no logging
+    if logging.lastResort is not None:  # prints warnings of commands that do not set up logging
         logging.lastResort.setFormatter(PlainFormatter())
     try:
         with safe_path():
@@ -94,7 +94,7 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def outside(missing: Sequence[str]) -> str:
-    """Return the error for missing libraries, with the way to an environment that has them."""
+    """Return the error message for missing libraries. Its remedy names an environment that contains them."""
     root = Path(__file__).resolve().parents[1]
     if (root / ".venv/bin/python").exists():
         remedy = f"run {root}/.venv/bin/python instead of python, or `source {root}/.venv/bin/activate` first"

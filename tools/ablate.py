@@ -1,4 +1,4 @@
-"""`megatron-coca ablate` of this checkout."""
+"""Run `megatron-coca ablate` from this checkout."""
 
 import sys
 from pathlib import Path

@@ -1,19 +1,20 @@
-"""Models of transformers, family by family: errors, import, and the speed of sliding-window perplexity.
+"""Compare transformers models, family by family: logits, import, and the speed of sliding-window perplexity.
 
     python tools/bench_families.py qwen3 gemma3
     python tools/bench_families.py
 
-For every family a random model of about 40 million parameters, trained length 256, is written as a Hugging Face folder.
-Ours and transformers' own class read it and are compared:
+For every family, a random model with about 40 million parameters and a training length of 256 is written as a Hugging
+Face folder. Our implementation and transformers' own class read the folder, and their results are compared:
 
-- logits in float32 at one and four times the trained length: the largest difference, beside the standard deviation;
+- float32 logits at one and four times the training length: the largest difference, beside the standard deviation;
 - import: seconds and growth of resident memory of `import_checkpoint`, and of `from_pretrained` with `save_pretrained`,
-  each in a process of its own that has loaded the libraries;
-- scored tokens per second of sliding-window perplexity at 1, 4 and 16 times the length, each in its own process, in
-  alternating rounds; transformers by the plain loop of its documentation: one window at a time, labels ignored outside
-  the scored tokens, logits of every position. The negative log-likelihoods must agree to 1e-4 per token.
+  each in a separate process that has already loaded the libraries;
+- scored tokens per second of sliding-window perplexity at 1, 4 and 16 times the training length, each implementation in
+  a separate process, in alternating rounds. For transformers, the plain loop of its documentation is used: one window
+  at a time, labels ignored outside the scored tokens, logits at every position. The negative log-likelihoods must agree
+  to 1e-4 per token.
 
-Appends one JSON line per family to --output and prints it as a row of the table in docs/models.md.
+The script appends one JSON line per family to --output, and prints it as a row of the table in docs/models.md.
 """
 
 import statistics
@@ -62,17 +63,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "gemma3": ("Gemma3Text", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "cohere2": ("Cohere2", BLOCK | WINDOW | {"pad_token_id": None}),
-    # One position more than the longest window: transformers' loop has the last label among its inputs.
+    # One more position than the longest window, because the inputs of transformers' loop include the last label.
     "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED + 1}),
     "mpt": ("Mpt", {"vocab_size": 16384, "d_model": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 16 * TRAINED + 1}),
     "bloom": ("Bloom", {"vocab_size": 16384, "hidden_size": 512, "n_layer": 8, "n_head": 8}),
     "falcon": ("Falcon", PLAIN | {"new_decoder_architecture": True, "num_kv_heads": 4}),
 }
-"""Name here -> class of transformers without "Config", and what its configuration is given."""
+"""Family name -> the prefix of the transformers configuration class, and its arguments."""
 
 
 def write_model(name: str, folder: Path) -> int:
-    """Write the random model of a family, norms and biases included; return its number of parameters."""
+    """Write a family's model with random weights, norms and biases included; return its number of parameters."""
     import transformers  # a development requirement
 
     kind, values = FAMILIES[name]
@@ -88,7 +89,7 @@ def write_model(name: str, folder: Path) -> int:
 
 @torch.no_grad()
 def logit_errors(folder: Path) -> dict[str, float]:
-    """Return the largest difference of logits at 1 and 4 times the trained length, and their standard deviation."""
+    """Return the largest logit difference at 1 and 4 times the training length, and the logits' standard deviation."""
     from transformers import AutoModelForCausalLM
 
     ours = load_model(folder)
@@ -103,7 +104,7 @@ def logit_errors(folder: Path) -> dict[str, float]:
 
 
 def importer(way: str, folder: Path) -> Callable[[str], tuple[float, int]]:
-    """Return a function that reads the folder and writes it to another; it returns seconds and bytes of memory."""
+    """Return a function that reads `folder`, writes it to another folder, and returns seconds and memory bytes."""
     from transformers import AutoModelForCausalLM
 
     def run(target: str) -> tuple[float, int]:
@@ -118,7 +119,7 @@ def importer(way: str, folder: Path) -> Callable[[str], tuple[float, int]]:
 
 
 def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
-    """Return the median seconds and the largest peak of both ways, a process for every measurement."""
+    """Return the median seconds and the largest memory peak of both implementations, one process per measurement."""
     units: dict[str, Callable[[list[float]], float]] = {"seconds": statistics.median, "bytes": max}
     costs: dict[str, list[tuple[float, int]]] = {"ours": [], "transformers": []}
     for number in range(rounds):
@@ -132,7 +133,7 @@ def import_costs(folder: Path, scratch: Path, rounds: int) -> dict[str, float]:
 
 
 def scorer(way: str, folder: Path, stride: int) -> Callable[[np.ndarray, int], float]:
-    """Return a function of tokens and window: the sum of negative log-likelihoods."""
+    """Return a function that takes tokens and a window, and returns the sum of negative log-likelihoods."""
     from transformers import AutoModelForCausalLM
 
     if way == "ours":
@@ -157,10 +158,10 @@ def scorer(way: str, folder: Path, stride: int) -> Callable[[np.ndarray, int], f
 
 
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return scored tokens per second of both at every window, and the quartiles of their ratio round by round.
+    """Return both implementations' scored tokens per second at every window, and the quartiles of their ratio.
 
     Raises:
-        RuntimeError: they disagree.
+        RuntimeError: the negative log-likelihoods of the implementations disagree.
     """
     scorers = {way: ChildProcess(scorer, way, folder, TRAINED) for way in ("ours", "transformers")}
     found: dict[str, Any] = {}
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"default: all of {', '.join(FAMILIES)}")
     options = parser.parse_args(arguments)
     if unknown := set(options.families) - FAMILIES.keys():
-        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+        parser.error(f"{', '.join(sorted(unknown))}: unknown family; use one of {', '.join(FAMILIES)}")
     for name in options.families or FAMILIES:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, "model")

@@ -1,18 +1,20 @@
-"""Maps, extensions, norms, temperatures, sinks, gates and biases beside rotary: errors, memory, step time and launches.
+"""Compare position methods and attention variants with rotary: errors, memory, step time and kernel launches.
 
     python tools/bench_methods.py --measure errors memory
     python tools/bench_methods.py --measure time --only rotary rerope dual_chunk
 
 For every row of METHODS, on the CPU in float32:
 
-- errors: of one attention layer at four times the trained length of 128 against the float64 oracle (norm of the
-  difference to norm of the output), and against transformers' own model where there is one (largest difference to the
-  standard deviation; of logits for families that are imported, of one layer for gpt-oss and Llama 4);
-- memory: growth of resident memory in forward and backward of one layer of 4 heads of 64 at 16,384 tokens;
-- time: forward and backward of a model of 4 such layers on 4 samples of 512 tokens, alternating with rotary;
-- launches: of a layer, forward and backward, on the stand-in for CUDA (docs/pretend.md), whose PyTorch must run this.
+- errors: one attention layer at four times the training length of 128 is compared with the float64 oracle (norm of the
+  difference / norm of the output) and, if transformers implements the method, with transformers (largest difference /
+  standard deviation; of the logits for imported families, of one layer's output for gpt-oss and Llama 4);
+- memory: growth of resident memory in the forward and backward pass of one layer with 4 heads of 64 features, at 16,384
+  tokens;
+- time: forward and backward pass of a model with 4 such layers on 4 samples of 512 tokens, alternating with rotary;
+- launches: kernel launches of one layer, forward and backward, on the simulated CUDA device (docs/pretend.md). Run the
+  script with the PyTorch build of that device.
 
-Appends one JSON line per method to --output and prints it as a row of the table in docs/attention.md.
+The script appends one JSON line per method to --output, and prints it as a row of the table in docs/attention.md.
 """
 
 import json
@@ -42,7 +44,7 @@ from tools.records import ChildProcess, append_records, benchmark_parser, compar
 ERROR_LENGTH, MEMORY_LENGTH = 512, 16384
 OPTIONS: dict[str, Any] = {"factor": 4.0, "target_length": 4096, "proportion": 0.5}
 OPTIONS |= {"short_factor": [1.0] * 32, "long_factor": [1.0 + j / 8 for j in range(32)]}
-"""Options of choices that have no default, for heads of 64 features."""
+"""Values of required options, for heads of 64 features."""
 
 
 def _declared(key: str, left_out: str = "") -> dict[str, dict[str, Any]]:
@@ -70,21 +72,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "sink_logits": {"sink_logits": True},
     "gau": {"attention_config": [[["gau"], "all"]]},
 }
-"""Name -> keys beside those of a rotary model."""
+"""Name -> keys that differ from those of a rotary model."""
 FAMILIES = {"rotary": "gpt_neox", "llama3": "llama", "qk_norm: head": "qwen3", "qk_norm: projection": "olmo2"}
 FAMILIES |= {"sliding_window_width": "mistral", "temperature": "ministral3"}
 FAMILIES |= {f"layers of {name}": name for name in ("gemma3", "olmo3", "smollm3", "cohere2")}
-"""Method or pattern of layers -> the family of transformers that has it."""
+"""Method or layer pattern -> the transformers family that implements it."""
 LAYERS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "sink_logits": partial(stock_layers.gpt_oss, 64, None, torch.float32),
     "attention_chunk_size": partial(stock_layers.llama4, 64, True, torch.float32),
     "layers of llama4, without positions": partial(stock_layers.llama4, 64, False, torch.float32),
 }
-"""The same for single layers of gpt-oss and Llama 4."""
+"""Method or layer pattern -> a function that returns our output and transformers' output of one layer."""
 
 
 def stock_error(name: str) -> float | None:
-    """Return the error against transformers, None where it has no model of this."""
+    """Return the error against transformers, or None if transformers does not implement the method."""
     if name in LAYERS:
         ours, theirs = LAYERS[name]()
         return float((ours - theirs).abs().max() / theirs.std())
@@ -97,11 +99,11 @@ def stock_error(name: str) -> float | None:
 
 
 def memory_of(name: str) -> Callable[[int], int]:
-    """Return a function of a number of tokens: growth of memory in bytes, in the process that calls this."""
+    """Return a function that takes a number of tokens and returns the memory growth of its process in bytes."""
 
     def grown(length: int) -> int:
         layer, config = layer_of(METHODS[name])
-        for tokens in (64, length):  # the first loads libraries
+        for tokens in (64, length):  # the first pass loads libraries
             hidden = torch.randn(1, tokens, config.model.hidden_size, requires_grad=True)
             with measured(torch.device("cpu")) as meter:
                 layer(hidden).sum().backward()
@@ -111,21 +113,21 @@ def memory_of(name: str) -> Callable[[int], int]:
 
 
 def stepper(name: str) -> Callable[[], None]:
-    """Return a function that runs forward and backward of the method's model."""
+    """Return a function that runs the forward and backward pass of a model with the method."""
     config = load_config([], SHAPE | {"num_layers": 4} | METHODS[name])
     loss, tokens = LanguageModelLoss(build_model(config)).train(), torch.randint(512, (4, 513))
     return lambda: loss(tokens).backward()
 
 
 def time_ratio(name: str, rounds: int) -> dict[str, Any]:
-    """Return the median and the quartiles of the ratio to rotary, round by round."""
+    """Return the median and the quartiles, over the rounds, of the time ratio to rotary."""
     calls = {number: stepper(each) for number, each in enumerate(("rotary", name))}
     base, own = interleaved(calls, rounds, torch.device("cpu")).values()
     return compared(own, base)
 
 
 def launches(name: str) -> float:
-    """Return launches per layer on the stand-in device."""
+    """Return the number of kernel launches per layer on the simulated CUDA device."""
     inputs = [f"{key}={json.dumps(value)}" for key, value in (SHAPE | METHODS[name]).items()]
     command = [sys.executable, "-m", "tests.pretend", "layer", *inputs]
     said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -133,7 +135,7 @@ def launches(name: str) -> float:
 
 
 def errors(name: str, rounds: int) -> dict[str, Any]:
-    """Return both errors of a method, or of a pattern of layers that against transformers."""
+    """Return the errors of a method against the oracle and transformers; of a layer pattern, only the latter."""
     own = oracle_error(METHODS[name], ERROR_LENGTH) if name in METHODS else None
     return {"oracle_error": own, "stock": FAMILIES.get(name), "stock_error": stock_error(name)}
 
@@ -147,7 +149,7 @@ MEASURES: dict[str, Callable[[str, int], dict[str, Any]]] = {
 
 
 def row(found: dict[str, Any]) -> str:
-    """Return a record as a row of the table."""
+    """Return a record as a row of the table in docs/attention.md."""
     shown = [("oracle_error", "{:.1e}", 1.0), ("stock_error", "{:.1e}", 1.0), ("memory_bytes", "{:.0f}", 2**-20)]
     shown += [("ratio", "{:.2f}", 1.0), ("launches", "{:.0f}", 1.0)]
     cells = (text.format(found[key] * unit) if found.get(key) is not None else "" for key, text, unit in shown)

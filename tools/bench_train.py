@@ -2,10 +2,11 @@
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
 
-Ours is the step of `megatron-coca train`, DeepSpeed included; the peer is plain PyTorch in its own process, as its
-users run it. On a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All
-take turns, step by step, on the same random tokens, so that a slow phase of the machine slows all of them; a ratio is
-the median over the rounds. Appends one JSON line for each to --output. On a GPU, with 350M parameters and bfloat16:
+Our implementation runs the step of `megatron-coca train`, DeepSpeed included; the peer runs plain PyTorch in a separate
+process, as its users do. On a CPU, the peer is measured a second time with our C library setting that keeps freed
+memory. All implementations take turns, step by step, on the same random tokens, so that a slow phase of the machine
+affects all of them. A ratio is the median over the rounds. The script appends one JSON line per implementation to
+--output. On a GPU, with 350M parameters and bfloat16:
 
     python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16 train_micro_batch_size_per_gpu=32 \\
         --methods rotary coca --peer transformers --compile --rounds 50
@@ -44,7 +45,7 @@ from tools.records import ChildProcess, append_records, benchmark_parser, compar
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
 WARMUP = 5
-"""Steps of each that do not count."""
+"""Number of warm-up steps of each implementation, which are not measured."""
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Contestant:
 
     Attributes:
         name: the position method, or the peer's name.
-        step: runs a step on its micro-batches and returns the loss.
-        peak: returns the most bytes that a step held beyond those between steps (weights, optimizer states).
+        step: a function that runs a step on micro-batches and returns the loss.
+        peak: a function that returns the peak memory of a step in bytes, without weights and optimizer states.
     """
 
     name: str
@@ -85,7 +86,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = benchmark_parser(__doc__, "train.jsonl", rounds=20)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
     parser.add_argument("--methods", nargs="+", default=["rotary", "coca"], help="values of pos_emb")
-    parser.add_argument("--peer", choices=["transformers"], help="also measure this, and report ratios to it")
+    parser.add_argument(
+        "--peer", choices=["transformers"], help="also measure this implementation, and report ratios to it"
+    )
     parser.add_argument(
         "--compile", action="store_true", help="torch_compile=true for ours, torch.compile for the peer"
     )
@@ -93,7 +96,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
-    """Return the peer, if requested, and the position methods."""
+    """Return the implementations to measure: the peer, if requested, and the position methods."""
     files, given = split_inputs(options.inputs)
     given = [*given, f"torch_compile={str(options.compile).lower()}"]
     methods = []
@@ -111,7 +114,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
 
 def own_step(config: Config) -> Callable[[list[Tensor]], float]:
-    """Return a step of the engine, as `megatron-coca train` runs it."""
+    """Return a function that runs an engine step like `megatron-coca train`."""
     model = build_model(config, group.local_device()).train()
     optimizer = build_optimizer(model, config.optimizer)
     own_engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
@@ -119,9 +122,9 @@ def own_step(config: Config) -> Callable[[list[Tensor]], float]:
 
 
 def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Contestant:
-    """Return transformers' model in a process where nothing of this project is set up.
+    """Return transformers' model, which runs in a separate process without this project's settings.
 
-    `keeps_memory` gives it our setting of the C library's allocator.
+    With `keeps_memory`, the process uses our setting of the C library's allocator.
     """
     peer_keys(config)  # raises here rather than in the child
     child = ChildProcess(_peer_call, config, group.local_device(), compiled, keeps_memory)
@@ -145,7 +148,7 @@ def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) 
 
 
 def peak_of(step: Callable[[list[Tensor]], float]) -> Callable[[list[Tensor]], int]:
-    """Return a function that runs `step` and returns the peak bytes of it."""
+    """Return a function that runs `step` and returns its peak memory in bytes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return lambda micro_batches: measured_peak(lambda: step(micro_batches), device)
 
@@ -153,11 +156,11 @@ def peak_of(step: Callable[[list[Tensor]], float]) -> Callable[[list[Tensor]], i
 def transformers_step(config: Config, device: str, compiled: bool = False) -> Callable[[list[Tensor]], float]:
     """Return a training step of transformers' model: micro-batches int64 [batch, length + 1] -> mean loss.
 
-    SDPA, fused AdamW with our hyperparameters, clipping, no DeepSpeed. In half precision weights and moments are half
-    precision too, which is less work than our float32 copies: the comparison favours the peer.
+    It uses SDPA, fused AdamW with our hyperparameters, and clipping, but not DeepSpeed. In half precision, its weights
+    and moments are in half precision too. This is less work than our float32 copies, which favours the peer.
 
     Raises:
-        ConfigError: transformers' GPT-NeoX has no such model.
+        ConfigError: transformers' GPT-NeoX does not support the model.
     """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # a development requirement
 
@@ -190,14 +193,14 @@ def peer_keys(config: Config) -> dict[str, Any]:
     """Return the arguments of GPTNeoXConfig for a model of this shape, with rotary positions.
 
     Raises:
-        ConfigError: transformers' GPT-NeoX has no such model.
+        ConfigError: transformers' GPT-NeoX does not support the model.
     """
     model, position = config.model, config.position
     plain = {"norm": "layernorm", "num_kv_heads": model.num_attention_heads, "gpt_j_tied": False, "rope_scaling": None}
     flat = config.flat()
     other = [f"{key}={flat[key]}" for key, value in plain.items() if flat[key] != value]
     if other:
-        raise ConfigError(f"{', '.join(other)}: transformers' GPT-NeoX has no such model; leave out --peer")
+        raise ConfigError(f"{', '.join(other)}: not supported by transformers' GPT-NeoX; leave out --peer")
     return {
         "vocab_size": model.padded_vocab_size,
         "hidden_size": model.hidden_size,
@@ -223,7 +226,7 @@ def peer_keys(config: Config) -> dict[str, Any]:
 
 
 def race(entrants: list[Contestant], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all contestants alternately on the same tokens; return their records."""
+    """Run all contestants alternately on the same tokens, and return their records."""
     micro_batches = draw(entrants[0].config, torch.Generator().manual_seed(0))
     calls = {number: partial(entrant.step, micro_batches) for number, entrant in enumerate(entrants)}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +246,7 @@ def draw(config: Config, generator: torch.Generator) -> list[Tensor]:
 
 
 def record(own: Contestant, times: list[float], peak_bytes: int, ratio: dict[str, Any]) -> dict[str, Any]:
-    """Print and return one line of the result."""
+    """Return the record of one contestant, and print it as a line."""
     seconds, config = statistics.median(times), own.config
     tokens = config.batch.resolve(1).total * config.model.seq_length
     achieved = flops_per_token(config).model * tokens / seconds

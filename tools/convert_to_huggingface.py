@@ -1,4 +1,4 @@
-"""`megatron-coca export huggingface` of this checkout."""
+"""Run `megatron-coca export huggingface` from this checkout."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`megatron-coca export neox` of this checkout."""
+"""Run `megatron-coca export neox` from this checkout."""
 
 import sys
 from pathlib import Path

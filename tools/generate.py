@@ -1,4 +1,4 @@
-"""`megatron-coca generate` of this checkout."""
+"""Run `megatron-coca generate` from this checkout."""
 
 import sys
 from pathlib import Path

@@ -1,12 +1,13 @@
-"""The first measurements on a GPU, in one page.
+"""Run the first measurements on a GPU, and write one page about them.
 
     python tools/gpu_report.py --output results/gpu            # or: make gpu-report
-    python tools/gpu_report.py --dry-run                       # parts and commands; needs no GPU
+    python tools/gpu_report.py --dry-run                       # print parts and commands; needs no GPU
 
-Runs the gpu tests, the training step as megatron-coca train takes it by default, beside transformers and
-GPT-NeoX's published speed, attention by method and length, decoding, and a pass over 32,768 tokens. Every part has a
-time limit, and none stops the others. The same command continues after an interruption: parts that were finished on
-this kind of GPU with this code are not repeated. Exit status 1 if a part failed, 2 without a usable GPU.
+The report measures the gpu tests, the default training step of megatron-coca train (beside transformers and GPT-NeoX's
+published speed), attention by method and length, decoding, and a pass over 32,768 tokens. Every part has a time limit,
+and a failed part does not stop the others. After an interruption, the same command resumes: parts that were finished
+on the same GPU model with the same code are not repeated. The exit status is 1 if a part failed, and 2 without a usable
+GPU.
 """
 
 import argparse
@@ -32,15 +33,15 @@ ONE = "train_batch_size=null gradient_accumulation_steps=1 data_types=null"
 STEP = f"tools/bench_train.py {MODEL} configs/cluster/gpu1.yml {ONE}"
 NEOX = "seq_length=2048 max_position_embeddings=2048 rotary_pct=0.25 gpt_j_residual=true"
 SHOWN = 40
-"""Last lines of a part's output on the page."""
+"""Number of lines that the page shows from the end of a part's output."""
 
 
 class Part(NamedTuple):
     """A measurement.
 
     Attributes:
-        command: arguments of Python, in which FILE is the file of results.
-        minutes: its time limit.
+        command: the arguments for Python; FILE stands for the results file.
+        minutes: the time limit of the part.
     """
 
     title: str
@@ -51,12 +52,12 @@ class Part(NamedTuple):
 PARTS: dict[str, Part] = {
     "tests": Part("The gpu tests", "-m pytest -m gpu tests/gpu", 20),
     "step": Part(
-        "A training step as megatron-coca train takes it, 350M, 16 x 512 tokens, beside transformers compiled",
+        "A training step of megatron-coca train, 350M, 16 x 512 tokens, beside compiled transformers",
         f"{STEP} --compile --methods rotary coca alibi none --peer transformers --rounds 30 --output FILE",
         15,
     ),
     "neox": Part(
-        "A training step of the shape of Pythia 410M, beside GPT-NeoX's published speed",
+        "A training step with the shape of Pythia 410M, beside GPT-NeoX's published speed",
         f"{STEP} {NEOX} train_micro_batch_size_per_gpu=16 --compile --methods rotary --rounds 20 --output FILE",
         10,
     ),
@@ -72,13 +73,13 @@ PARTS: dict[str, Part] = {
         10,
     ),
 }
-"""In the order in which they run."""
+"""The parts, in the order in which they run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing parts and write the page; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    output = "records and page (default: %(default)s)"
+    output = "folder for records and the page (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=Path("results/gpu"), metavar="DIR", help=output)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
     options = parser.parse_args(arguments)
@@ -115,34 +116,32 @@ logits, labels = torch.randn(4, 100, device="cuda"), torch.tensor([1, 2, 3, 4], 
 expected = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
 torch.testing.assert_close(cross_entropy_in_place(logits, labels, -1).double(), expected, rtol=1e-5, atol=1e-5)
 """
-"""Compiles and runs one Triton kernel and compares its result."""
+"""A program that compiles and runs one Triton kernel and checks its result."""
 
 
 def unusable() -> str | None:
-    """None, or what the machine lacks, with its remedy; no part is started then."""
+    """Return a message if the machine cannot run the parts, with the remedy; None if it can."""
     import torch
 
     if not torch.cuda.is_available():
         return (
-            f"PyTorch {torch.__version__} finds no usable GPU: run it where nvidia-smi lists one; if it does here, its "
-            f"driver is older than CUDA {torch.version.cuda} needs, or PyTorch is not a CUDA build (None)"
+            f"PyTorch {torch.__version__} finds no usable GPU; use a machine with one. If nvidia-smi lists one, its "
+            f"driver is too old for CUDA {torch.version.cuda}, or PyTorch is not a CUDA build (None)"
         )
     status, output = run_limited([sys.executable, "-c", KERNEL], 300)
     if status == 0:
         return None
-    return (
-        f"a Triton kernel does not run here; it needs a C compiler and Python.h (gcc, python3-dev):\n{output[-2000:]}"
-    )
+    return f"a Triton kernel does not run here; install a C compiler and Python.h (gcc, python3-dev):\n{output[-2000:]}"
 
 
 def reusable(record: dict[str, Any], here: dict[str, Any]) -> bool:
-    """True if a part was finished on this kind of GPU, with this code and versions of libraries."""
+    """Return True if a part was finished on this GPU model with the same code and library versions."""
     there = record.get("machine", {})
     return record.get("status") == "done" and all(there.get(key) == here[key] for key in ("gpu", "versions"))
 
 
 def run_limited(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Exit status and output of a command, None if it was ended with all its processes at the time limit."""
+    """Return the exit status and the output of a command. At the time limit its processes are killed; status None."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -162,12 +161,12 @@ def run_limited(command: Sequence[str], seconds: float) -> tuple[int | None, str
 
 
 def command_of(part: Part, file: Path) -> list[str]:
-    """The command of a part."""
+    """Return the command of a part."""
     return [sys.executable, *(str(file) if word == "FILE" else word for word in shlex.split(part.command))]
 
 
 def measure(part: Part, file: Path) -> dict[str, Any]:
-    """Run a part; returns its record: status, seconds, and the end of its output."""
+    """Run a part, and return its record: status, seconds, and the end of its output."""
     file.unlink(missing_ok=True)
     start = time.monotonic()
     status, output = run_limited(command_of(part, file.resolve()), 60 * part.minutes)
@@ -181,7 +180,7 @@ def measure(part: Part, file: Path) -> dict[str, Any]:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """The record of a part; empty if there is none."""
+    """Return the record of a part, which is empty if there is no valid file."""
     try:
         return dict(json.loads(file.read_text()))
     except (OSError, ValueError):
@@ -189,7 +188,7 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def page(machine: dict[str, Any], records: dict[str, dict[str, Any]]) -> str:
-    """Return the page in Markdown: the machine, the state of the parts, and what each printed."""
+    """Return the page in Markdown: the machine, and the status and output of every part."""
     boards = [", ".join(f"{key} {value}" for key, value in board.items()) for board in machine.get("nvidia-smi", [])]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [f"# Measured on {machine['gpu']}", "", *boards, "", versions, "", "| part | status | seconds |"]

@@ -1,4 +1,4 @@
-"""`megatron-coca prepare` of this checkout."""
+"""Run `megatron-coca prepare` from this checkout."""
 
 import sys
 from pathlib import Path

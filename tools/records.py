@@ -28,7 +28,7 @@ def benchmark_parser(description: str | None, output: str, rounds: int) -> argpa
 
 
 class ChildProcess:
-    """A function that is built and called in a process of its own.
+    """A function that is built and called in a separate process.
 
     `build(*arguments)` runs in the child and returns a function; a call of this object calls that function there.
     """
@@ -59,7 +59,7 @@ def _serve(
 
 
 def compared(own: list[float], base: list[float]) -> dict[str, Any]:
-    """Return the median and the quartiles of the ratio of `own` to `base`, round by round."""
+    """Return the median and the quartiles, over the rounds, of the ratio of `own` to `base`."""
     low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, base, strict=True)])
     return {"ratio": middle, "ratio_quartiles": [low, middle, high], "rounds": len(own)}
 
@@ -68,7 +68,7 @@ GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.sm", "clocks.max.sm", "c
 
 
 def machine() -> dict[str, Any]:
-    """Return what a measurement depends on: GPU, driver, clocks and power limit by nvidia-smi, versions, commit."""
+    """Return the facts that measurements depend on: GPU, driver, clocks, power limit, library versions, commit."""
     described: dict[str, Any] = {"versions": code_versions()}
     if torch.cuda.is_available():
         described["versions"] |= {"triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda}
@@ -81,7 +81,7 @@ def machine() -> dict[str, Any]:
 
 
 def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append one JSON line per record, with this process's device, threads, versions; create the folder if missing."""
+    """Append one JSON line per record, with this process's device, threads and versions. Creates a missing folder."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     environment = {
         "device": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",

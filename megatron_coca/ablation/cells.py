@@ -1,8 +1,8 @@
-"""The files of a cell: its record, its learning curve and its state; tables of cells, and their archive.
+"""The files of a cell (record and learning curve), the state of a cell, the overview of all cells, and their archive.
 
-The archive `RESULTS.jsonl.zst` replaces the folder of results beside it, which can be removed. Each line is one result
-file: {"file": "CELL/NAME.json", "content": ...}. The archive has the cell's record (cell.json), its learning curve, and
-all measured numbers, by seed, document and length.
+The archive `RESULTS.jsonl.zst` replaces the results folder next to it, which can then be removed. Each line is one
+file: {"file": "CELL/NAME.json", "content": ...}. The archive contains each cell's record (cell.json), its learning
+curve, and all measured numbers by seed, document and length.
 """
 
 import json
@@ -35,16 +35,16 @@ RECORD = "cell.json"
 
 
 class CellRecord(Record):
-    """The identity, state and cost of a cell; seconds are summed over interruptions.
+    """The identity, state and cost of a cell. Seconds are summed over all calls that resumed the cell.
 
     Attributes:
-        status: "failed" has a `reason`; the next call tries again.
-        training_seconds: of steps, validations and saves, from the trainer's reports.
-        evaluation_seconds: of the measurements, from their cost files.
-        overhead_seconds: the rest: starts of processes, loading of data and models, and work that was repeated after an
+        status: the recorded state. If it is "failed", `reason` is set, and the next call tries again.
+        training_seconds: time of steps, validations and saves, from the trainer's reports.
+        evaluation_seconds: time of the measurements, from their cost files.
+        overhead_seconds: all other time: process starts, loading of data and models, and work repeated after an
             interruption. Calls that were killed are not counted.
-        evaluated: the digests of the complete result files, by their path in the folder of results.
-        inputs: the digests of the files that were evaluated; earlier versions have none.
+        evaluated: digests of the complete result files, by their path in the results folder.
+        inputs: digests of the evaluated input files; empty in files of earlier versions.
     """
 
     model: str
@@ -69,7 +69,7 @@ class CellRecord(Record):
 
 
 class State(Enum):
-    """The state of a cell, from its files."""
+    """The state of a cell, determined from its files."""
 
     DONE = "done"
     TRAINED = "trained"
@@ -79,7 +79,7 @@ class State(Enum):
 
 
 def read_cell(cell: Cell) -> CellRecord:
-    """Return the record of a cell, or a new one. Raises EvaluationError for a damaged file."""
+    """Return the record of a cell, or a new record if there is none. Raises EvaluationError for a damaged file."""
     path = cell.results / RECORD
     if path.is_file():
         return _read(path)
@@ -98,7 +98,7 @@ def read_cell(cell: Cell) -> CellRecord:
 
 
 def recorded_data(results: Path) -> dict[str, DataRecord]:
-    """Return the data of the cells in a folder of results, by `DataRecord.chosen_by`. Raises EvaluationError."""
+    """Return the data of the cells in a results folder, by `DataRecord.chosen_by`. Raises EvaluationError."""
     records = [_read(path) for path in sorted(results.glob(f"*/{RECORD}"))]
     return {record.data.chosen_by: record.data for record in records if record.data is not None}
 
@@ -108,7 +108,7 @@ def _read(path: Path) -> CellRecord:
         return read_record(path, CellRecord, "the record of a cell")
     except EvaluationError as error:
         raise EvaluationError(
-            f"{error}; restore it, or remove it to evaluate the cell again (without training)"
+            f"{error}; restore the file, or remove it to evaluate the cell again without training"
         ) from error
 
 
@@ -128,13 +128,13 @@ def state_of(cell: Cell) -> State:
 
 
 def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
-    """Return the evaluations that are not complete, and those with options that changed since."""
+    """Return the evaluations that are incomplete or that ran with options that have changed since."""
     measured = set(measured_files(cell, record))
     return [command for command in cell.commands if not measured.issuperset(command.files)]
 
 
 def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
-    """Return the complete result files of a cell, except files with options, a variant or data that changed since."""
+    """Return the cell's complete result files, except those with options, a variant or data that have changed since."""
     digests, known = cell.measurements, record.evaluated
     current = [path for path, digest in digests.items() if known.get(str(path)) == digest]
     changed = [path for path, digest in cell.inputs.items() if record.inputs.get(str(path)) not in (None, digest)]
@@ -143,17 +143,17 @@ def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return False with a warning for a damaged file, which is measured again."""
+    """Return True if a result file is intact. Warn about a damaged file, which will be measured again."""
     try:
         json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        logger.warning("%s: is damaged (%s) and counts as missing; it is measured again", path, error)
+        logger.warning("%s: damaged (%s); it counts as missing and will be measured again", path, error)
         return False
     return True
 
 
 def is_trained(cell: Cell) -> bool:
-    """Return True if the last step is saved, after its validation."""
+    """Return True if the last step was saved, after its validation."""
     try:
         if cell.steps not in native.steps(cell.run):
             return False
@@ -182,7 +182,7 @@ def evaluation_seconds(cell: Cell) -> float:
 
 
 def write_curve(cell: Cell) -> None:
-    """Write the learning curve from the run's metrics into the folder of results."""
+    """Write the learning curve from the run's metrics into the results folder."""
     stages = [TrainedStage(0, cell.batch * cell.config.model.seq_length)]
     if cell.config.schedule.stages:
         stages = trained_stages(native.read_meta(native.locate(cell.run)), cell.config.model.seq_length)
@@ -195,7 +195,7 @@ def read_curve(cell: Cell) -> Curve | None:
 
 
 def only_unsupported(files: Sequence[Path]) -> bool:
-    """Return True if all result files exist and all their missing entries are ones that no run can compute.
+    """Return True if all result files exist and no run can compute any of their missing entries.
 
     Raises EvaluationError for a file that is not a result.
     """
@@ -205,13 +205,13 @@ def only_unsupported(files: Sequence[Path]) -> bool:
         missing = [entry["kind"] for file in files for entry in json.loads(file.read_bytes())["missing"]]
     except (ValueError, KeyError, TypeError) as error:
         raise EvaluationError(
-            f"{files[0].parent}: has a file that is not a result ({error}); remove the file"
+            f"{files[0].parent}: contains a file that is not a result ({error}); remove the file"
         ) from error
     return all(kind == "refused" for kind in missing)
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Return a table of the cells with their states, sizes and seconds so far."""
+    """Return a table of the cells with their state, size and seconds so far."""
     rows = []
     for cell in cells:
         record, count = read_cell(cell), cell.parameters
@@ -229,19 +229,19 @@ LEVEL = 19
 
 
 def archive_of(results: Path) -> Path:
-    """Return the archive that belongs to a folder of results."""
+    """Return the path of the archive that belongs to a results folder."""
     return results.with_name(f"{results.name}.jsonl.zst")
 
 
 def pack(results: Path) -> Path:
-    """Write the archive of the cells in a folder of results.
+    """Write the archive of the cells in a results folder.
 
-    Raises EvaluationError if there is no result or the file cannot be written.
+    Raises EvaluationError if there are no results or the archive cannot be written.
     """
-    # A task that is repeated with another word has a folder inside the cell's folder.
+    # A task that is repeated under another word has a separate folder inside the cell's folder.
     files = sorted(file for cell in results.glob(f"*/{RECORD}") for file in cell.parent.rglob("*.json"))
     if not files:
-        raise EvaluationError(f"{results}: has no results to pack; run the ablation first")
+        raise EvaluationError(f"{results}: no results to pack; run the ablation first")
     lines = [{"file": str(file.relative_to(results)), "content": json.loads(file.read_bytes())} for file in files]
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
     write_atomically(archive_of(results), zstandard.ZstdCompressor(level=LEVEL).compress(text.encode()))
@@ -249,7 +249,7 @@ def pack(results: Path) -> Path:
 
 
 def unpack(results: Path) -> None:
-    """Write the files of the archive, if there is one, that the folder of results lacks. Raises EvaluationError."""
+    """Extract the files that the results folder lacks from its archive, if there is one. Raises EvaluationError."""
     archive = archive_of(results)
     if not archive.is_file():
         return
@@ -260,7 +260,7 @@ def unpack(results: Path) -> None:
                 path = results / entry["file"]
                 if not path.resolve().is_relative_to(results.resolve()):
                     raise EvaluationError(
-                        f"{archive}: names {entry['file']}, which is outside of {results}; restore it"
+                        f"{archive}: contains {entry['file']}, which is outside {results}; restore the archive"
                     )
                 if not path.exists():
                     content = json.dumps(entry["content"], indent=2, ensure_ascii=False) + "\n"
@@ -268,4 +268,4 @@ def unpack(results: Path) -> None:
     except (OSError, ValueError, KeyError, RecursionError, zstandard.ZstdError) as error:
         if isinstance(error, EvaluationError):
             raise
-        raise EvaluationError(f"{archive}: is damaged ({error}); restore it from version control") from error
+        raise EvaluationError(f"{archive}: damaged ({error}); restore it from version control") from error

@@ -1,4 +1,4 @@
-"""Numbers and plots of an ablation over its seeds, and differences paired by seed, for the sentences of a page."""
+"""Numbers and plots of an ablation over its seeds, and differences paired by seed, for use in page templates."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,17 +25,17 @@ Kind = TypeVar("Kind", bound=Result)
 
 @dataclass(frozen=True)
 class Contrast:
-    """A quantity of one label relative to that of another.
+    """A quantity of one label relative to the same quantity of another label.
 
     Attributes:
-        times: the ratio: the geometric mean over the seeds that both have, with its t interval.
+        times: the ratio, as the geometric mean over the common seeds with its t interval.
     """
 
     times: Estimate
 
     @property
     def verdict(self) -> str:
-        """ "lower" or "higher" if the interval excludes 1; "no interval" if there is none, as with one seed."""
+        """ "lower" or "higher" if the interval excludes 1; "no interval" if there is none, as for a single seed."""
         if math.isnan(self.times.low):
             return "no interval"
         return "lower" if self.times.high < 1 else "higher" if self.times.low > 1 else "not distinguishable"
@@ -48,7 +48,7 @@ class Figures:
         self._file, self._cells = file, cells
 
     def _results(self, task: str, kind: type[Kind]) -> Iterator[tuple[str, Cell, Kind]]:
-        """Yield label, cell and content of every result file of an entry of `tasks`."""
+        """Yield the label, cell and content of every result file of one entry in `tasks`."""
         name, _, word = task.partition(" ")
         for cell in self._cells:
             folder = cell.results / slug(word) if word else cell.results
@@ -90,12 +90,12 @@ class Figures:
 
     @property
     def labels(self) -> list[str]:
-        """The labels that have perplexities or recall, in the order of the file."""
+        """The labels with perplexities or recall, in the order of the file."""
         return list(self._windows | self._recalls)
 
     def accuracies(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> BySeed:
-        """Return recall by seed at a multiple of the training length; `side` is "inside", "beyond" or empty for all
-        facts. Raises EvaluationError if it was not measured.
+        """Return the recall accuracy by seed at a multiple of the training length; `side` is "inside", "beyond" or
+        empty for all facts. Raises EvaluationError if recall was not measured there.
         """
         found = {}
         for seed, entries in self._recalls.get(label, {}).items():
@@ -105,32 +105,34 @@ class Figures:
                 found[seed] = tally.accuracy
         if not found:
             raise EvaluationError(
-                f"recall of {label}: was not measured at {multiple:g}L, shift {shift}; add it to the file's tasks"
+                f"recall of {label}: not measured at {multiple:g}L, shift {shift}; add this length to the file's tasks"
             )
         return found
 
     def recall(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> Estimate:
-        """Return the mean accuracy over seeds with its t interval."""
+        """Return the mean recall accuracy over seeds with its t interval."""
         return estimate(list(self.accuracies(label, multiple, shift, side).values()))
 
     def declared(self) -> list[Declared]:
-        """Return the contrasts of the file; see `tested`. Raises EvaluationError if they are a sequence."""
+        """Return the file's contrasts as `tested` does. Raises EvaluationError if they are tested in sequence."""
         if self._file.testing == "sequence":
-            raise EvaluationError("contrasts: are tested in sequence; use figures.sequence()")
+            raise EvaluationError("contrasts: tested in sequence in this file; use figures.sequence()")
         return self.tested(self._file.contrasts)
 
     def sequence(self) -> list[Step]:
-        """Return the steps of a file with `testing: sequence`; empty before all of its seeds are finished."""
+        """Return the steps of a file with `testing: sequence`; empty until all of its seeds are finished."""
         if self._file.testing != "sequence":
-            raise EvaluationError("contrasts: are tested together; use figures.declared(), or set testing: sequence")
+            raise EvaluationError(
+                "contrasts: tested together in this file; use figures.declared(), or set testing: sequence"
+            )
         return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
 
     def plan(self) -> list[str]:
-        """Return sentences on the test of the file's contrasts and the power of each."""
+        """Return sentences on how the file's contrasts are tested and on the power of each contrast."""
         return plan(self._file)
 
     def outcome(self) -> list[str]:
-        """Return sentences on the results of a sequence."""
+        """Return sentences that describe the results of a sequence."""
         return outcome(self._file, self.sequence())
 
     def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
@@ -143,11 +145,11 @@ class Figures:
         return sorted(self.tested(contrasts), key=lambda each: each.p)
 
     def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
-        """Return the contrasts with two common seeds or more, corrected for the number of all contrasts."""
+        """Return the contrasts with at least two common seeds, corrected for the number of all contrasts."""
         return together([(contrast, self._differences(contrast)) for contrast in contrasts], len(contrasts))
 
     def _differences(self, contrast: DeclaredContrast) -> list[float]:
-        """Return the differences of a contrast (of logarithms for perplexities) for the seeds that both labels have."""
+        """Return a contrast's differences (of logarithms for perplexities) over the seeds that both labels have."""
         if not {contrast.label, contrast.other} <= set(self.labels):
             return []
         values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
@@ -157,9 +159,9 @@ class Figures:
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
 
-        The quantities are "perplexity" at `multiple` times the training length L; "ratio", which is that over the
-        perplexity at L; "perplexity WORD", which is that of a repeated task with this word; and "validation perplexity"
-        of a model after `multiple` (at most 1) times its training steps.
+        The quantities are "perplexity" at `multiple` times the training length L; "ratio", the same divided by the
+        perplexity at L; "perplexity WORD", the perplexity from a repeated task with this word; and "validation
+        perplexity" of a model after `multiple` (at most 1) times its training steps.
         """
         if quantity == "validation perplexity":
             return self._validation_losses(label, multiple)
@@ -173,13 +175,13 @@ class Figures:
         if quantity not in functions or label not in by_label:
             known = ", ".join([*functions, "validation perplexity"]), ", ".join(self.labels) or "none"
             raise EvaluationError(
-                f"{quantity} of {label}: unknown; the quantities are {known[0]}, the labels {known[1]}"
+                f"{quantity} of {label}: unknown; known quantities: {known[0]}; known labels: {known[1]}"
             )
         try:
             return {seed: functions[quantity](windows) for seed, windows in by_label[label].items()}
         except KeyError as error:
             raise EvaluationError(
-                f"{quantity} of {label}: was not measured at {error.args[0]:g}L; add it to the file's tasks"
+                f"{quantity} of {label}: not measured at {error.args[0]:g}L; add this length to the file's tasks"
             ) from error
 
     def _validation_losses(self, model: str, share: float) -> BySeed:
@@ -197,17 +199,19 @@ class Figures:
         return geometric_estimate(list(self.logarithms(quantity, label, multiple).values()))
 
     def contrast(self, quantity: str, label: str, other: str, multiple: float = 1) -> Contrast:
-        """Compare two labels over the seeds that both have. Raises EvaluationError without a common seed."""
+        """Compare two labels over their common seeds. Raises EvaluationError if they have no common seed."""
         ours, theirs = (self.logarithms(quantity, name, multiple) for name in (label, other))
         common = sorted(ours.keys() & theirs.keys())
         if not common:
-            raise EvaluationError(f"{quantity} of {label} and {other}: have no seed in common; train both with one")
+            raise EvaluationError(
+                f"{quantity} of {label} and {other}: no seed in common; train both with the same seed"
+            )
         return Contrast(geometric_estimate([ours[seed] - theirs[seed] for seed in common]))
 
     def over_documents(self, label: str, other: str, multiple: float = 1) -> Estimate:
-        """Return the ratio of the perplexities of two labels, with its 95% interval over documents.
+        """Return the ratio of two labels' perplexities, with its 95% interval over documents.
 
-        The losses of a document are averaged over the seeds that both labels have; then documents are resampled.
+        Each document's losses are averaged over the seeds that both labels have; then documents are resampled.
         """
         ours, theirs = self._windows[label], self._windows[other]
         pairs = [(ours[seed][multiple], theirs[seed][multiple]) for seed in sorted(ours.keys() & theirs.keys())]
@@ -218,7 +222,7 @@ class Figures:
         return Estimate(math.exp(sum(differences)), low, high, len(differences))
 
     def chart(self, labels: Sequence[str]) -> Figure:
-        """Return a plot of the perplexity, or the recall, of labels against the length, with intervals over seeds."""
+        """Return a plot of the labels' perplexity, or of their recall, against length, with intervals over seeds."""
         lines = []
         for label in labels:
             recall = label in self._recalls
@@ -234,7 +238,7 @@ class Figures:
         return Figure("perplexity", "", "", panels([panel]), size_with_legend(labels))
 
     def heads(self, labels: Sequence[str]) -> Figure:
-        """Return a plot of the scores of the retrieving heads of labels against the length, means over seeds."""
+        """Return a plot of the scores in the labels' retrieving heads against length, as means over seeds."""
         unshifted = {
             label: [
                 {length: entry for (length, shift), entry in sorted(entries.items()) if not shift}
@@ -247,6 +251,6 @@ class Figures:
 
 
 def _lengths(entries: Mapping[Any, object]) -> list[float]:
-    """Return the multiples of the training length among the keys of entries: numbers, or pairs with a shift of 0."""
+    """Return the multiples of the training length among the entries' keys: numbers, or pairs with a shift of 0."""
     pairs = [key if isinstance(key, tuple) else (key, 0) for key in entries]
     return sorted(multiple for multiple, shift in pairs if not shift)

@@ -1,4 +1,4 @@
-"""Tests of a file's declared contrasts, together with Holm's correction or in a fixed sequence, and their power."""
+"""Tests of a file's declared contrasts (together with Holm's correction, or in a fixed sequence), and their power."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ Verdict = Literal["holds", "does not hold", "not tested"]
 class Declared(NamedTuple):
     """A declared contrast with its mean difference over seeds (of logarithms for perplexities).
 
-    `p` is the p-value of the paired t test, and `holm` is corrected for all contrasts of the file.
+    `p` is the p-value of the paired t test; `holm` is this p-value corrected for all contrasts of the file.
     """
 
     contrast: DeclaredContrast
@@ -24,7 +24,7 @@ class Declared(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A contrast of a sequence. If the verdict is "not tested", `p` is no test."""
+    """A contrast of a sequence. If the verdict is "not tested", `p` is not the result of a test."""
 
     contrast: DeclaredContrast
     difference: Estimate
@@ -37,10 +37,10 @@ Differences = Sequence[float]
 
 
 def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) -> list[Declared]:
-    """Return the contrasts with two seeds or more, corrected for all `count` declared contrasts."""
+    """Return the contrasts with at least two seeds, with p-values corrected for all `count` declared contrasts."""
     known = [(contrast, differences) for contrast, differences in found if len(differences) > 1]
     p_values = [p_value(differences) for _, differences in known]
-    missing = count - len(known)  # they count too, so that a part of the study does not claim more
+    missing = count - len(known)  # these contrasts count too, so that an unfinished study does not claim more
     corrected = holm(p_values + [1.0] * missing)
     return [
         Declared(contrast, estimate(differences), p, own)
@@ -49,7 +49,7 @@ def together(found: Sequence[tuple[DeclaredContrast, Differences]], count: int) 
 
 
 def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: int) -> list[Step]:
-    """Return the steps of a sequence. It is empty until every contrast has all `seeds`, because each is tested once."""
+    """Return the steps of a sequence; empty until every contrast has all `seeds`, because each is tested only once."""
     if any(len(differences) < max(seeds, 2) for _, differences in found):
         return []
     steps: list[Step] = []
@@ -63,10 +63,11 @@ def in_sequence(found: Sequence[tuple[DeclaredContrast, Differences]], seeds: in
 
 
 def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0) -> float | None:
-    """Return the power for `share` of the expected difference with all seeds of the file, None without an expectation.
+    """Return a contrast's power with all seeds of the file, if the true difference is `share` of the expected one.
 
-    In a sequence it is the power of the test if all before it hold. Together it is the power at the smallest level of
-    Holm's correction, which is a lower bound.
+    Return None if the contrast declares no expected difference. For a sequence, this is the power if all contrasts
+    before it hold. For contrasts tested together, it is the power at the smallest level of Holm's correction, which is
+    a lower bound.
     """
     if contrast.expected is None or contrast.deviation is None:
         return None
@@ -75,30 +76,30 @@ def power_of(file: AblationFile, contrast: DeclaredContrast, share: float = 1.0)
 
 
 def plan(file: AblationFile) -> list[str]:
-    """Return a sentence on the test of the contrasts, and one for each contrast, in Markdown."""
+    """Return a sentence on how the contrasts are tested, and one on the power of each contrast, in Markdown."""
     if not file.contrasts:
         return []
     count, seeds = len(file.contrasts), len(file.seeds)
     how = f"The p-values of {count} contrasts are corrected together (Holm)."
     if file.testing == "sequence":
         how = (
-            f"The first of {count} contrasts is the primary one. Each is tested at 5% only if all before it hold, and "
-            f"once, when all {seeds} seeds are finished."
+            f"The first of {count} contrasts is the primary contrast. Each is tested once, when all {seeds} seeds are "
+            "finished, at a level of 5%, and only if all contrasts before it hold."
         )
     return [how, *(f"{number}. {contrast.name}: {_power(file, contrast)}" for number, contrast in _numbered(file))]
 
 
 def outcome(file: AblationFile, steps: Sequence[Step]) -> list[str]:
-    """Return sentences on the results of a sequence, in Markdown."""
+    """Return sentences that describe the results of a sequence, in Markdown."""
     if not steps:
         return [f"Nothing is tested yet: each contrast is tested once, when all {len(file.seeds)} seeds are finished."]
     held = [step.verdict for step in steps].count("holds")
     if held == len(steps):
-        text = " holds." if held == 1 else f" holds, and so do all {held} of the sequence."
+        text = " holds." if held == 1 else f" holds, and so do all {held} contrasts of the sequence."
     elif held:
         text = f" holds; the sequence ends at contrast {held + 1} of {len(steps)}, which does not hold."
     else:
-        text = " does not hold; no other is tested."
+        text = " does not hold; no other contrast is tested."
     lines = []
     for number, step in enumerate(steps, 1):
         tested = "not tested" if step.verdict == "not tested" else f"p = {step.p:.2g}, {step.verdict}"
@@ -121,9 +122,9 @@ def _numbered(file: AblationFile) -> list[tuple[int, DeclaredContrast]]:
 def _power(file: AblationFile, contrast: DeclaredContrast) -> str:
     whole, half = (power_of(file, contrast, share) for share in (1.0, 0.5))
     if whole is None or half is None or contrast.expected is None:
-        return "no power was computed"
+        return "power not computed, because the file declares no expected difference"
     logarithm = "" if contrast.quantity == "recall" else " of logarithms"
     return (
         f"power {whole:.2f} for a difference{logarithm} of {contrast.expected:g} with a standard deviation of "
-        f"{contrast.deviation:g} over seeds, {half:.2f} for half of it"
+        f"{contrast.deviation:g} over seeds, {half:.2f} for half the difference"
     )

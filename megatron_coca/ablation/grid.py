@@ -1,4 +1,4 @@
-"""The file of an ablation, and its cells. A cell is one training run with its evaluations."""
+"""The ablation file and its cells. A cell is one training run with its evaluations."""
 
 import json
 from argparse import Namespace
@@ -37,34 +37,34 @@ from megatron_coca.training.launch.start import configured_ranks
 from megatron_coca.training.topology import Topology
 
 Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
-"""A function of tasks, the folder of the run and the folder of results, which returns the evaluations of a model."""
+"""A function that returns a model's evaluation commands for given tasks, a run folder and a results folder."""
 
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
 RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"}
-"""Groups and keys that are not part of a cell's name: they decide how and where a run is computed. The content of the
-data, the batch size and the dtype are part of the name.
+"""Groups and keys that are not part of a cell's name, because they only decide how and where a run is executed. The
+name does cover the content of the data, the batch size and the dtype.
 """
 HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
-"""A path in which a leading `~` is the home folder."""
+"""A path in which a leading `~` means the home folder."""
 RESULTS = Path("results")
 SHARED_PATHS = ("log_dir", "tensorboard_dir")
-"""Folders into which all cells would write."""
+"""Keys of folders into which all cells would write."""
 
 
 class ModelEntry(Record):
-    """A model of the file: YAML files and keys after those of `base`, and the variants to evaluate."""
+    """A model in the file: YAML files and keys that are applied after those of `base`, and the variants to evaluate."""
 
     set: list[str] = []
     variants: dict[str, list[str] | None] = {"": None}
 
 
 class DataRecord(Record):
-    """The training data of a cell: the keys that choose them, and their content.
+    """The training data of a cell: the keys that choose the data, and its content.
 
     Attributes:
-        chosen_by: as JSON, the group `data` of the configuration, and other keys that decide on the samples.
-        vocab_size: of the model; the tokenizer sets it if the configuration does not.
-        identity: of shards and samples; resuming compares it too.
+        chosen_by: the group `data` of the configuration, and other keys that determine the samples, as JSON.
+        vocab_size: the model's vocabulary size; set by the tokenizer if the configuration does not set it.
+        identity: digests of the shards and samples; resuming compares them too.
     """
 
     chosen_by: str
@@ -77,9 +77,9 @@ class DeclaredContrast(Record):
 
     Attributes:
         at: the length as a multiple of the training length.
-        quantity: "recall" (accuracy, differences), or a quantity of perplexity (ratios).
-        expected: the mean difference for the computation of the power, of logarithms for perplexities.
-        deviation: the standard deviation of the difference over seeds, from earlier runs.
+        quantity: "recall" (accuracy, compared by differences), or a quantity of perplexity (compared by ratios).
+        expected: the mean difference for which the power is computed; for perplexities, of logarithms.
+        deviation: the standard deviation of the difference over seeds, known from earlier runs.
     """
 
     label: str
@@ -92,7 +92,7 @@ class DeclaredContrast(Record):
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:
         if (self.expected is None) != (self.deviation is None):
-            raise ValueError("expected and deviation: one of them is missing; give both, or none")
+            raise ValueError("expected and deviation: only one of them is set; set both, or neither")
         return self
 
     @property
@@ -101,11 +101,11 @@ class DeclaredContrast(Record):
 
 
 class AblationFile(Record):
-    """An ablation; see docs/ablations.md. `tasks` are those of a suite.
+    """An ablation; see docs/ablations.md. `tasks` are written as in a suite.
 
     Attributes:
-        testing: of `contrasts`. "together" corrects all p-values for their number (Holm). In a "sequence" the first is
-            the primary one, and each is tested at 5% only if all before it hold.
+        testing: how `contrasts` are tested. "together" corrects all p-values for the number of contrasts (Holm). In a
+            "sequence", the first contrast is the primary one, and each is tested at 5% only if all before it hold.
     """
 
     title: str
@@ -138,12 +138,12 @@ class Cell:
     """One model with one seed.
 
     Attributes:
-        name: the name of the cell, and of the folders `run` and `results`.
+        name: the name of the cell and of its folders `run` and `results`.
         config: the configuration for megatron-coca train.
         ranks: the number of training processes.
-        batch: samples per step over all ranks.
+        batch: samples per step, summed over all ranks.
         data: the training data.
-        commands: the evaluations.
+        commands: the evaluation commands.
         measurements: for each result file, by its path in `results`, a digest of the task's name, the dtype, the
             options and the variant.
         inputs: for each result file of a task that reads files, a digest of these files.
@@ -164,7 +164,7 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        assert self.config.schedule.train_iters is not None, "expand has checked it"
+        assert self.config.schedule.train_iters is not None, "`expand` has checked this"
         return self.config.schedule.train_iters
 
     @property
@@ -179,7 +179,7 @@ class Cell:
 def read_ablation(
     path: Path, scale: str | None = None, results: Path | None = None, runs: Path | None = None
 ) -> AblationFile:
-    """Read and validate a file at one of its scales (None: the first); `results` and `runs` replace its folders.
+    """Read and validate a file at one of its scales (None: the first); `results` and `runs` override its folders.
 
     Raises EvaluationError.
     """
@@ -188,11 +188,11 @@ def read_ablation(
         scales = content.get("scales") or {}
         if not isinstance(scales, Mapping) or (scale is not None and scale not in scales):
             known = ", ".join(map(str, scales)) or "none"
-            raise EvaluationError(f"{path}: --scale {scale}: unknown; the file has {known}")
+            raise EvaluationError(f"{path}: --scale {scale}: unknown; known scales: {known}")
         name = scale or next(iter(scales), None)
         chosen = scales[name] if name is not None else {}
         if not isinstance(chosen, Mapping):
-            raise EvaluationError(f"{path}: scales.{name}: is not a mapping of keys to values")
+            raise EvaluationError(f"{path}: scales.{name}: must be a mapping of keys to values")
         folders = {"results": results, "runs": runs}
         content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
         content |= {key: folder for key, folder in folders.items() if folder is not None}
@@ -200,7 +200,7 @@ def read_ablation(
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """Merge mappings key by key; of other values, return the second."""
+    """Merge two mappings key by key; for values that are not mappings, return the second."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return second
     return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
@@ -211,10 +211,10 @@ def expand(
 ) -> list[Cell]:
     """Return all cells, model by model.
 
-    Raises EvaluationError with a line for every error of the file. If `base` has errors, models are not checked,
+    Raises EvaluationError with a line for every error in the file. If `base` has errors, models are not checked,
     because they depend on it.
 
-    `recorded` has the data of finished cells by `DataRecord.chosen_by`, for a report without the data.
+    `recorded` contains the data of finished cells by `DataRecord.chosen_by`, for a report without access to the data.
     """
     problems = _unknown_names(file)
     try:
@@ -241,7 +241,7 @@ def expand(
     names = [cell.name for cell in cells]
     for name in sorted({name for name in names if names.count(name) > 1}):
         same = " and ".join(f"{cell.model} with seed {cell.seed}" for cell in cells if cell.name == name)
-        problems.append(f"{name}: is the name of two cells, {same}; give them more distinct names, and each seed once")
+        problems.append(f"{name}: two cells have this name, {same}; rename one, and name each seed once")
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     return cells
@@ -251,13 +251,13 @@ def _unknown_names(file: AblationFile) -> list[str]:
     """Return a line for every model, label and variant that the file names but does not define."""
     problems = []
     if file.baseline is not None and file.baseline not in file.models:
-        problems.append(f"baseline: {file.baseline}: unknown; models are {' | '.join(file.models)}")
+        problems.append(f"baseline: {file.baseline}: unknown; known models: {' | '.join(file.models)}")
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
-        problems.append(f'baseline: {file.baseline}: has no variant "", with which the others are compared; add it')
+        problems.append(f'baseline: {file.baseline}: has no variant "", the reference for comparisons; add it')
     labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
     for contrast in file.contrasts:
         problems += [
-            f"contrasts: {name}: unknown; labels are {' | '.join(labels)}"
+            f"contrasts: {name}: unknown; known labels: {' | '.join(labels)}"
             for name in (contrast.label, contrast.other)
             if name not in labels
         ]
@@ -269,13 +269,13 @@ def _unknown_names(file: AblationFile) -> list[str]:
 
 
 def configured(base: Config, entry: ModelEntry) -> Config:
-    """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
+    """Return a model's configuration without its seed and folders. Raises ConfigError, EvaluationError."""
     config = _changed(base, entry.set)
     problems = [
         f"{key}: all cells would write into this folder; remove it" for key in SHARED_PATHS if config.flat()[key]
     ]
     set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
-    problems += [f"{key}: is set for every cell; remove it" for key in ("seed", "save") if key in set_here]
+    problems += [f"{key}: set separately for every cell; remove it" for key in ("seed", "save") if key in set_here]
     if "load" in set_here and not config.checkpoint.finetune:
         problems.append("load: a cell can load only initial weights; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
@@ -293,7 +293,7 @@ def configured(base: Config, entry: ModelEntry) -> Config:
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
-    """Return the cells that `--only` names: cells, and models and seeds (both must fit if both are named).
+    """Return the cells that `--only` selects by name, model or seed. If models and seeds are named, both must match.
 
     Raises EvaluationError for an unknown name.
     """
@@ -315,9 +315,9 @@ def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
 
 
 def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str | None = None) -> str:
-    """Return 8 hexadecimal digits of a hash of all that the trained weights depend on, including the seed.
+    """Return 8 hexadecimal digits of a hash of everything that determines the trained weights, including the seed.
 
-    Keys with their default are left out, so that a new key does not rename earlier cells. `weights` is the identity of
+    Keys at their defaults are left out, so that a new key does not rename earlier cells. `weights` is the identity of
     the initial weights of a run with `finetune`.
     """
     flat = config.flat()
@@ -326,7 +326,7 @@ def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str 
         for key, (group, _) in KEYS.items()
         if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != default_of(key, flat)
     }
-    data = {name: value for name, value in data.items() if name != "text"}  # names of earlier versions do not have it
+    data = {name: value for name, value in data.items() if name != "text"}  # not part of earlier versions' cell names
     content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
     return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]
 
@@ -338,11 +338,11 @@ def _without_none(value: Any) -> Any:
 
 
 LATER = frozenset({"pack_impl", "allow_chopped"})
-"""Keys of the data that older records do not have. They are left out at their defaults, so that these records apply."""
+"""Data keys that older records lack. They are left out at their defaults, so that older records still match."""
 
 
 def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
-    """Return the training data; `known` has the data of earlier calls by `chosen_by`, and gets these."""
+    """Return the record of the training data. `known` caches the records by `chosen_by`."""
     flat = config.flat()
     named = [key for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None]
     keys = {key: flat[key] for key in named if key not in LATER or flat[key] != default_of(key, flat)}
@@ -369,9 +369,9 @@ class Measurements(NamedTuple):
 def _check_tasks(
     file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, inputs: Inputs | None
 ) -> tuple[Measurements, list[str]]:
-    """Return the digests of every result file, and a line for each task that `megatron-coca evaluate` would not accept.
+    """Return the digests of all result files, and a line for each task that `megatron-coca evaluate` would not accept.
 
-    Without `inputs` the data are not read.
+    If `inputs` is None, the data is not read.
     """
     problems, found, trained = [], Measurements({}, {}), config.flat()
     flat = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
@@ -396,9 +396,9 @@ def _check_tasks(
 
 
 def _check_arguments(command: Command, config: Config, inputs: Inputs | None) -> str | None:
-    """Return the digest of the files that a call of megatron-coca evaluate reads, or None; None without `inputs`.
+    """Return a digest of the files that a `megatron-coca evaluate` command reads; None without files or `inputs`.
 
-    Raises EvaluationError or DataError for the errors that the call would raise before it loads a model.
+    Raises EvaluationError or DataError for the errors that the command would raise before it loads a model.
     """
     args: Namespace = task_parser(command.arguments[0]).parse_args(command.arguments[1:])
     subject_options(args)
@@ -418,7 +418,7 @@ def _commands(
     run: Path,
     results: Path,
 ) -> list[Command]:
-    imports = config.position.imports  # evaluation never runs them only because the checkpoint names them
+    imports = config.position.imports  # passed explicitly, because evaluation ignores the imports named by a checkpoint
     own = [f"imports={json.dumps(imports)}"] if imports else []
     checkpoint = CheckpointEntry(path=str(run), variants=entry.variants, set=own)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
@@ -426,7 +426,7 @@ def _commands(
 
 
 def _initial_weights(config: Config) -> str | None:
-    """Return the identity of the initial weights of a run with `finetune`; None if they are drawn."""
+    """Return the identity of the initial weights of a run with `finetune`; None if the weights are drawn."""
     given = config.checkpoint.load if config.checkpoint.finetune else None
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""Digests of the files that an evaluation reads besides the checkpoint. If they change, results count as missing."""
+"""Digests of the files that an evaluation reads besides the checkpoint. If a file changes, results count as missing."""
 
 import hashlib
 import json
@@ -16,22 +16,22 @@ from megatron_coca.evaluation.tasks.prompts import BUILTIN
 
 
 class Inputs:
-    """The digests of files and shards, each computed once, because a grid evaluates every model on the same ones.
+    """Digests of files and shards, each computed once, because a grid evaluates every model on the same files.
 
-    Shards and files above 64 MiB are sampled. `megatron-coca evaluate` finds a change that sampling misses, because it
-    hashes the tokens that it reads.
+    Shards, and files above 64 MiB, are only sampled. `megatron-coca evaluate` detects changes that sampling misses,
+    because it hashes the tokens that it reads.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], str] = {}
 
     def digest(self, args: Namespace, sources: list[DocumentSource], config: Config) -> str | None:
-        """Return a digest of the files that a call of megatron-coca evaluate reads, or None.
+        """Return a digest of the files that a `megatron-coca evaluate` command reads, or None if it reads none.
 
         Args:
             args: the parsed options.
-            sources: those of `--data`.
-            config: of the run, with the test data for calls without `--data`.
+            sources: the sources named by `--data`.
+            config: the run's configuration, with the test data for commands without `--data`.
 
         Raises DataError for a file that cannot be read.
         """
@@ -57,7 +57,7 @@ class Inputs:
             return
         for path in config.data.test_data_paths or ():
             prefix = local_prefix(path, config.data.data_root)
-            if shard_paths(prefix)[1].is_file():  # the run reports missing shards
+            if shard_paths(prefix)[1].is_file():  # missing shards are reported when the command runs
                 yield DocumentSource(prefix, True)
 
 
@@ -67,7 +67,7 @@ def _haystack(args: Namespace) -> list[Path]:
 
 
 def _harness(args: Namespace) -> list[str]:
-    """Return digests of the tasks in the user's files. The version of the harness identifies its own tasks."""
+    """Return digests of the tasks defined in the user's files. The harness's version identifies its own tasks."""
     from lm_eval.tasks import TaskManager
 
     from megatron_coca.evaluation.tasks.lm_eval_files import config_hash, inputs_hash

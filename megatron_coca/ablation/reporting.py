@@ -1,4 +1,4 @@
-"""The report of an ablation, and pages from its results by a Jinja2 template."""
+"""The report of an ablation, and pages rendered from its results with a Jinja2 template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from megatron_coca.support.markdown_tables import escaped, format_table
 
 
 def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
-    """Return the learning curves that exist, by model, one for each seed."""
+    """Return the existing learning curves by model, one for each seed."""
     found: dict[str, list[Curve]] = {}
     for cell in cells:
         if (curve := read_curve(cell)) is not None:
@@ -34,9 +34,9 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
 
 
 def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
-    """Write the report of the finished tasks into the folder of results, and return its tables as Markdown.
+    """Write the report of the finished tasks into the results folder, and return its tables as Markdown.
 
-    Results with other options or variants than those of `file`, and of incomplete tasks, are left out.
+    Results of incomplete tasks, or with options or variants that differ from those of `file`, are left out.
     """
     measured, baseline = _measured(file, cells)
     if not measured:
@@ -50,22 +50,22 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:
-        lines.append(f"baseline {file.baseline}: has no results yet, so nothing is compared with it")
-    return "\n\n".join([*lines, f"{folder / 'report.html'} is written"])
+        lines.append(f"baseline {file.baseline}: no results yet, so nothing is compared with it")
+    return "\n\n".join([*lines, f"wrote {folder / 'report.html'}"])
 
 
 def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], str | None]:
-    """Return the complete result files, and the baseline if it is among them."""
+    """Return the complete result files, and the baseline if it has results."""
     measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
-    # The others are compared with the plain variant of the baseline. Its files are called TASK_MODEL.json.
+    # Other models are compared with the baseline's variant "". Its files are called TASK_MODEL.json.
     plain = {path.stem.partition("_")[2] for path in measured}
     return measured, file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
 
 
 def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figures:
-    """Return the figures of the finished cells of another scale of the file `path`. Raises EvaluationError.
+    """Return the `Figures` of the finished cells of the file `path` at another scale. Raises EvaluationError.
 
-    `beside` is the name of another file in the folder of `path`, to use instead of it.
+    `beside` is the name of another file in the same folder, to use instead of `path`.
     """
     file = read_ablation(path if beside is None else path.with_name(beside), scale)
     unpack(file.results)
@@ -77,10 +77,10 @@ def figures_of_scale(path: Path, scale: str, beside: str | None = None) -> Figur
 def write_page(
     file: AblationFile, cells: Sequence[Cell], template: Path, page: Path, scale: Callable[..., Figures]
 ) -> None:
-    """Write `page`, and its plots into `figures/NAME/` beside it, where NAME is the page's stem.
+    """Write `page`, and its plots into `figures/NAME/` next to the page, where NAME is the page's stem.
 
     `scale` is `figures_of_scale` for the file. Raises EvaluationError if the template has an error or asks for a number
-    that the results do not have.
+    that the results do not contain.
     """
     done = [cell for cell in cells if state_of(cell) is State.DONE]
     measured, baseline = _measured(file, done)
@@ -100,7 +100,7 @@ def render(
 ) -> tuple[str, dict[str, bytes]]:
     """Return the text of a page, and its plots by their names.
 
-    `document` is the report of the cells `done`; `known` has the other names for the template.
+    `document` is the report of the cells `done`; `known` contains the other names that the template can use.
     """
     cells, done = known["cells"], known["done"]
     tables = {table.name: table for table in document.tables()}
@@ -143,14 +143,14 @@ def render(
         return environment.get_template(template.name).render() + "\n", plots
     except EvaluationError:
         raise
-    except Exception as error:  # a template is code: it can raise anything
+    except Exception as error:  # a template is code, so it can raise any error
         lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(template)]
         line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else 1
         raise EvaluationError(f"{template}:{line}: {type(error).__name__}: {error}") from error
 
 
 def _markdown(table: Table, names: Sequence[str] | None) -> str:
-    """Return a table without published rows; `names` chooses rows, in this order."""
+    """Return a table as Markdown, without published rows; `names` selects rows, in this order."""
     rows = {row.name: row for row in table.rows if not row.published}
     chosen = tuple(rows.values() if names is None else (rows[name] for name in names))
     return markdown_table(replace(table, header=("model", *table.header[1:]), rows=chosen, sources=()), below=escaped)
@@ -162,12 +162,12 @@ def _value(table: Table, name: str, column: str, template: Path) -> float:
         return float(row.cells[table.header[1:].index(column)].value)  # type: ignore[arg-type]
     except (StopIteration, ValueError, TypeError) as error:
         raise EvaluationError(
-            f"{template}: table {table.name}: has no number at {name}, {column}; name another"
+            f"{template}: table {table.name}: no number in row {name}, column {column}; name another row or column"
         ) from error
 
 
 def _costs(done: Sequence[Cell]) -> str:
-    """Return a table of the finished cells: tokens, hours, and the seconds beyond training and evaluation."""
+    """Return a table of the finished cells: tokens, hours of training and evaluation, and overhead seconds."""
     rows = []
     for cell in done:
         record = read_cell(cell)

@@ -1,4 +1,4 @@
-"""Running of cells, several at a time. Each cell has one child process after the other."""
+"""Run cells, several at a time. The child processes of a cell run one after another."""
 
 import os
 import re
@@ -29,7 +29,7 @@ LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS = 0.2
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
-"""The beginning of the line with the error in a traceback. Notes and warnings may follow that line."""
+"""Matches the start of the error line in a traceback. Notes and warnings may follow that line."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> "Machine":
-        """Return the machine of this process: OMP_NUM_THREADS limits the cores, and CUDA_VISIBLE_DEVICES the GPUs."""
+        """Return the resources of this process: OMP_NUM_THREADS limits the cores, CUDA_VISIBLE_DEVICES the GPUs."""
         import torch
 
         cores = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -55,13 +55,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """The threads and GPUs of one of several cells that run at the same time."""
+    """The threads and GPUs for one of several cells that run at the same time."""
 
     threads: int
     gpus: tuple[str, ...]
 
     def variables(self, ranks: int) -> dict[str, str]:
-        """Return the environment variables of a child with `ranks` processes."""
+        """Return the environment variables for a child that starts `ranks` processes."""
         return {"OMP_NUM_THREADS": str(max(1, self.threads // ranks)), "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
@@ -69,7 +69,7 @@ def divide(machine: Machine, jobs: int) -> list[Share]:
     """Divide a machine into `jobs` equal shares. Raises EvaluationError if there are fewer GPUs than jobs."""
     each = len(machine.gpus) // jobs
     if machine.gpus and not each:
-        raise EvaluationError(f"--jobs {jobs}: this machine has {len(machine.gpus)} GPUs; name at most this number")
+        raise EvaluationError(f"--jobs {jobs}: this machine has {len(machine.gpus)} GPUs; use at most this many jobs")
     threads = max(1, machine.cores // jobs)
     return [Share(threads, machine.gpus[number * each : (number + 1) * each]) for number in range(jobs)]
 
@@ -78,7 +78,7 @@ class Job:
     """A cell that is being trained and evaluated.
 
     Attributes:
-        problems: the reasons for its failure, one line for the training or for each task.
+        problems: the reasons why the cell failed, one line for the training or for each failed task.
     """
 
     def __init__(self, cell: Cell, share: Share, device: str) -> None:
@@ -115,7 +115,7 @@ class Job:
 
     @property
     def activity(self) -> str:
-        """The current phase. A line is printed when it changes."""
+        """The current phase. The console shows a line when the phase changes."""
         return "training" if self._command is None else f"evaluating {self._command.task}"
 
     def send(self, number: int) -> None:
@@ -126,7 +126,7 @@ class Job:
         return self._process is not None and self._process.poll() is None
 
     def interrupted(self) -> None:
-        """Record the cost of an interrupted call."""
+        """Record the cost of a call that was interrupted."""
         self._write("trained" if files.is_trained(self.cell) else "started")
 
     def _needs_training(self) -> bool:
@@ -169,7 +169,7 @@ class Job:
             self.problems.append(f"{command.task}: {self._reason(status)}")
 
     def _reason(self, status: int) -> str:
-        """Return the last line of the child's error, and its log."""
+        """Return the last error line in the child's log, with the path of the log."""
         log = self.cell.run / LOG
         with log.open("rb") as file:
             file.seek(max(self._log_start, log.stat().st_size - LOG_TAIL))
@@ -214,7 +214,7 @@ class Job:
 
 @contextmanager
 def locked(cells: Sequence[Cell]) -> Iterator[None]:
-    """Hold the locks of these cells. Raises EvaluationError if another process runs one of them."""
+    """Lock these cells while the context is active. Raises EvaluationError if another process runs one of them."""
     with ExitStack() as locks:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
@@ -229,16 +229,16 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
 
     Raises:
         EvaluationError: another process runs a cell, or the machine cannot be divided.
-        Preempted, KeyboardInterrupt: after a signal. The children have ended; training runs saved first.
+        Preempted, KeyboardInterrupt: a signal arrived. All children have ended, and training runs have saved.
     """
     shares = divide(machine, jobs)
     needed = max((cell.ranks for cell in cells), default=1)
     if machine.gpus and needed > len(shares[0].gpus):
         left = len(shares[0].gpus)
-        raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that needs {needed}; name fewer jobs")
+        raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that needs {needed}; lower --jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
     seeds = list(dict.fromkeys(cell.seed for cell in cells))
-    missing.sort(key=lambda cell: seeds.index(cell.seed))  # if it ends early, all models have the same seeds
+    missing.sort(key=lambda cell: seeds.index(cell.seed))  # if this call ends early, all models have the same seeds
     waiting, status = deque(missing), StatusLines(len(cells), len(cells) - len(missing))
     with locked(missing), CaughtSignals(FORWARDED) as signals:
         running: dict[int, Job] = {}
@@ -262,7 +262,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
 def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
     """Terminate the children and wait until they have saved. A second Ctrl-C kills them."""
     name, interrupts = signals.requested, 0
-    console.write(f"{name}: ending {len(jobs)} running cells; the same command resumes them")
+    console.write(f"{name}: stopping {len(jobs)} running cells; run the same command again to resume")
     for job in jobs:
         job.send(signal.SIGTERM)
     while any(job.running() for job in jobs):
@@ -275,11 +275,11 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
         job.interrupted()
     if name == "SIGINT":
         raise KeyboardInterrupt
-    raise Preempted(f"preempted ({name}); the same command resumes")
+    raise Preempted(f"preempted ({name}); run the same command again to resume")
 
 
 class StatusLines:
-    """A line for each change of a cell's phase. The log in the folder of the run has the details."""
+    """Prints a line for each change of a cell's phase. The log in the run's folder has the details."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done = total, done

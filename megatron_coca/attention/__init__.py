@@ -1,1 +1,1 @@
-"""Attention: position methods turn (q, k, v) into operands, backends turn operands into the output."""
+"""Attention: position methods turn (q, k, v) into operands; backends turn the operands into the output."""

@@ -20,16 +20,16 @@ from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 
 LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, Clex)
-"""The learned modules of position methods; each initialises its own parameters."""
+"""Learned modules of position methods. Each module initialises its own parameters."""
 
 
 def build_methods(config: Config) -> dict[str, PositionMethod]:
-    """Build the position method of each type of layers, in the order of their first layers."""
+    """Build one position method per layer type, ordered by the first layer of each type."""
     return {name: build_method(position, config.model.of_type(name)) for name, position in config.layer_types.items()}
 
 
 def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
-    """Build the position method of a type of layers for the model's head shape and training length."""
+    """Build the position method of one layer type for the model's head shape and training length."""
     options = {choice.key: given for choice, given in position.choices()}
     factors = position.scaling.resolved(options["logit_scaling"], model.seq_length)
     initial, biased = (factors.pop(key, None) if position.scaling.learned else None for key in ("initial", "bias"))
@@ -104,36 +104,36 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
-"""Device type -> candidates of `auto` in order of preference. `triton` comes before `merge` because it needs 5 launches
-instead of 178 (docs/attention.md), and before `flex` because `flex` is compiled for every length and sums gradients of
-biases in any order. On the CPU `triton` is an interpreter. `reference` is never automatic, because it needs O(N^2)
-memory.
+"""Candidates for `auto` by device type, in order of preference. `triton` comes before `merge` because it needs 5 kernel
+launches instead of 178 (docs/attention.md), and before `flex` because `flex` is compiled for every length and sums bias
+gradients in no fixed order. On the CPU, `triton` would run in Triton's slow interpreter. `reference` is never chosen
+automatically, because it needs O(N^2) memory.
 """
 PREFERRED: dict[str, Callable[[Needs], bool]] = {
     "triton": lambda needs: needs.packed or needs.deterministic,
     "flex": lambda needs: needs.softcap is not None,
 }
-"""Backends that `auto` tries first, with the condition. `sdpa` needs a call per document, has no deterministic float32,
-and computes dense scores for soft-capping.
+"""Backends that `auto` tries first if their condition is true. `sdpa` makes one call per document, is not deterministic
+in float32, and computes dense scores for soft-capping.
 """
 CAPPED = frozenset({"sdpa", "flex", "reference"})
-"""Backends with soft-capping of scores."""
+"""Backends that support soft-capping of scores."""
 WITH_SINKS = frozenset({"merge", "reference"})
-"""Backends with sink logits; `merge` has the log-sum-exp of every row."""
+"""Backends that support sink logits. `merge` does because it computes the log-sum-exp of every row."""
 
 
 def automatic(needs: Needs) -> list[str]:
-    """The candidates of `auto` in order of preference."""
+    """Return the candidates for `auto` in order of preference."""
     candidates = AUTOMATIC.get(needs.device_type, AUTOMATIC["cpu"])
     return sorted(candidates, key=lambda name: not (name in PREFERRED and PREFERRED[name](needs)))
 
 
 def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
-    """Return the name of the backend for `attention_backend: name`, and the reasons against the skipped candidates.
+    """Return the name of the backend for `attention_backend: name`, and why each skipped candidate was skipped.
 
     Raises:
-        BackendError: the named backend does not support `needs` (it is never replaced silently), or none of the
-            candidates does.
+        BackendError: the named backend does not support `needs` (it is never replaced silently), or no candidate
+            does.
     """
     reasons: dict[str, str] = {}
     for candidate in automatic(needs) if name == "auto" else (name,):
@@ -148,13 +148,15 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         reasons[candidate] = reason
     if name == "auto":
         listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-        raise BackendError(f"attention_backend: none supports this model ({listed}); set the slow one, reference")
-    raise BackendError(f"attention_backend: {name} does not support this model ({reasons[name]}); set another or auto")
+        raise BackendError(f"attention_backend: no backend supports this model ({listed}); set reference (slow)")
+    raise BackendError(
+        f"attention_backend: {name} does not support this model ({reasons[name]}); set another backend or auto"
+    )
 
 
 def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
-    """Return (name, backend) for `attention_backend: name`. A choice other than the first candidate is logged. Raises
-    BackendError as `find_backend`.
+    """Return (name, backend) for `attention_backend: name`, and log skipped candidates. Raises BackendError under the
+    same conditions as `find_backend`.
     """
     chosen, reasons = find_backend(name, needs)
     if reasons:
@@ -164,21 +166,21 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
 
 
 def uncapped(name: str, needs: Needs) -> str | None:
-    """Return None, or the reason why the scores of the model cannot be capped."""
+    """Return None, or the reason why the backend cannot cap the model's scores."""
     return None if needs.softcap is None or name in CAPPED else "its kernels have no attn_logit_softcapping"
 
 
 def without_sinks(name: str, needs: Needs) -> str | None:
-    """Return None, or the reason why the model's heads cannot have sinks."""
+    """Return None, or the reason why the backend does not support the model's sink logits."""
     return None if not needs.sinks or name in WITH_SINKS else "its kernels have no sink_logits"
 
 
 def varies(name: str, needs: Needs) -> str | None:
-    """Return None, or the reason why gradients differ in bits between runs although `needs` asks for equal bits."""
+    """Return None, or the reason why gradients are not bitwise reproducible although `needs` requires it."""
     if not needs.deterministic or needs.device_type != "cuda":
         return None
     if needs.gates:
-        return "deterministic: PyTorch adds the running sum of forgetting gates in any order on CUDA"
+        return "deterministic: on CUDA, PyTorch computes the running sum of forgetting gates in no fixed order"
     if name == "flex" and needs.bias:
-        return "deterministic: its kernels add the gradients of a bias in any order"
+        return "deterministic: its kernels sum bias gradients in no fixed order"
     return None

@@ -1,4 +1,4 @@
-"""Values that all layers of a forward pass share: everything that depends on positions but not on hidden states."""
+"""Values that all layers share in a forward pass: everything that depends on positions but not on hidden states."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,17 +16,17 @@ Bias = TypeVar("Bias", bound=DistanceBias | None)
 
 @dataclass(frozen=True)
 class HeadShard:
-    """Part `index` of `count` equal parts of the query heads and key heads. A part has consecutive heads.
+    """Part `index` of `count` equal parts of the query heads and key heads. The heads of a part are consecutive.
 
-    With this class a rank computes its own heads over all tokens. In sequence parallelism a rank holds a slice of the
-    tokens; its subclass overrides the exchanges of tokens for heads.
+    With this class, a rank computes its own heads over all tokens. In sequence parallelism, a rank has only a slice of
+    the tokens; a subclass then overrides the methods that exchange tokens for heads.
     """
 
     index: int = 0
     count: int = 1
 
     def bias(self, bias: Bias) -> Bias:
-        """Select this rank's heads from the bias of all heads."""
+        """Restrict a bias for all heads to this rank's heads."""
         if bias is None or self.count == 1:
             return bias
         return bias.part(self.index, self.count)  # type: ignore[return-value]
@@ -36,30 +36,30 @@ class HeadShard:
         return x if self.count == 1 else x.chunk(self.count)[self.index]
 
     def split(self, tokens: Tensor) -> Tensor:
-        """This rank's slice of tokens [..., length]."""
+        """Return this rank's slice of tokens [..., length]."""
         return tokens
 
     def gather(self, x: Tensor) -> Tensor:
-        """Projections [batch, own length, heads, width] -> [batch, length, own heads, width]."""
+        """Exchange projections [batch, own length, heads, width] for [batch, length, own heads, width]."""
         return x
 
     def scatter(self, x: Tensor) -> Tensor:
-        """The inverse of `gather`."""
+        """Invert `gather`."""
         return x
 
     def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Turn the mean loss over this rank's tokens into the mean over all tokens; `loss_mask` [batch, length] selects
-        tokens.
+        """Convert the mean loss over this rank's tokens to the mean over all tokens. `loss_mask` [batch, length] marks
+        the tokens that count.
         """
         return loss
 
 
 WHOLE = HeadShard()
-"""All heads and tokens."""
+"""The only shard of an unsharded model: all heads and all tokens."""
 
 
 class ShardedModule(nn.Module):
-    """A module that computes its share of a sharded computation. `assign_shard` sets `share`."""
+    """A module that computes one shard of a computation. `assign_shard` sets `share`."""
 
     share: HeadShard = WHOLE
 
@@ -73,8 +73,12 @@ def assign_shard(module: nn.Module, share: HeadShard) -> None:
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """float64 positions [length] or [batch, length], the position of the first token of each token's document
-    (broadcastable to them), and the largest position + 1, if the host knows it.
+    """Positions of tokens.
+
+    Attributes:
+        positions: float64 [length] or [batch, length].
+        first: the position of the first token of each token's document, broadcastable to `positions`.
+        reached: the largest position + 1, or None if the host does not know it.
     """
 
     positions: Tensor
@@ -88,8 +92,8 @@ class RotaryFrequencies:
 
     Attributes:
         inverse_frequencies: theta_j, [d/2], in radians per position.
-        multiplier: factor on cos and sin, as in Hugging Face; it enters the logits of rotated features squared.
-        decay: xPos's exponential factors on queries and keys.
+        multiplier: factor on cos and sin, as in Hugging Face. Its square multiplies the logits of rotated features.
+        decay: whether queries and keys get xPos's exponential factors.
     """
 
     inverse_frequencies: Tensor
@@ -116,14 +120,14 @@ class PositionContext:
     """Values that all layers share in one forward pass.
 
     Attributes:
-        segments: tables by segment.
-        query_factor: logit scaling, [length, 1] or [batch, 1, length, 1], for features that are not rotated, or None;
-            the tables contain it for rotated features.
+        segments: rotation tables of each segment.
+        query_factor: logit scaling, [length, 1] or [batch, 1, length, 1], for features that are not rotated, or None.
+            For rotated features, the tables already include it.
         bias: the bias shared by all layers, or None.
         documents: boundaries of packed documents, or None.
-        of_new_keys: the tables are those of the new keys only, in decoding.
-        head_factor: logit scaling in the shape of `query_factor` if every head adds a bias to it, or None. It is then
-            neither in the tables nor in `query_factor`.
+        of_new_keys: whether the tables cover only the new keys (in decoding).
+        head_factor: logit scaling in the shape of `query_factor` if every head adds a bias to it, or None. If set, the
+            tables and `query_factor` do not include it.
     """
 
     segments: tuple[SegmentTables, ...]
@@ -145,7 +149,7 @@ def segment_tables(
     """Compute the tables of one band, including every factor on its scores.
 
     `factor` [length] or [batch, length] is the logit scaling of each query, or None. It and the multiplier are applied
-    only to the tables of queries: every form is linear in these, while q itself enters CoCA squared.
+    only to the query tables: every form is linear in its tables, whereas CoCA is quadratic in q.
     """
     if rotary is None:
         return SegmentTables(None, None, band)
@@ -158,7 +162,7 @@ def segment_tables(
     query_scale: Tensor | float = rotary.multiplier**2 * (1.0 if factor is None else factor[..., None])
     key_scale: Tensor | float = 1.0
     if rotary.decay:
-        # Reading it from the device would make the host wait; maps keep the order of positions.
+        # Reading the maximum from the device would make the host wait. Maps preserve the order of positions.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
         last = last if band.chunk is None else min(last, band.chunk - 1)
         furthest = torch.tensor([last], dtype=torch.float64)
@@ -174,11 +178,11 @@ def segment_tables(
 
 
 def mapped(positions: Tensor, first: Tensor, to: MapPositions | None) -> Tensor:
-    """The positions to which a band rotates tokens at `positions`; `first` is as in TokenPositions."""
+    """Return the positions to which a band rotates tokens at `positions`; `first` is as in TokenPositions."""
     return positions if to is None else to(positions, first)
 
 
 def column(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """[length] -> [length, 1], [batch, length] -> [batch, 1, length, 1], in float32 or better."""
+    """Reshape a factor [length] to [length, 1], or [batch, length] to [batch, 1, length, 1], in float32 or better."""
     wide = factor.to(torch.promote_types(dtype, torch.float32))[..., None]
     return wide[:, None] if factor.dim() == 2 else wide

@@ -1,4 +1,4 @@
-"""The gated attention unit: one attention head with gated values, which replaces attention and MLP."""
+"""The gated attention unit: a single attention head with gated values that replaces both attention and MLP."""
 
 from dataclasses import replace
 
@@ -14,13 +14,14 @@ from megatron_coca.attention.method import PositionMethod
 
 
 class GatedAttentionUnit(SelfAttention):
-    """O = (U * A V) W_o of hidden states [batch, length, hidden_size] (Hua et al. 2022, arXiv:2202.10447, section 3).
+    """O = (U * A V) W_o for hidden states X [batch, length, hidden_size] (Hua et al. 2022, arXiv:2202.10447, sec. 3).
 
-    [U | V | Z] = silu(X W), U and V of `width` features, Z of the method's head_dim; Q and K are Z times a scale per
-    feature, with biases plus an offset; A is the causal softmax of the position method's scores of Q and K; the paper
-    uses the squared ReLU instead. For CoCA, K is T.
+    [U | V | Z] = silu(X W), where U and V have `width` features and Z has the method's head_dim. Q and K are Z times a
+    learned scale per feature, plus a learned offset if `bias`. A is the causal softmax of the position method's scores
+    of Q and K (the paper uses the squared ReLU instead of softmax). For CoCA, K is T.
 
-    Backends need values as wide as queries, so V is processed in pieces of that width, with the same Q' and K'.
+    Backends need values that are as wide as queries, so V is split into pieces of that width, all with the same Q' and
+    K'.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class GatedAttentionUnit(SelfAttention):
         self.query_offset, self.key_offset = offsets
 
     def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
-        """As in SelfAttention. The cache holds one head of K' and all values."""
+        """See `SelfAttention.forward`. The cache contains one head of K' and all values."""
         widths = self.width, self.width, self.head_dim
         gate, value, base = F.silu(self.gate_value_base(hidden)).split(widths, dim=-1)
         query, key = base * self.query_scale, base * self.key_scale

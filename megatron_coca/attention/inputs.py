@@ -1,4 +1,4 @@
-"""The interface between position methods and attention backends: every value that changes the result of attention."""
+"""The interface between position methods and attention backends: every value that affects the attention output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class Segment:
         query: Q' [batch, heads, query_length, head_dim].
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads key
             head h // (heads / kv_heads).
-        band: the distances of its pairs.
+        band: the distances of the pairs that the segment scores.
     """
 
     query: Tensor
@@ -37,12 +37,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents packed into one row. A query sees no key before the first token of its own document.
+    """Documents packed into one row. A query does not see keys before the first token of its own document.
 
     Attributes:
         starts: [batch, key_length] int64, the index of the first token of each token's document.
-        spans: the same on the host: the documents of each row as (start, stop) token indices, in order.
-        masks: masks that a backend computes once for all layers, by their further arguments.
+        spans: the documents of each row as (start, stop) token indices on the host, in order.
+        masks: a backend's cache of masks that all layers share, by the arguments from which they were computed.
     """
 
     starts: Tensor
@@ -55,23 +55,23 @@ class AttentionInputs:
     """Operands of causal attention: softmax(scale * Q' K'^T + bias) V over the visible pairs.
 
     The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length +
-    i. The distance r of a pair is the difference of token indices. A pair is scored by the segment with a band that
-    contains r (or the number of chunks between the tokens). It is masked if there is no such segment, or if the tokens
-    belong to different documents.
+    i. The distance r of a pair is the difference of its token indices. A pair is scored by the segment with the band
+    that contains r (or the number of chunks between the two tokens). The pair is masked if no band contains r, or if
+    its tokens belong to different documents.
 
     Attributes:
-        segments: one, or several with disjoint bands. The first band contains r = 0, so every query sees itself.
+        segments: one or more segments with disjoint bands. The first band contains r = 0, so every query sees itself.
         value: V [batch, kv_heads, key_length, head_dim].
-        scale: factor on the dot products. It has no default, because the backends' defaults differ.
+        scale: factor on the dot products. There is no default value, because the backends' defaults differ.
         bias: added to the scaled scores, or None.
         dropout: dropout of attention weights (0 in evaluation).
         documents: document boundaries, or None for one document per row.
-        softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
-        sinks: [heads], the score of an additional key of every head with value 0, or None.
-        gates: [batch, heads, key_length] float32 or better, the logarithms of the tokens' forgetting gates, or None.
-            The score of a pair gets the sum of those from the token after the key to the query, like a bias.
+        softcap: c, or None. Scaled scores s are replaced by c tanh(s / c) before the bias is added.
+        sinks: [heads], each head's score of an additional key with value 0, or None.
+        gates: [batch, heads, key_length] float32 or better, the log forgetting gates of the tokens, or None. The sum of
+            the log gates from the token after the key up to the query is added to a pair's score, like a bias.
 
-    All operands share one dtype and device; the output has the shape and dtype of a segment's query.
+    All operands have the same dtype and device. The output has the shape and dtype of a segment's query.
     """
 
     segments: tuple[Segment, ...]
@@ -86,7 +86,7 @@ class AttentionInputs:
 
     @property
     def query(self) -> Tensor:
-        """Q' of the first segment, which gives the output its shape, dtype and device."""
+        """Q' of the first segment. The output has its shape, dtype and device."""
         return self.segments[0].query
 
     @property
@@ -106,20 +106,20 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a model on its backend, known when the model is built.
+    """The model's requirements on its backend, known when the model is built.
 
     Attributes:
-        device_type: "cpu" or "cuda", the device on which the model will run.
-        head_dim: features of a head, including those that carry forgetting gates.
+        device_type: "cpu" or "cuda", the type of the device on which the model will run.
+        head_dim: features per head, including those for forgetting gates.
         bias: the formula of the distance bias, or None.
         bands: the bands of the segments.
         dropout: the attention dropout in training.
-        packed: samples hold several documents, which do not see each other.
-        length: tokens of a sample in training; 0 in evaluation, because lengths vary.
-        deterministic: gradients must have the same bits in every run.
+        packed: whether samples contain several documents that do not see each other.
+        length: tokens per sample in training; 0 in evaluation, because lengths vary.
+        deterministic: whether gradients must be bitwise reproducible.
         softcap: the bound of the scores, or None.
-        sinks: heads have sink logits.
-        gates: tokens have forgetting gates.
+        sinks: whether heads have sink logits.
+        gates: whether tokens have forgetting gates.
     """
 
     device_type: str
@@ -143,29 +143,29 @@ class Backend(Protocol):
         ...
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Causal attention [batch, heads, query_length, head_dim] in the query's dtype."""
+        """Return the attention output [batch, heads, query_length, head_dim] in the query's dtype."""
         ...
 
 
 GATE_PARTS = 3
-"""This many numbers of 8 bits (bfloat16) or 11 bits (float16) sum to a bias of 24 bits or more."""
+"""Numbers per gate bias: three numbers of 8 bits (bfloat16) or 11 bits (float16) sum to a bias of 24 bits or more."""
 
 
 def gate_features(queries_per_key: int) -> int:
-    """Features of a head that carry forgetting gates: `GATE_PARTS` for each query head per key head, padded with zeros
-    to a multiple of 8 for the CUDA kernels.
+    """Return the number of features per head for forgetting gates: `GATE_PARTS` times the number of query heads per key
+    head, rounded up to a multiple of 8 for the CUDA kernels.
     """
     return -(-GATE_PARTS * queries_per_key // 8) * 8
 
 
 class BackendError(InputError, ValueError):
-    """The chosen implementation does not support the model, or no implementation does."""
+    """The chosen backend or kernel does not support the model, or none does."""
 
 
 def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> PackedDocuments:
-    """Find the documents in `ids`, integer [batch, length]: neighbouring tokens with the same id are one document.
+    """Find the documents in integer `ids` [batch, length]: adjacent tokens with the same id form one document.
 
-    `starts` is on `device`, by default that of `ids`. Ids on a GPU are copied to the host.
+    `starts` is on `device`, by default the device of `ids`. Ids on a GPU are copied to the host.
     """
     length = ids.shape[1]
     begins = torch.ones_like(ids, dtype=torch.bool)
@@ -179,7 +179,7 @@ def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> Packe
 def in_chunks(
     documents: PackedDocuments | None, size: int, batch: int, length: int, device: torch.device
 ) -> PackedDocuments:
-    """Divide the documents of `batch` rows of `length` tokens (whole rows if None) into chunks of `size` tokens."""
+    """Split documents, or `batch` whole rows of `length` tokens if there are none, into chunks of `size` tokens."""
     index = torch.arange(length, device=device).expand(batch, -1)
     begins = torch.zeros_like(index) if documents is None else documents.starts
     whole = (((0, length),),) * batch if documents is None else documents.spans
@@ -190,7 +190,7 @@ def in_chunks(
 
 
 def positions_within(documents: PackedDocuments) -> Tensor:
-    """Positions [batch, length] that start at 0 in every document."""
+    """Return positions [batch, length] that start at 0 in every document."""
     length = documents.starts.shape[1]
     return torch.arange(length, device=documents.starts.device) - documents.starts
 
@@ -201,7 +201,7 @@ def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[AttentionInputs, slice]:
-    "The inputs of `rows` queries from row `start` on with the keys that they may see, and the indices of these keys."
+    "Return the inputs of `rows` queries from row `start` on with the keys they may see, and the indices of these keys."
     stop, (band, *others) = min(start + rows, inputs.query.shape[2]), (segment.band for segment in inputs.segments)
     window = band.high if not others and band == Band(band.low, band.high) else None
     first = 0 if window is None else max(inputs.past + start - window + 1, 0)
@@ -219,7 +219,7 @@ def query_block(inputs: AttentionInputs, start: int, rows: int) -> tuple[Attenti
 
 
 def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
-    """Return the documents restricted to the tokens of `keys`, computed once for all layers."""
+    """Restrict `documents` to the tokens `keys`; the result is computed once for all layers."""
     if ("keys", keys.start, keys.stop) not in documents.masks:
         first, stop = keys.start, keys.stop
         spans = tuple(
@@ -236,9 +236,10 @@ def _documents_of(documents: PackedDocuments, keys: slice) -> PackedDocuments:
 
 
 def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """Apply `attend` to every document separately; exact and differentiable, [batch, heads, query_length, head_dim].
+    """Apply `attend` to each document separately and return [batch, heads, query_length, head_dim]. The result is exact
+    and differentiable.
 
-    This is for backends without packed documents. Rows of the batch with the same documents share calls.
+    This is for backends that do not support packed documents. Batch rows with the same documents share calls.
     """
     if inputs.documents is None:
         return attend(inputs)
@@ -276,10 +277,10 @@ def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: Atte
 
 
 def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:
-    """Cache the results of a `function` that computes tensors on a device from hashable arguments.
+    """Cache the results of `function`, which computes tensors on a device from hashable arguments.
 
-    All results of training stay in the cache, because training has few lengths. Evaluation has many, so only its last
-    `evaluated` results stay.
+    All results from training stay in the cache, because training uses few lengths. Evaluation uses many lengths, so
+    only its last `evaluated` results stay.
     """
     training, evaluation = cache(function), lru_cache(evaluated)(function)
     return lambda *arguments: (training if torch.is_grad_enabled() else evaluation)(*arguments)

@@ -1,4 +1,4 @@
-"""Self-attention: project, prepare, attend, project."""
+"""Self-attention: project, prepare the operands, attend, project back."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
 
 PARTS = ("query", "key", "value")
-"""Parts of the packed projection, in order."""
+"""The parts of the packed projection, in order."""
 
 
 class PackedRows(NamedTuple):
-    """Rows of one part in the packed projection: blocks of `size` rows, which start at row `first` and repeat every
-    `period` rows, in `total` packed rows.
+    """The rows of one part in a packed projection of `total` rows: blocks of `size` rows that start at row `first` and
+    repeat every `period` rows.
     """
 
     first: int
@@ -27,12 +27,12 @@ class PackedRows(NamedTuple):
     total: int
 
     def numbers(self) -> Tensor:
-        """The packed rows of the part's rows, int64."""
+        """Return the index of each row of the part in the packed projection, int64."""
         return torch.arange(self.total).view(-1, self.period)[:, self.first : self.first + self.size].flatten()
 
     def ranges(self, begin: int, stop: int, width: int) -> Iterator[tuple[int, int, int]]:
-        """Elements [begin, stop) of the flattened part (rows of `width` elements) as contiguous ranges of the packed
-        tensor: (offset there, begin and stop in the part) of each.
+        """Map elements [begin, stop) of the flattened part (rows of `width` elements) to contiguous ranges of the
+        packed tensor. Yield (offset in the packed tensor, begin in the part, stop in the part) of each range.
         """
         unit = self.size * width
         while begin < stop:
@@ -43,8 +43,8 @@ class PackedRows(NamedTuple):
 
 
 def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, PackedRows]:
-    """The rows of each part: [q | k | v] per head if there are as many key heads as query heads, else all queries, all
-    keys, all values.
+    """Return the rows of each part. The layout is [q | k | v] per head if there are as many key heads as query heads;
+    otherwise all queries, then all keys, then all values.
     """
     total = query_rows + 2 * key_rows
     if query_rows == key_rows:
@@ -54,13 +54,13 @@ def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, Pack
 
 
 class SplitProjection(nn.Module):
-    """A packed projection split into three layers, so that frozen layers have no gradients and no optimizer state.
+    """A packed projection split into three linear layers, so that frozen ones need no gradients and no optimizer state.
 
-    Maps hidden states [..., hidden_size] to queries, keys and values, each [..., its rows].
+    Maps hidden states [..., hidden_size] to queries, keys and values, each [..., number of its rows].
     """
 
     def __init__(self, packed: nn.Linear, rows: dict[str, PackedRows]) -> None:
-        """Copy the weights of `packed`; `rows` are its parts."""
+        """Copy the weights of `packed`; `rows` are the rows of its parts."""
         super().__init__()
         self.query, self.key, self.value = (_rows_of(packed, rows[name].numbers()) for name in PARTS)
 
@@ -70,7 +70,7 @@ class SplitProjection(nn.Module):
 
 def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
     index = numbers.to(packed.weight.device)
-    with torch.device("meta"):  # initialising the weights would advance the random state
+    with torch.device("meta"):  # initialising weights would advance the random state
         layer = nn.Linear(packed.in_features, len(index), bias=packed.bias is not None)
     layer.weight = nn.Parameter(packed.weight.detach()[index])
     if packed.bias is not None:
@@ -79,9 +79,10 @@ def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
 
 
 class LayerCache:
-    """Keys (or K' of every segment) and values of one layer, in buffers for `reserved` tokens that double when full.
+    """Keys (or K' of every segment) and values of one layer. The buffers have space for `reserved` tokens and double in
+    size when full.
 
-    With a `window` (the number of tokens that a query sees, including its own) older tokens are dropped.
+    With a `window` (the number of tokens that a query sees, including its own), older tokens are dropped.
     """
 
     def __init__(self, reserved: int = 0, window: int | None = None) -> None:
@@ -91,12 +92,12 @@ class LayerCache:
         self._dropped = 0  # tokens before the first one in the buffers
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Add tensors [batch, kv_heads, tokens, width], and return views of the cached tokens in the same order: all
-        tokens, or with a window the new tokens and those that the first new token sees.
+        """Add tensors [batch, kv_heads, tokens, width], and return views of the cached tensors in the same order. The
+        views contain all tokens or, with a window, the new tokens and those that the first new token sees.
         """
         if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
-                f"cache: holds {self._buffers[0].shape[0]} sequences, but the new tokens have {new[0].shape[0]}; "
+                f"cache: contains {self._buffers[0].shape[0]} sequences, but the new tokens have {new[0].shape[0]}; "
                 "use a new cache"
             )
         start, self.length = self.length, self.length + new[0].shape[2]
@@ -117,12 +118,13 @@ class LayerCache:
         """
         if self._window is not None and self._dropped > max(length - self._window + 1, 0):
             raise ValueError(
-                f"cache: holds only the last tokens of a window, so it cannot return to token {length}; use a new cache"
+                f"cache: cannot go back to token {length}, because it keeps only the tokens of the last window; use a "
+                "new cache"
             )
         self.length = min(self.length, length)
 
     def _moved(self, index: int, new: Tensor, seen: int, start: int) -> Tensor:
-        """Allocate new buffers that start with token `seen`, and copy the old tokens up to `start`."""
+        """Allocate a new buffer that starts with token `seen`, and copy the old tokens up to `start`."""
         batch, heads, _, width = new.shape
         needed = self.length - seen
         spare = 2 * self._capacity() if self._window is None else needed + self._window
@@ -136,20 +138,20 @@ class LayerCache:
 
 
 class Cache:
-    """Keys and values of all layers and the positions of their tokens.
+    """Keys and values of all layers, and the positions of their tokens.
 
     Attributes:
         layers: one cache per layer.
-        positions: [length] or [batch, length] of the cached tokens, or None while empty.
-        length: the length for length-dependent extensions, or None for the current number of tokens. With a length,
-            cached decoding equals the full forward pass with that length. Without one, keys are rotated by the
-            frequencies of each step, but hidden states of earlier tokens keep the frequencies of their own step.
+        positions: positions of the cached tokens, [length] or [batch, length], or None while the cache is empty.
+        length: the length for length-dependent extensions, or None to use the current number of tokens. With a fixed
+            length, cached decoding equals the full forward pass at that length. With None, every step rotates all keys
+            with its own frequencies, but the hidden states of earlier tokens were computed with earlier frequencies.
         reached: the largest cached position + 1.
     """
 
     def __init__(self, windows: Sequence[int | None], length: int | None = None, capacity: int | None = None) -> None:
-        """`windows` are the windows of the layers' methods. `capacity` is the number of tokens to allocate for, by
-        default `length`; the cache grows if necessary.
+        """`windows` has the window of each layer's method. `capacity` is the number of tokens to allocate space for, by
+        default `length`; the cache grows when necessary.
         """
         if length is not None and length < 1:
             raise ValueError(f"length: must be at least 1, not {length}")
@@ -162,12 +164,12 @@ class Cache:
 
     @contextmanager
     def advanced(self, positions: Tensor, reached: int) -> Iterator[Tensor]:
-        """Yield the positions of all tokens including the new ones; the largest is `reached` - 1. An exception restores
-        the cache.
+        """Yield the positions of all tokens, including the new ones; the largest is `reached` - 1. If an exception
+        occurs, the cache is restored.
         """
         past, before, reached_before = len(self), self.positions, self.reached
         if before is not None and before.dim() != positions.dim():
-            raise ValueError("positions: must keep one shape, [length] or [batch, length], within one cache")
+            raise ValueError("positions: must be all [length] or all [batch, length] within one cache; use a new cache")
         self.positions = positions if before is None else torch.cat((before, positions), dim=-1)
         self.reached = max(reached_before, reached)
         try:
@@ -180,28 +182,28 @@ class Cache:
 
 
 def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes that layers with these methods cache for a sequence of `length` tokens, if length-dependent extensions have
-    a fixed length.
+    """Return how many bytes layers with these methods cache for a sequence of `length` tokens, assuming a fixed length
+    for length-dependent extensions.
     """
     total = 0
     for method in methods:
         keys = len(method.bands) if method.keys_stay(1) else 1
         tokens = min(length, method.window or length)
         total += tokens * (keys + 1) * method.head_dim * num_kv_heads * dtype.itemsize
-        if method.gates is not None:  # in float32
+        if method.gates is not None:  # gates are float32
             total += tokens * method.num_heads * 4
     return total
 
 
 class SelfAttention(ShardedModule):
-    """Causal self-attention of hidden states [batch, length, hidden_size] with any position method and backend.
+    """Causal self-attention over hidden states [batch, length, hidden_size] with any position method and backend.
 
-    Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its rows
-    are [q | k | v] head by head; with fewer (grouped-query attention) they are all queries, then all keys, then all
-    values. For CoCA the k rows are the T projection. A method with learned numbers per layer adds `position_bias`,
-    `position_sinks`, `position_factor` or `position_gates`.
+    Parameter names and the packing of `query_key_value` are those of GPT-NeoX. If there are as many key heads as query
+    heads, the rows are [q | k | v] head by head; with fewer key heads (grouped-query attention), they are all queries,
+    then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
+    add `position_bias`, `position_sinks`, `position_factor` or `position_gates`.
 
-    The number of heads follows from the rows of the projection, because tensor parallelism divides these among ranks.
+    The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """
 
     def __init__(
@@ -216,8 +218,8 @@ class SelfAttention(ShardedModule):
         qkv_bias: bool | None = None,
         norms: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """`qkv_bias` is `bias` by default. `norms` of queries and keys [batch, length, heads, head_dim], before the
-        position method, are by name: `qk_layernorm` of both, or `query_layernorm` and `key_layernorm`.
+        """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
+        before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`.
         """
         super().__init__()
         self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
@@ -246,7 +248,7 @@ class SelfAttention(ShardedModule):
     def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
         """Map hidden states [batch, length, hidden_size] to the same shape; `context` comes from `PositionEncoding`.
 
-        With a cache the hidden states are those of the tokens that follow the cached ones.
+        With a cache, the hidden states are those of the tokens after the cached ones.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
         out = self.backend.attend(inputs)
@@ -282,7 +284,7 @@ class SelfAttention(ShardedModule):
         if isinstance(projected, Tensor) and self.queries_per_key == 1 and not any(norms):
             packed = projected.unflatten(-1, (-1, 3 * self.head_dim))
             q, k, v = self.share.gather(packed).chunk(3, dim=-1)  # one exchange instead of three
-        else:  # norms come first, because a norm may be over all heads of a token
+        else:  # normalize first, because a norm may cover all heads of a token
             q, k, v = (self.share.gather(part) for part in self._normalized(*self._parts(projected)))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -294,7 +296,7 @@ class SelfAttention(ShardedModule):
         return q, k, v
 
     def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:
-        """Split into queries, keys and values, each [batch, length, its heads, head_dim]."""
+        """Split the projections into queries, keys and values, each [batch, length, number of heads, head_dim]."""
         if not isinstance(projected, Tensor):
             return [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
         if self.queries_per_key == 1:

@@ -41,8 +41,8 @@ Tables = tuple[SegmentTables, ...]
 
 
 class OperandMaker(Protocol):
-    """q [batch, heads, length, head_dim], k [batch, kv_heads, length, head_dim] -> Q' and K' of every segment, in the
-    same shapes.
+    """Computes Q' and K' of every segment from q [batch, heads, length, head_dim] and k [batch, kv_heads, length,
+    head_dim]; Q' has the shape of q, K' that of k.
     """
 
     def __call__(
@@ -51,13 +51,14 @@ class OperandMaker(Protocol):
 
 
 def with_torch(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
-    """The formulas of `positions.forms`."""
+    """Compute the operands by the formulas in `positions.forms`."""
     made = ((form.query_operand(q, tables.query, factor), form.key_operand(k, tables.key)) for tables in segments)
     return [operand for pair in made for operand in pair]
 
 
 def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
-    """One fused kernel: computes in float32 and rounds once. The backward pass keeps only q, k and the tables.
+    """Compute the operands in one fused kernel, in float32 with one rounding. Only q, k and the tables are saved for
+    the backward pass.
 
     Raises:
         ValueError: the form is non-rotary, or the kernel does not support these tensors.
@@ -70,18 +71,17 @@ def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor:
         raise ValueError("operand_kernel: triton does not support non-rotary methods; set operand_kernel to torch")
     if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError(
-            "operand_kernel: triton does not support logit scaling of features that are not rotated; set "
-            "operand_kernel to torch"
+            "operand_kernel: triton does not support logit scaling of unrotated features; set operand_kernel to torch"
         )
     return fused_operands(q, k, [table for pair in pairs for table in pair], form.kernel)
 
 
 def automatic(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
-    """The fused kernel for rotary forms on CUDA, and PyTorch's operations for everything else."""
+    """Use the fused kernel for rotary forms on CUDA, and PyTorch operations for everything else."""
     query = segments[0].query
     if query is None or form.kernel is None or not q.is_cuda:
         return with_torch(form, q, k, segments, factor)
-    learned = query.cos.requires_grad  # clex
+    learned = query.cos.requires_grad  # true for clex
     partly_scaled = factor is not None and 2 * query.cos.shape[-1] < q.shape[-1]
     served = q.dtype != torch.float64 and not learned and not partly_scaled
     return (with_triton if served else with_torch)(form, q, k, segments, factor)
@@ -92,16 +92,18 @@ OPERAND_MAKERS: dict[str, OperandMaker] = {"auto": automatic, "torch": with_torc
 
 
 def operand_maker(name: str) -> OperandMaker:
-    """Queries and keys are rotated only by these functions; backends get operands."""
+    """Return the function for `operand_kernel: name`. Only these functions rotate queries and keys; backends receive
+    the rotated operands.
+    """
     unusable = name == "auto" and (not torch.cuda.is_available() or missing_triton("cuda") is not None)
     return with_torch if unusable else OPERAND_MAKERS[name]
 
 
 def check_kernel(key: str, name: str, device_type: str) -> None:
-    """Check that `operand_kernel: name` or `loss_kernel: name` runs on a device.
+    """Check that the kernel set by `key: name` (`operand_kernel` or `loss_kernel`) runs on this type of device.
 
     Raises:
-        BackendError: it does not.
+        BackendError: the kernel does not run on it.
     """
     reason = missing_triton(device_type) if name == "triton" else None
     if reason is not None:
@@ -114,24 +116,24 @@ class PositionMethod:
 
     Attributes:
         name: the value of `pos_emb`.
-        form: computes the operands of queries and keys.
-        rotary: the frequencies, or None for non-rotary forms.
-        num_heads: query heads.
-        head_dim: features of a head.
+        form: the score form, which turns queries and keys into operands.
+        rotary: the rotary frequencies, or None for non-rotary forms.
+        num_heads: number of query heads.
+        head_dim: features per head.
         training_length: training length in tokens, for logit scaling; frequencies use `Rotary.original_length`.
         bias: the score bias.
-        clex: builds the network of learned frequencies, or None.
+        clex: function that builds the network for learned frequencies, or None.
         bands, trained_bands: the relative-position map in evaluation and in training.
-        logit_scaling: factor on a row's logits by its position, or None.
+        logit_scaling: function from a query's position to a factor on its logits, or None.
         scales_training: whether logit scaling also applies in training.
-        operands: computes Q' and K' of every segment.
-        softmax_scale: factor on the dot products, None for 1 / sqrt(head_dim).
+        operands: function that computes Q' and K' of every segment.
+        softmax_scale: factor on the dot products, or None for 1 / sqrt(head_dim).
         softcap: bound of the scores, as in `AttentionInputs`.
         sinks: whether every layer learns sink logits.
-        chunk: tokens of a chunk, within which a query attends, or None.
-        initial_factor: the initial value of a learned factor of every head on its logits, or None.
-        factor_bias: whether a learned bias is added to that factor times the logit scaling.
-        gates: builds the module of a layer's forgetting gates, or None.
+        chunk: chunk length in tokens if queries attend only within their chunk, or None.
+        initial_factor: initial value of the learned factor that each head applies to its logits, or None.
+        factor_bias: whether a learned bias is added to the product of that factor and the logit scaling.
+        gates: function that builds a layer's module of forgetting gates, or None.
         queries_per_key: number of query heads per key head.
     """
 
@@ -159,57 +161,57 @@ class PositionMethod:
 
     @property
     def scale(self) -> float:
-        """Factor on the dot products, by default that of Vaswani et al. 2017, section 3.2.1."""
+        """Factor on the dot products; by default 1 / sqrt(head_dim) (Vaswani et al. 2017, section 3.2.1)."""
         return 1.0 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated features of a head."""
+        """Number of rotated features per head."""
         return self.rotary.dim if self.rotary is not None else 0
 
     def keys_stay(self, length: int | None) -> bool:
-        """True if K' of a token stays the same while the sequence grows, so that a cache can hold it. `length` is the
-        fixed length for length-dependent frequencies, or None if it grows with the sequence.
+        """Return whether a token's K' stays the same while the sequence grows, so that K' can be cached. `length` is
+        the fixed length for length-dependent frequencies, or None if the length grows with the sequence.
         """
         by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
         return not self.form.decay and (length is not None or not by_length)
 
     @property
     def switch(self) -> int | None:
-        """The length beyond which texts have other frequencies (the same for all longer texts), or None."""
+        """The length beyond which a second set of frequencies is used, the same at all longer lengths; or None."""
         switches = self.rotary is not None and self.rotary.scaling.declaration.switches
         return self.rotary.original_length if self.rotary is not None and switches else None
 
     @property
     def window(self) -> int | None:
-        """Number of tokens that a query sees, including its own, or None for all. A cache keeps this many."""
+        """Number of tokens that a query sees, including its own, or None for all. A cache keeps only these tokens."""
         (band, *others) = self.bands
         return band.high if not others and band.chunk is None else None
 
     def layer_bias(self) -> LearnedBias | None:
-        """A new module for one layer's own bias, or None."""
+        """Build the module for one layer's own bias, or return None."""
         return self.bias.by_layer() if self.bias.by_layer is not None else None
 
     def layer_sinks(self) -> HeadWeights | None:
-        """A new module for one layer's sink logits, initially 0, or None."""
+        """Build the module for one layer's sink logits, initially 0, or return None."""
         return HeadWeights(self.num_heads, 0.0) if self.sinks else None
 
     def layer_factor(self) -> HeadWeights | None:
-        """A new module for one layer's factors on its heads' logits, or None."""
+        """Build the module for one layer's learned logit factors, or return None."""
         return (
             None if self.initial_factor is None else HeadWeights(self.num_heads, self.initial_factor, self.factor_bias)
         )
 
     def layer_gates(self) -> HeadGates | None:
-        """A new module for one layer's forgetting gates, or None."""
+        """Build the module for one layer's forgetting gates, or return None."""
         return None if self.gates is None else self.gates()
 
     def learned(self) -> list[Callable[[], nn.Module | None]]:
-        """The functions that build the learned modules of one layer."""
+        """Return the functions that build the learned modules of one layer."""
         return [self.layer_bias, self.layer_sinks, self.layer_factor, self.layer_gates]
 
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
-        """The requirements on a backend for training and evaluation, or only for evaluation."""
+        """Return the requirements on a backend for both training and evaluation, or only for evaluation."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
         head_dim = self.head_dim + (0 if self.gates is None else gate_features(self.queries_per_key))
         return Needs(
@@ -232,10 +234,10 @@ class PositionMethod:
         sinks: Tensor | None = None,
         gates: Tensor | None = None,
     ) -> AttentionInputs:
-        """Backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
+        """Compute backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
-        `bias`, `factor` [heads] on the logits (with its bias [heads, 2]), `sinks` [heads] and log `gates` of the keys
-        [batch, heads, length] are the layer's own, if it has them.
+        The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
+        [heads, 2]), `sinks` [heads] and `gates` (the log gates of the keys, [batch, heads, length]).
         """
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
@@ -258,11 +260,11 @@ class PositionMethod:
         gates: Tensor | None = None,
         **of_layer: Any,
     ) -> AttentionInputs:
-        """As `prepare`, for tokens that follow cached tokens.
+        """Like `prepare`, but for tokens that follow cached tokens.
 
-        `append` adds tensors of the new tokens to the cache and returns those of all tokens: K' of every segment and v,
-        or k and v if the context has the tables of all keys, and log gates (with a window only those of its tokens).
-        `of_layer` are `bias`, `factor` and `sinks`.
+        `append` adds tensors of the new tokens to the cache and returns the tensors of all cached tokens. The tensors
+        are K' of every segment (or k, if the context has the tables of all keys), v, and log gates. `of_layer` are
+        `bias`, `factor` and `sinks`.
         """
         new = [] if gates is None else [gates[..., None]]
         if not context.of_new_keys:
@@ -280,8 +282,8 @@ class PositionMethod:
 class PositionEncoding(ShardedModule):
     """Computes the PositionContext that all layers of one type share.
 
-    Learned modules, if the method has them, are `bias` (T5 buckets) and `clex` (the network of CLEX's frequencies).
-    `others` are the encodings of other types of layers, by name.
+    The learned modules, if the method has any, are `bias` (T5 buckets) and `clex` (the network for CLEX frequencies).
+    `others` contains the encodings of the other layer types, by name.
     """
 
     def __init__(self, method: PositionMethod, others: Mapping[str, PositionMethod] | None = None) -> None:
@@ -302,15 +304,16 @@ class PositionEncoding(ShardedModule):
         of_new_keys: bool = False,
         batch: int = 1,
     ) -> PositionContext:
-        """Compute the context of tokens at `positions` (integer [length] or [batch, length]) for operands of `dtype`.
+        """Compute the context for tokens at `positions` (integer [length] or [batch, length]) and operands of `dtype`.
 
         Args:
             length: length of the whole sequence, for length-dependent extensions.
             key_positions: positions of all cached and new tokens, if `positions` has only the new ones.
             documents: boundaries of packed documents.
-            reached: the largest position + 1, including cached tokens; without it xPos waits for the device.
-            of_new_keys: compute tables only for the keys at `positions`, because the cache holds K' of the others.
-            batch: rows, for chunks.
+            reached: the largest position + 1, including cached tokens. Without it, xPos makes the host wait for the
+                device.
+            of_new_keys: compute tables only for the keys at `positions`, because K' of the other keys is cached.
+            batch: number of rows, needed only for chunks.
         """
         method, extended = self.method, 1
         if self.clex is not None and self.training:
@@ -350,7 +353,7 @@ class PositionEncoding(ShardedModule):
         )
 
     def _frequencies(self, length: int, extended: int, device: torch.device) -> RotaryFrequencies | None:
-        """Frequencies for `length` tokens; for CLEX, those for its factor `extended`."""
+        """Return the frequencies for `length` tokens or, for CLEX, for its factor `extended`."""
         rotary, decay = self.method.rotary, self.method.form.decay
         if rotary is None:
             return None
@@ -365,7 +368,7 @@ def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:
 
 
 _frequencies_on = made_once(_on_device, evaluated=8)
-"""Copy to the device once; a copy in every forward pass would make the host wait."""
+"""Frequencies that are copied to the device only once; a copy in every forward pass would make the host wait."""
 
 
 def _token_positions(positions: Tensor, documents: PackedDocuments | None, reached: int | None) -> TokenPositions:

@@ -1,4 +1,4 @@
-"""Checkpoints: our own layout, those of Hugging Face and GPT-NeoX, and loading any of them for evaluation."""
+"""Checkpoints: our native layout, the Hugging Face and GPT-NeoX layouts, and loading any of them for evaluation."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ __all__ = [*_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    # PEP 562: GPT-NeoX's plugin imports names of the format from here, and must not load the readers of all formats.
+    # Lazy imports (PEP 562): the GPT-NeoX plugin imports a submodule, and must not load the readers of all layouts.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Adapters of peft in a folder. Transformers applies them when it loads the folder, so they are part of the model."""
+"""Detect PEFT adapters in a folder. Transformers applies them when it loads the folder, so they change the model."""
 
 import os
 import shlex
@@ -11,29 +11,28 @@ PATTERN = "adapter_model*"
 
 
 def check_no_adapters(folder: Path) -> None:
-    """Raise CheckpointError if a folder has adapters; the message has the commands that merge them."""
+    """Raise CheckpointError if a folder has PEFT adapters. The message contains the commands that merge them."""
     described = os.path.isfile(folder / CONFIG)
     found = [CONFIG] * described + sorted(path.name for path in folder.glob(PATTERN) if os.path.isfile(path))
     if not found:
         return
     if not described:
         raise CheckpointError(
-            f"{folder}: has {found[0]} without {CONFIG}, which describes its use; add that file, or move "
-            f"{found[0]} elsewhere"
+            f"{folder}: has {found[0]} but no {CONFIG}, which describes it; add {CONFIG}, or move {found[0]} elsewhere"
         )
     raise CheckpointError(
-        f"{folder}: has adapters of peft ({', '.join(found)}), which only transformers applies; merge them into their "
+        f"{folder}: has PEFT adapters ({', '.join(found)}), which only transformers applies; merge them into their "
         "base model, and use the merged folder:\n" + "\n".join(f"    {line}" for line in merging_lines(folder))
     )
 
 
 def merging_lines(folder: Path) -> list[str]:
-    """Return the commands that merge the adapters in a folder into the base model, as FOLDER-merged."""
+    """Return the shell commands that merge the adapters in a folder into the base model and save FOLDER-merged."""
     named = read_json(folder / CONFIG).get("base_model_name_or_path")
     within = not isinstance(named, str) or not named or Path(named).resolve() == folder.resolve()
     base, adapters, merged = (folder if within else named), str(folder), f"{folder}-merged"
     lines = []
-    if within:  # transformers would apply adapters in the folder of the base model when it loads that
+    if within:  # transformers would apply adapters beside the base model when it loads the base model
         adapters = f"{folder}-adapters"
         lines += [
             f"mkdir {shlex.quote(adapters)}",

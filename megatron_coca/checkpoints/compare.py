@@ -1,4 +1,4 @@
-"""Compare configurations: which keys may differ between training and later use, and whether two models are equal."""
+"""Compare configurations: which keys may differ between training and later use, and whether two models are the same."""
 
 import re
 from pathlib import Path
@@ -13,14 +13,14 @@ from megatron_coca.config.position import LayerType, PositionConfig, Selected
 LAYER_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
 ) | {"attention_chunk_size", "attention_backend"}
-"""Position keys that may differ at evaluation, for the whole model or for one type of layer."""
+"""Position keys that may change for evaluation, for the whole model or for one layer type."""
 EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
-"""Keys and groups of keys that may differ at evaluation. A difference in any other key makes it another model."""
+"""Keys and groups of keys that may change for evaluation. Changing any other key gives a different model."""
 
 TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate")
-"""Keys with choices that are part of the training (`trained` in their declarations). Such a choice is used at
-evaluation if and only if it was used in training, with the same options and training length.
+"""Keys that have choices with `trained` in their declarations. Such a choice must be used at evaluation if and only if
+it was used in training, with the same options and training length.
 """
 
 FIXED_BY_WEIGHTS = frozenset(
@@ -30,19 +30,19 @@ FIXED_BY_WEIGHTS = frozenset(
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
 }
-"""Keys that must be the same in finetuning as in the run that trained the weights. The position method may differ."""
+"""Keys that finetuning must not change from the run that trained the weights. The position method may change."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
     r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates)\..+"
 )
-"""Names of weights that belong to a position method."""
+"""Pattern of the names of weights that belong to a position method."""
 
 
 def differing_keys(
     saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return a line for every key in which two configurations differ, except for free keys and groups."""
+    """Return one line for each key that differs between two configurations, ignoring free keys and groups."""
     before, after = saved.flat(), wanted.flat()
     return [
         f"{key} (saved {before[key]!r}, now {after[key]!r})"
@@ -52,9 +52,9 @@ def differing_keys(
 
 
 def extension_note(saved: Config, wanted: Config) -> str | None:
-    """Return a note if overrides replace a model's own frequency extension or are combined with it, else None.
+    """Return a note if overrides replace the model's own frequency extension or are used together with it, else None.
 
-    The note names the length that each extension refers to.
+    The note states the length from which each extension extends.
     """
     before, after = saved.position, wanted.position
     keys = [key for key in ("relative_positions", "logit_scaling") if getattr(before, key) != getattr(after, key)]
@@ -72,7 +72,10 @@ def _with_length(config: Config) -> str:
 
 
 def check_same_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
-    """Raise CheckpointError, which names all keys, if weights trained as `saved` cannot be evaluated as `wanted`."""
+    """Check that weights trained with `saved` can be evaluated with `wanted`.
+
+    Raises CheckpointError, which names all keys that differ but must not.
+    """
     differing = differing_keys(saved, wanted, EVALUATION_KEYS | also_free, EVALUATION_GROUPS)
     for name, before in saved.layer_types.items():
         after, where = wanted.position.of_type(name), "" if name == GLOBAL else f"layer_types.{name}."
@@ -88,14 +91,15 @@ def check_same_model(folder: Path, saved: Config, wanted: Config, also_free: fro
         differing += [f"{where}{problem}" for problem in found if problem]
     if differing:
         raise CheckpointError(
-            f"{folder}: its weights cannot be evaluated with another {', '.join(differing)}; set these as saved"
+            f"{folder}: its weights cannot be evaluated with another {', '.join(differing)}; set the saved values"
         )
 
 
 def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None:
-    """Raise CheckpointError, which names all keys, if a run of `wanted` cannot start from weights trained as `saved`.
+    """Check that a run with `wanted` can start from weights trained with `saved`.
 
-    Only keys that change the function of the weights are compared. Loading the weights finds differences of shape.
+    Only keys that change how the weights are used are compared. Shape mismatches are found when the weights are loaded.
+    Raises CheckpointError, which names all keys that differ but must not.
     """
     fixed = set(FIXED_BY_WEIGHTS)
     if saved.model.norm in NORM_EPSILONS:
@@ -106,33 +110,34 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
     inner = [config.model.ffn_hidden_size for config in (saved, wanted)]
     if inner[0] != inner[1]:
         gated = 3 if saved.model.activation in GATED_ACTIVATIONS else 1
-        differing.append(f"intermediate_size (saved {gated * inner[0]}, now an inner width of {inner[1]})")
+        differing.append(f"intermediate_size (saved {gated * inner[0]}, now a width of {inner[1]} inside the MLP)")
     if differing:
         raise CheckpointError(
-            f"{folder}: a run cannot start from its weights with another {', '.join(differing)}; set these as saved"
+            f"{folder}: a run cannot start from its weights with another {', '.join(differing)}; set the saved values"
         )
 
 
 def _learned_difference(key: str, before: PositionConfig, after: PositionConfig, lengths: list[int]) -> str | None:
-    """Return the difference in a choice that belongs to the training, or None; `lengths` has both training lengths."""
+    """Return how a `trained` choice of `key` differs, or None. `lengths` are the training lengths before and after."""
     trained, used = (
         next((choice.name for choice, _ in position.choices() if choice.key == key and choice.trained), None)
         for position in (before, after)
     )
     if trained != used and trained is not None:
-        return f"{key} (trained with {trained}, which belongs to the weights)"
+        return f"{key} (trained with {trained}, which the weights depend on)"
     if trained != used:
-        return f"{key} ({used} is learned in training, and these weights were trained without it)"
+        return f"{key} ({used} must be used in training, but these weights were trained without it)"
     same = getattr(before, key) == getattr(after, key) and lengths[0] == lengths[1]
     if trained is None or (same and (key != "rope_scaling" or before.rotary_emb_base == after.rotary_emb_base)):
         return None
-    return f"{key} (trained with other options, base or training length of {trained})"
+    return f"{key} ({trained} was trained with other options, another base or another training length)"
 
 
 def comparable(config: Config) -> dict[str, Any]:
-    """Return a description of the function that a model computes. Models with equal descriptions are equal.
+    """Return a description of the function that a model computes.
 
-    Exports use it to compare a model with the configuration that was written.
+    Models that compute the same function have equal descriptions. An export compares the description of the model with
+    the description of the exported configuration.
     """
     flat, model = config.flat(), config.model
     names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")

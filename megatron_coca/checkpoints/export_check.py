@@ -1,15 +1,15 @@
 """Compare an export with its source before the export counts as complete.
 
-1. Configuration: the import reads a configuration that computes the same model (`comparable`).
-2. Weights: every weight that the import reads has the same bits as the source. Only one weight is in memory at a time.
-3. Logits: on a short text, both sides compute the same float32 logits. Transformers computes those of a Hugging Face
-   folder if it is installed and has the class. Otherwise, and for GPT-NeoX, the import computes them.
+1. Configuration: the import reads a configuration that describes the same model (`comparable`).
+2. Weights: every weight that the import reads is bit-identical to the source. Only one weight is in memory at a time.
+3. Logits: for a short input, source and export compute the same float32 logits. For a Hugging Face folder, transformers
+   runs the export if it is installed and has the class. Otherwise, and for GPT-NeoX, this project's import runs it.
 
-The logits are those of a part of the model: the first 4,096 rows of the vocabulary and as many layers as fit into
+Only a part of the model computes the logits: the first 4,096 rows of the vocabulary and as many layers as fit into
 512 MiB, with at least one layer of every type. For a model of 7 billion parameters this is one layer of 0.2 billion
-parameters, which takes 0.8 GB of memory for each side, one side after the other. Models of up to about 100 million
-parameters are compared whole. The text has 64 tokens, or up to 1,024 if that many are needed to cross a window, a chunk
-or the training length. Effects that only longer texts show are covered by step 1 only.
+parameters, which takes 0.8 GB of memory for the source and then for the export. Models of up to about 100 million
+parameters are compared whole. The input has 64 tokens, or up to 1,024 if that many are needed to exceed a window, a
+chunk or the training length. Differences that appear only on longer inputs can be found by step 1 only.
 """
 
 import logging
@@ -32,39 +32,39 @@ from megatron_coca.model import empty_model
 logger = logging.getLogger(__name__)
 
 MEMORY, ROWS = 1 << 29, 4096
-"""Largest size of the compared layers in float32, in bytes, and number of compared rows of the vocabulary."""
+"""Maximum size of the compared layers in float32, in bytes, and maximum number of compared vocabulary rows."""
 SHORT, LONG = 64, 1024
-"""Tokens of the text, and the most tokens to cross a limit."""
+"""Number of input tokens, and the maximum if more are needed to exceed a window, a chunk or the training length."""
 TOLERANCE = 1e-3
-"""Largest allowed difference of logits, as a share of the largest logit. Both sides compute in float32 but in different
-orders, so they differ by up to 1e-5 in small models. A wrong key changes the logits by more than 1e-2.
+"""Maximum difference between logits, as a fraction of the largest logit. Source and export compute in float32 but in
+different orders, so small models differ by up to 1e-5. A wrong key changes the logits by more than 1e-2.
 """
 IMPORT = "this project's import"
 VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight")
-"""Our weights that have a row for each token."""
+"""Our names of the weights that have a row for each token."""
 
 
 class Excerpt(NamedTuple):
-    """The compared part of a model: its first layers, the first rows of the vocabulary, and the text."""
+    """The compared part of a model (its first layers and vocabulary rows), and the input tokens."""
 
     config: Config
     weights: Weights
     ids: Tensor  # int64 [1, length]
 
     def logits(self) -> Tensor:
-        """Return the logits of our model, float32 [length, rows]."""
+        """Return the logits that our model computes, float32 [length, rows]."""
         return own_logits(self.config, self.weights, self.ids)
 
 
 def excerpt(config: Config, weights: Weights, longest: int = LONG) -> Excerpt:
-    """Return the part of a model to compare. `weights` have our names; the text has at most `longest` tokens."""
+    """Return the part of a model to compare, with an input of at most `longest` tokens. `weights` have our names."""
     rows, layers = min(config.model.padded_vocab_size, ROWS), _layers(config, weights)
     text = torch.randint(rows, (1, min(_length(config), longest)), generator=torch.Generator().manual_seed(0))
     return Excerpt(reduced(config, layers, rows), first(weights, layers, rows), text)
 
 
 def first(weights: Weights, layers: int, rows: int) -> Weights:
-    """Return the weights of the first layers and of the first rows of the vocabulary."""
+    """Return the weights of the first `layers` layers, with the first `rows` rows of the vocabulary."""
     kept = (name for name in weights.entries if (number := _layer(name)) is None or number < layers)
     entries = {name: _cut(name, weights.entries[name], rows) for name in kept}
     return Weights(
@@ -80,13 +80,13 @@ def _cut(name: str, entry: WeightEntry, rows: int) -> WeightEntry:
 
 
 def _layer(name: str) -> int | None:
-    """Return the number of the block of a weight, or None."""
+    """Return the number of the block that a weight belongs to, or None."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blocks" else None
 
 
 def _layers(config: Config, weights: Weights) -> int:
-    """Return the number of layers to compare: as many as fit into MEMORY, with at least one of every type."""
+    """Return the number of layers to compare: as many as fit into MEMORY, but at least one layer of every type."""
     sizes = [0] * config.model.num_layers
     for name, entry in weights.entries.items():
         if (number := _layer(name)) is not None:
@@ -111,7 +111,7 @@ def _length(config: Config) -> int:
 
 
 def reduced(config: Config, layers: int, rows: int) -> Config:
-    """Return the configuration of the first layers of a model, without keys of its run."""
+    """Return the configuration of the first layers of a model, without the keys of the training run."""
     flat, names = config.flat(), config.model.layer_names[:layers]
     keys = {
         key: flat[key]
@@ -125,7 +125,7 @@ def reduced(config: Config, layers: int, rows: int) -> Config:
 
 @torch.no_grad()
 def own_logits(config: Config, weights: Weights, ids: Tensor) -> Tensor:
-    """Return the logits of our model in float32 [length, rows]."""
+    """Run our model on `ids` and return the float32 logits [length, rows]."""
     model = empty_model(config, "cpu", training=False)
     load_weights(model, weights)
     return model.eval()(ids)[0]
@@ -137,34 +137,34 @@ def own_logits(config: Config, weights: Weights, ids: Tensor) -> Tensor:
 def check_folder(
     folder: Path, read: Callable[[Path], OpenedCheckpoint], config: Config, weights: Weights
 ) -> OpenedCheckpoint:
-    """Compare the configuration and the weights of an export with the source. Return the export as the import opens it.
+    """Compare the configuration and the weights of an export with the source. Return the opened export.
 
     Args:
         folder: the export.
-        read: opens it.
+        read: opens a folder of the export's layout.
         config: configuration of the source.
-        weights: the weights that were to be written, by our names.
+        weights: the weights that the export must contain, by our names.
 
-    Raises CheckpointError if they differ.
+    Raises CheckpointError if the configuration or a weight differs.
     """
     try:
         back = read(folder)
         found = back.weights()
     except CheckpointError as error:
-        raise fault(f"{IMPORT} cannot read it: {error}") from error
+        raise fault(f"{IMPORT} cannot read the export: {error}") from error
     if differing := list(_differing(comparable(config), comparable(back.trained))):
-        raise fault(f"its configuration describes another model: {'; '.join(differing)}")
+        raise fault(f"the configuration describes another model: {'; '.join(differing)}")
     if names := sorted(found.entries.keys() ^ weights.entries.keys()):
-        raise fault(f"{names[0]} is in the source or in the export, but not in both")
+        raise fault(f"{names[0]} is only in the {'source' if names[0] in weights.entries else 'export'}")
     with weights.shown(f"reading {folder.name.strip('.').removesuffix('.partial')} back") as shown:
         for name, tensor in shown:
             if not _same_bits(tensor, found.read(name)):
-                raise fault(f"{name} has other values than the source")
+                raise fault(f"{name} has different values")
     return back
 
 
 def _differing(wanted: Any, found: Any, place: str = "") -> Iterator[str]:
-    """Yield a line for every value in which two configurations differ."""
+    """Yield one line for each value that differs between two descriptions of models."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in wanted.keys() | found.keys():
             yield from _differing(wanted.get(key), found.get(key), f"{place}.{key}" if place else key)
@@ -182,41 +182,41 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def check_logits(expected: Tensor, found: Tensor, by: str) -> float:
-    """Return the largest difference of logits as a share of the largest logit.
+    """Return the largest difference between logits as a fraction of the largest logit.
 
-    Raises CheckpointError above TOLERANCE.
+    `by` is the program that computed `found`. Raises CheckpointError if the difference exceeds TOLERANCE.
     """
     if found.shape != expected.shape:
-        raise fault(f"{by} gives logits of shape {list(found.shape)}, the source of shape {list(expected.shape)}")
+        raise fault(f"{by} computes logits of shape {list(found.shape)}, the source {list(expected.shape)}")
     if not torch.equal(expected.isfinite(), found.isfinite()):
-        raise fault(f"{by} gives infinite logits at different places than the source")
+        raise fault(f"{by} computes infinite logits at other positions than the source")
     finite = expected.isfinite()
     largest = float(expected[finite].abs().max()) if finite.any() else 0.0
     apart = float((expected - found)[finite].abs().max()) if finite.any() else 0.0
     if apart > TOLERANCE * max(largest, 1e-3):
         raise fault(
-            f"{by} gives other logits: they differ by {apart:.3g}, and the largest logit of the source is {largest:.3g}"
+            f"{by} computes logits that differ by {apart:.3g}; the largest logit of the source is {largest:.3g}"
         )
     return apart / max(largest, 1e-3)
 
 
 def fault(problem: str) -> CheckpointError:
     return CheckpointError(
-        f"export: it differs from its source: {problem}; nothing was written, report this with the checkpoint's "
+        f"export: does not match the source: {problem}; nothing was written, report this with the checkpoint's "
         "configuration"
     )
 
 
 def report(part: Excerpt, share: float, by: str) -> str:
-    """Log the result of a comparison. Return `by`, the program that computed the logits."""
+    """Log the result of a logit comparison. Return `by`, the program that computed the export's logits."""
     layers, tokens = part.config.model.num_layers, part.ids.shape[1]
-    text = f"{by}, {layers} layers, {tokens} tokens, within {share:.1e} of the largest logit"
+    text = f"{by}, {layers} layers, {tokens} tokens, largest difference {share:.1e} of the largest logit"
     logger.info("the export computes the same logits as its source: %s", text)
     return by
 
 
 def check_import(back: OpenedCheckpoint, part: Excerpt) -> None:
-    """Compare the logits that the import computes from an export with those of the source. Raises CheckpointError."""
+    """Compare the logits that our import of an export computes with those of the source. Raises CheckpointError."""
     layers, rows = part.config.model.num_layers, part.config.model.padded_vocab_size
     found = own_logits(reduced(back.trained, layers, rows), first(back.weights(), layers, rows), part.ids)
     report(part, check_logits(part.logits(), found, IMPORT), IMPORT)

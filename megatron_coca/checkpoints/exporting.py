@@ -1,4 +1,4 @@
-"""Export a checkpoint of any layout: to Hugging Face transformers, or to GPT-NeoX."""
+"""Export a checkpoint of any layout to Hugging Face transformers or to GPT-NeoX."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def export(
     tokenizer: str | Path | None = None,
     notes: CardNotes | None = None,
 ) -> huggingface.Exported:
-    """Write any checkpoint that `open_checkpoint` reads as a Hugging Face folder; see `huggingface.write.export`."""
+    """Export any checkpoint that `open_checkpoint` reads as a Hugging Face folder; see `huggingface.write.export`."""
     opened = open_checkpoint(checkpoint, overrides=overrides)
     return huggingface.export(opened, Path(folder), overrides, dtype, tokenizer, notes)
 
@@ -30,6 +30,6 @@ def export_neox(
     model_parallel_size: int = 1,
     pipe_parallel_size: int = 1,
 ) -> neox.ExportedNeox:
-    """Write any checkpoint that `open_checkpoint` reads as a save folder of GPT-NeoX; see `neox.write.export`."""
+    """Export any checkpoint that `open_checkpoint` reads as a GPT-NeoX save folder; see `neox.write.export`."""
     opened = open_checkpoint(checkpoint, overrides=overrides)
     return neox.export(opened, Path(folder), overrides, dtype, model_parallel_size, pipe_parallel_size)

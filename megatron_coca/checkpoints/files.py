@@ -1,7 +1,7 @@
 """Errors, JSON, file lists and checksums of checkpoint files.
 
-The checksum is sha256: 1.8 GB/s on one core with SHA instructions. Several threads compute it, because hashlib releases
-the GIL. The checksum of the weights file also identifies a checkpoint in evaluation results.
+The checksum is sha256, which runs at 1.8 GB/s on one core with SHA instructions. Files are hashed in several threads,
+because hashlib releases the GIL. The checksum of the weights file also identifies a checkpoint in evaluation results.
 """
 
 import hashlib
@@ -18,40 +18,40 @@ from megatron_coca.support.errors import UNAVAILABLE, InputError
 from megatron_coca.support.regular_files import read_regular
 
 BLOCK = 1 << 20
-"""Bytes per read."""
+"""Number of bytes per read."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, damaged, in an unknown format or of another architecture.
+    """A checkpoint is missing or damaged, has an unknown format, or does not fit the model.
 
     The message names the file and the remedy.
     """
 
 
 class UnreadableError(CheckpointError):
-    """A file cannot be read (I/O error, permission). The checkpoint may be valid: do not move or delete it."""
+    """A file cannot be read (I/O error, missing permission). The checkpoint may be valid: do not move or delete it."""
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> "UnreadableError":
-        """Return the error for `path` with the reason that the file system gave."""
+        """Return the error for `path`, with the file system's reason."""
         reason = error.strerror or str(error)
         return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions (nothing was changed)")
 
 
 class ServiceError(CheckpointError):
-    """An object store does not answer. The input is valid: the same command works when the store is back."""
+    """An object store does not answer. The same command will work when the store is available again."""
 
     status = UNAVAILABLE
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the entry of a file in a manifest: size in bytes and sha256."""
+    """Return the manifest entry of a file: its size in bytes and its sha256."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def files(folder: Path) -> list[str]:
-    """Return the sorted relative names of all files and symbolic links below a folder.
+    """Return the sorted relative paths of all files and symbolic links below a folder.
 
     Raises OSError if a folder cannot be listed.
     """
@@ -71,14 +71,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); copy the file again") from error
+        raise CheckpointError(f"{path}: not found; copy the file again") from error
     except OSError as error:
         raise UnreadableError.of(path, error) from error
     return parse_json(content, path)
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """As `read_json`, but return an empty mapping if there is no such file."""
+    """Read a JSON mapping as `read_json` does, but return an empty mapping if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -87,18 +87,18 @@ def parse_json(content: bytes, source: str | Path) -> dict[str, Any]:
     try:
         mapping = json.loads(content, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: cannot be read as JSON ({error}); copy the file again") from error
+        raise CheckpointError(f"{source}: not valid JSON ({error}); copy the file again") from error
     if not isinstance(mapping, dict):
-        raise CheckpointError(f"{source}: is not a JSON mapping; copy the file again")
+        raise CheckpointError(f"{source}: not a JSON mapping; copy the file again")
     return mapping
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON mapping. Raises ValueError for a repeated key, of which json would keep the last value."""
+    """Return a JSON mapping. Raises ValueError for a repeated key; `json` would keep only its last value."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {repeated!r:.80} is given twice")
+        raise ValueError(f"the key {repeated!r:.80} appears twice")
     return mapping
 
 
@@ -108,14 +108,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class Comparison:
-    """Compares files with their sha256 in threads. The threads stop when this context manager exits.
+    """Verifies the sha256 of files in threads. The threads stop when this context manager exits.
 
     Attributes:
-        bytes_read: bytes read so far.
+        bytes_read: number of bytes read so far.
     """
 
     def __init__(self, expected: Mapping[Path, str], threads: int) -> None:
-        """`expected` has the hexadecimal digest of each file, the largest file first."""
+        """`expected` maps each file to its hexadecimal digest, with the largest file first."""
         self.bytes_read = 0
         self._expected, self._lock, self._stop = dict(expected), threading.Lock(), threading.Event()
         self._pool = ThreadPoolExecutor(max(1, min(threads, len(expected))), "verification")
@@ -130,14 +130,14 @@ class Comparison:
         self._pool.shutdown(cancel_futures=True)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds`. Return whether all files are compared or one has failed."""
+        """Wait at most `seconds`. Return whether the verification is over: all files are verified or one has failed."""
         if not self._futures:
             return True
         return not wait(self._futures, seconds, FIRST_EXCEPTION).not_done or self.failure is not None
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The first error: UnreadableError if a file cannot be read, CheckpointError if its content differs."""
+        """The first error, or None: UnreadableError for an unreadable file, CheckpointError for changed content."""
         for future in self._futures:
             error = future.exception() if future.done() and not future.cancelled() else None
             if isinstance(error, CheckpointError):
@@ -160,6 +160,6 @@ class Comparison:
             raise UnreadableError.of(path, error) from error
         if digest.hexdigest() != expected:
             raise CheckpointError(
-                f"{path}: its content has changed since the checkpoint was written (sha256 differs); copy it "
+                f"{path}: content has changed since the checkpoint was written (sha256 differs); copy the file "
                 "again, or use another step"
             )

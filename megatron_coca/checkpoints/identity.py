@@ -1,11 +1,11 @@
-"""The identity of a checkpoint: digests of its content, independent of its path.
+"""The identity of a checkpoint: a digest of its content that does not depend on its path.
 
 Hashing 13 GB takes longer than many evaluations, so large tensors are sampled. A tensor of at most 1 MiB is read
-whole. From a larger tensor, 16 ranges of 64 KiB are read; the first begins at its start and the last ends at its end.
-This is 1 MiB for each tensor, or 0.2 GB for a model of 7 billion parameters, which takes seconds on a local disk.
-Training, merged adapters and rounding change all of a tensor, so they always change the identity. A change of a few
-rows of a large tensor is missed if it lies between two ranges. Our own checkpoints do not have this limit: their
-identity is the sha256 of the weights file, which the manifest has.
+completely. From a larger tensor, 16 ranges of 64 KiB are read, which include its first and its last bytes. This is at
+most 1 MiB per tensor, or 0.2 GB for a model of 7 billion parameters, which takes seconds on a local disk. Training,
+merging adapters and rounding change a whole tensor, so they always change the identity. A change to a few rows of a
+large tensor is missed if the rows fall between two ranges. Native checkpoints do not have this limit: their identity
+is the sha256 of the weights file, which is recorded in the manifest.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from megatron_coca.config.schema import default_of
 from megatron_coca.support.regular_files import open_regular
 
 RANGE, RANGES = 1 << 16, 16
-"""Bytes of a sampled range, and number of ranges of a large tensor."""
+"""Size of a sampled range in bytes, and number of ranges that are read from a large tensor."""
 WHOLE_FILE, FILE_RANGES = 1 << 26, 256
-"""Largest data file, in bytes, that is read whole, and number of ranges of a larger file."""
+"""Maximum size in bytes of a data file that is read completely, and number of ranges read from a larger file."""
 OF_THE_WRITER = ("version", ".data/serialization_id", ".format_version", ".storage_alignment")
-"""Records of PyTorch's archives that depend on the writer and not on the tensors."""
+"""Records in PyTorch archives that depend on the writing program, not on the tensors."""
 
 
 def network_digest(config: Config) -> str:
-    """Return the sha256 of all keys that change the function of given weights, without keys at their defaults.
+    """Return the sha256 of all keys that change what trained weights compute, except keys at their defaults.
 
-    A key that is added to the schema later does not change the digest while it has its default.
+    A key that is added to the schema later does not change the digest as long as it has its default value.
     """
     flat = config.flat()
     keys = {
@@ -45,10 +45,10 @@ def network_digest(config: Config) -> str:
 
 
 def tensors_identity(config: Config, files: Mapping[str, Path]) -> str:
-    """Return the identity of a model in safetensors files; `files` has the file of each weight.
+    """Return the identity of a model in safetensors files; `files` maps each weight to its file.
 
-    It covers the configuration and the names, dtypes, shapes and sampled values of the weights. It does not depend on
-    how the weights are divided into files. Raises UnreadableError.
+    The identity covers the configuration and the names, dtypes, shapes and sampled values of the weights. It does not
+    depend on how the weights are divided into files. Raises UnreadableError.
     """
     digest = _begun(config)
     places = {path: read_layout(path) for path in dict.fromkeys(files.values())}
@@ -62,8 +62,9 @@ def tensors_identity(config: Config, files: Mapping[str, Path]) -> str:
 def pickles_identity(config: Config, paths: Iterable[Path]) -> str:
     """Return the identity of a model in pickled files.
 
-    It covers the configuration and, for each file, its name, the checksums of all tensors that PyTorch's archive has,
-    and ranges of its bytes. Raises UnreadableError.
+    The identity covers the configuration and the name of each file. Of a PyTorch archive, it covers the recorded
+    checksums of all tensors, and sampled bytes of tensors without a checksum. Of other files, it covers sampled bytes.
+    Raises UnreadableError.
     """
     digest = _begun(config)
     for path in sorted(paths):
@@ -73,14 +74,14 @@ def pickles_identity(config: Config, paths: Iterable[Path]) -> str:
             records = _records(path)
             listed = sorted((record.filename.partition("/")[2], record.file_size, record.CRC) for record in records)
             digest.update(json.dumps([entry for entry in listed if entry[0] not in OF_THE_WRITER]).encode())
-            # The writer can leave checksums out; then the bytes are sampled.
+            # The writing program may omit checksums; then the bytes of the record are sampled.
             parts = [(record.header_offset, record.file_size) for record in records if not record.CRC]
         _read_into(digest, path, parts)
     return digest.hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Return a sha256 of the size of a file and of its bytes. Above 64 MiB, 256 ranges of 64 KiB are read.
+    """Return the sha256 of a file's size and bytes. Above 64 MiB, only 256 ranges of 64 KiB are read.
 
     Raises OSError.
     """
@@ -96,16 +97,16 @@ def _begun(config: Config) -> Any:
 
 
 def _records(path: Path) -> list[zipfile.ZipInfo]:
-    """Return the list of an archive's records. Raises CheckpointError."""
+    """Return the entries of a zip archive. Raises CheckpointError."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return archive.infolist()
     except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: is damaged or not a weights file ({error}); download it again") from error
+        raise CheckpointError(f"{path}: damaged or not a weights file ({error}); download it again") from error
 
 
 def _read_into(digest: Any, path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Add the parts (begin, bytes) of a file to a digest; large parts are sampled."""
+    """Add parts of a file, given as (offset, size) in bytes, to a digest. Large parts are sampled."""
     try:
         with open_regular(path) as file:
             for begin, size in parts:
@@ -117,7 +118,7 @@ def _read_into(digest: Any, path: Path, parts: Iterable[tuple[int, int]]) -> Non
 def _sample(
     digest: Any, file: BinaryIO, begin: int, size: int, whole: int = RANGE * RANGES, count: int = RANGES
 ) -> None:
-    """Add `size` bytes from `begin` on. If there are more than `whole`, add `count` ranges that cover both ends."""
+    """Add `size` bytes, starting at `begin`, to a digest. If `size` exceeds `whole`, add only `count` ranges."""
     ranges = [(begin + number, RANGE) for number in range(0, size, RANGE)]
     if size > whole:
         ranges = [(begin + (size - RANGE) * number // (count - 1), RANGE) for number in range(count)]

@@ -1,6 +1,6 @@
-"""Import a checkpoint of any layout as one of ours, with weights only.
+"""Import a checkpoint of any layout as a native checkpoint with weights only.
 
-Weights are copied one at a time, so the memory does not depend on the size of the model.
+Weights are copied one at a time, so memory use does not depend on the size of the model.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class Imported:
 
     Attributes:
         folder: save folder with one checkpoint, of step 0.
-        config: of the model.
-        parameters: of the model.
-        tokenizer_note: why the tokenizer or its end of text could not be used, or which text it loses; or None.
-        huggingface_folder: the source, if it is a Hugging Face folder.
+        config: configuration of the model.
+        parameters: number of parameters.
+        tokenizer_note: why the tokenizer or its end-of-text token could not be used, or which text it loses; or None.
+        huggingface_folder: the source folder if it is a Hugging Face folder, else None.
     """
 
     folder: Path
@@ -46,19 +46,19 @@ class Imported:
 def import_checkpoint(
     source: str | Path, folder: str | Path, overrides: Overrides = (), dtype: str | None = None
 ) -> Imported:
-    """Write a checkpoint atomically as a save folder of ours, with one step that has weights only.
+    """Write a checkpoint atomically as a native save folder with one step, which has weights only.
 
     Args:
         source: any checkpoint that `open_checkpoint` reads.
-        folder: to write; it must not exist.
-        overrides: as for `load_model`; `pos_emb=coca` for GPT-NeoX folders of CoCA's authors.
-        dtype: of the weights. By default they are copied bit by bit.
+        folder: the folder to write, which must not exist.
+        overrides: as for `load_model`. GPT-NeoX folders by CoCA's authors need `pos_emb=coca`.
+        dtype: dtype of the written weights. By default, they are copied bit by bit.
 
     Raises:
-        CheckpointError: the source is invalid or in an unknown format, its weights do not fit its configuration, or
+        CheckpointError: the source is invalid or has an unknown format, its weights do not fit its configuration, or
             `folder` exists or cannot be written.
-        ConfigError: an invalid override.
-        DataError: the tokenizer of a checkpoint of ours is damaged.
+        ConfigError: an override is invalid.
+        DataError: the tokenizer of a native checkpoint is damaged.
     """
     folder = Path(folder)
     refuse_existing(folder, CheckpointError)
@@ -69,7 +69,7 @@ def import_checkpoint(
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     if tokenizer is not None and (loss := sampled(tokenizer, filter(None, PROBES)).loss(tokenizer.vocab_size)):
-        tokenizer_note = "; ".join(filter(None, (tokenizer_note, f"the tokenizer loses text of a test: {loss}")))
+        tokenizer_note = "; ".join(filter(None, (tokenizer_note, f"the tokenizer loses text: {loss}")))
     imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
     theirs = opened.folder if is_huggingface_folder(opened.folder) else None
     if theirs is not None:
@@ -93,10 +93,10 @@ def import_checkpoint(
 
 
 def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-    """Return the configuration of a run that starts from the weights in `folder`.
+    """Return the configuration for a run that starts from the weights in `folder`.
 
-    It has the network, positions and tokenizer of the checkpoint, and sets `load` and `finetune`. The arguments and
-    errors are those of `open_checkpoint`.
+    The configuration has the network, position and tokenizer keys of the checkpoint, and sets `load` and `finetune`.
+    Takes the arguments and raises the errors of `open_checkpoint`.
     """
     opened = open_checkpoint(folder, verify=False, overrides=overrides, files=files)
     flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
@@ -106,7 +106,7 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
         if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
     }
     keys |= {key: flat[key] for key in TOKENIZER_KEYS if flat[key] is not None}
-    # The tokenizer has the number of ids, and the embedding the number of rows.
+    # The number of ids comes from the tokenizer, and the number of rows from the embedding.
     rows = opened.trained.model.padded_vocab_size
     keys |= {"vocab_size": opened.known_ids(), "make_vocab_size_divisible_by": rows}
     if is_huggingface_folder(opened.folder) and vocabulary.is_file():
@@ -115,9 +115,9 @@ def starting_config(folder: str | Path, overrides: Overrides = (), files: Sequen
 
 
 def _tokenizer_keys(saved: Path, final: Path) -> dict[str, str | None]:
-    """Return the keys that name a saved tokenizer by its final location.
+    """Return the configuration keys that refer to the tokenizer saved in `saved`, with paths in `final`.
 
-    If its end of text is not the default, only the type is named, because keys cannot express that choice.
+    If its end-of-text token is not the default, only the type is set, because no key can select another token.
     """
     description = native.read_json(saved / DESCRIPTION)
     files = {key: description.get(key) for key in ("vocab_file", "merge_file")}

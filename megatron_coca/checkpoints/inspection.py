@@ -21,24 +21,24 @@ SHOWN_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "vocab_size", "pos_emb"),
     *("rope_scaling", "relative_positions", "logit_scaling", "seed"),
 )
-"""Configuration keys in a description."""
+"""Configuration keys that a description shows."""
 
 
 @dataclass
 class Description:
-    """A checkpoint in figures.
+    """A summary of one checkpoint.
 
     Attributes:
-        folder: one step's folder.
-        holds: "run" for everything that resuming needs, "weights" for weights only; None without a manifest.
+        folder: folder of the checkpoint's step.
+        holds: "run" if a run can resume from the checkpoint, "weights" if it has weights only, None without a manifest.
         meta: content of meta.json: step, topology, versions, progress, samples read.
-        keys: `SHOWN_KEYS` of the configuration.
-        imports: files of methods that the configuration names. They are not run, and then keys are not checked.
-        parameters: of the model; None if its weights are missing or unreadable.
-        sizes: bytes by top-level entry of the folder.
+        keys: values of `SHOWN_KEYS` in the configuration.
+        imports: method files that the configuration imports. They are not run, and the keys are not validated then.
+        parameters: number of parameters; None if the weights are missing or unreadable.
+        sizes: size in bytes of each top-level entry of the folder.
         unlisted: files in the folder that its manifest does not list.
         verified: whether checksums were compared.
-        damage: the first error; None if there is none in the parts that were checked.
+        damage: the first error that was found, or None.
     """
 
     folder: Path
@@ -53,14 +53,15 @@ class Description:
     damage: str | None = None
 
     def facts(self) -> dict[str, Any]:
-        """All attributes, for JSON."""
+        """Return all attributes, for JSON output."""
         return vars(self) | {"folder": str(self.folder)}
 
 
 def checkpoints_in(path: str | Path) -> list[Path]:
-    """Return the step folder `path`, or all step folders in a save folder that have a file, even without a manifest.
+    """Return the step folders at `path`: the path itself, or all non-empty step folders in a save folder.
 
-    A checkpoint behind a URL is downloaded. Raises CheckpointError if there are none.
+    Folders without a manifest are included. If `path` is a URL, its checkpoint is downloaded. Raises CheckpointError if
+    there are no step folders.
     """
     if is_url(path):
         return [fetch(str(path))]
@@ -72,7 +73,7 @@ def checkpoints_in(path: str | Path) -> list[Path]:
 
 
 def _has_files(folder: Path) -> bool:
-    """Return False for an empty tree of folders, which remains of a pruned step if a store cannot remove folders."""
+    """Return whether a folder contains files. Some file systems leave the empty folders of a pruned step behind."""
     try:
         return bool(native.files(folder))
     except OSError:  # `describe` reports the reason
@@ -80,7 +81,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def describe(folder: Path, verify: bool = True) -> Description:
-    """Describe one step's folder. With `verify` all checksums are compared, otherwise names and sizes only."""
+    """Describe one step folder. With `verify`, compare all checksums; otherwise, compare only file names and sizes."""
     found = Description(folder, verified=verify)
     try:
         native.verify(folder, verify)
@@ -110,20 +111,18 @@ def describe(folder: Path, verify: bool = True) -> Description:
 
 
 def describe_text(found: Description) -> str:
-    """Return a description as text."""
+    """Format a description as text."""
     meta = found.meta
-    status = found.damage or (
-        "valid" if found.verified else "not verified: only names and sizes of files were compared"
-    )
+    status = found.damage or ("valid" if found.verified else "not verified (only file names and sizes were compared)")
     lines = [f"{found.folder}: step {meta.get('step', '?')}, {status}"]
     lines += [f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted]
     lines += [f"  {name}: {value}" for name, value in found.keys.items() if value is not None]
-    lines += [f"  imports: {name} (Python, not run)" for name in found.imports]
+    lines += [f"  imports: {name} (Python file, was not run)" for name in found.imports]
     lines += [f"  imported, {name}: {value}" for name, value in (meta.get("imported") or {}).items()]
     if found.parameters is not None:
         lines.append(f"  parameters: {found.parameters:,}")
     if found.holds == native.WEIGHTS_ONLY:
-        lines.append("  weights only: finetune=true starts a run from them")
+        lines.append("  weights only: set finetune=true to start a run from them")
     shown = ("dtype", "batch", "topology", "zero_stage", "versions")
     lines += [f"  {name}: {meta[name]}" for name in shown if name in meta]
     lines += [f"  {name}: {value}" for name, value in (meta.get("progress") or {}).items() if name != "guard" and value]

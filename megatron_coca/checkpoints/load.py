@@ -1,4 +1,4 @@
-"""Load a checkpoint of any known layout as a model for evaluation."""
+"""Open and load checkpoints of any supported layout."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,25 +21,25 @@ from megatron_coca.support.remote_files import HUB, hub_hint, is_url
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 HUB_COPIES = ["*/*", "consolidated*"]
-"""Files of a model on the Hugging Face hub that are downloaded, and files that are not: copies for other programs."""
+"""Patterns of files on the Hugging Face Hub to download, and of files to skip, which are copies for other programs."""
 HUB_PICKLES = "pytorch_model*"
-"""Further files that are downloaded if the model has no safetensors."""
+"""Pattern of the files to download in addition if the model has no safetensors files."""
 
 
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
-    """Load our checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint as a model in evaluation mode.
+    """Load a native checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint as a model in evaluation mode.
 
-    `overrides` may change the frequency extension, the rotary base or the attention backend, as a mapping or as
-    "key=value" strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
+    `overrides` is a mapping, for example {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, or a sequence of
+    "key=value" strings. It may change the frequency extension, the rotary base or the attention backend.
 
-    Raises CheckpointError if there is no valid checkpoint at `path` or an override does not fit the weights, and
+    Raises CheckpointError if there is no valid checkpoint at `path` or an override does not fit the weights. Raises
     ConfigError if an override is invalid.
     """
     return load_checkpoint(path, overrides, device).model
 
 
 def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> LoadedModel:
-    """As `load_model`, but also return the configuration, tokenizer and identity."""
+    """Load a model as `load_model` does, and return it with its configuration, tokenizer folder and identity."""
     return open_checkpoint(path, overrides=overrides).load(overrides, device=device)
 
 
@@ -50,14 +50,17 @@ def open_checkpoint(
     overrides: Overrides = (),
     files: Sequence[str | Path] = (),
 ) -> OpenedCheckpoint:
-    """Open our checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint. Our checkpoint behind a URL is downloaded.
+    """Open a native checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint.
 
     Args:
-        verify: compare files of ours with their checksums, otherwise only their sizes.
-        step: a step of the save folder; by default the latest.
-        overrides, files: the user's. Only their `imports` is read; a checkpoint's own `imports` are never run.
+        path: a folder, `hf://NAME` for a model on the Hugging Face Hub, or the URL of a native checkpoint on an object
+            store. Remote checkpoints are downloaded.
+        verify: compare the checksums of a native checkpoint's files; otherwise, compare only their sizes.
+        step: step in the save folder; by default the latest.
+        overrides, files: config overrides and YAML files of the user. Only their key `imports` is read. Files that a
+            checkpoint imports are never run unless the user names them.
 
-    Raises CheckpointError, or ConfigError if `imports` is needed but not given, or cannot be run.
+    Raises CheckpointError. Raises ConfigError if `imports` is needed but not given, or if a file in it cannot be run.
     """
     folder = _local_folder(path, step)
     check_no_adapters(folder)
@@ -70,7 +73,7 @@ def open_checkpoint(
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
-    """Return the step folder that `open_checkpoint` would open, or None if the checkpoint has another layout.
+    """Return the native step folder that `open_checkpoint` would open, or None if the checkpoint has another layout.
 
     Raises CheckpointError.
     """
@@ -81,7 +84,7 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
 
 def _local_folder(path: str | Path, step: int | None) -> Path:
-    """Return the folder of a checkpoint or of a run. A checkpoint behind a URL is downloaded."""
+    """Return the local folder of a checkpoint or of a run. A remote checkpoint is downloaded."""
     if str(path).startswith(HUB):
         return _from_hub(str(path).removeprefix(HUB))
     if is_url(path):
@@ -96,7 +99,7 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless the cache has it."""
+    """Download a model from the Hugging Face Hub into the cache of huggingface_hub, unless it is cached already."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

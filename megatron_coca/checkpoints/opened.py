@@ -1,4 +1,4 @@
-"""An opened checkpoint of any layout, and the models that are built from it."""
+"""Opened checkpoints of any layout, and models with their weights."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,11 +26,11 @@ class LoadedModel:
     """A model in evaluation mode.
 
     Attributes:
-        model: on the requested device; float32 unless another dtype was requested.
-        config: the resolved configuration with overrides.
-        tokenizer_folder: the tokenizer saved with the weights, or None.
-        step: completed optimizer steps, or None for a Hugging Face folder.
-        identify: computes `identity`.
+        model: the model, on the requested device; float32 unless another dtype was requested.
+        config: the resolved configuration, including overrides.
+        tokenizer_folder: folder of the tokenizer that was saved with the weights, or None.
+        step: number of completed optimizer steps, or None for a Hugging Face folder.
+        identify: a function that computes `identity`.
     """
 
     model: GPT
@@ -41,28 +41,28 @@ class LoadedModel:
 
     @cached_property
     def identity(self) -> str:
-        """A digest of the content.
+        """A digest of the checkpoint's content.
 
-        For our checkpoints it is the sha256 of the weights file. For other layouts it is a digest of the configuration
-        and the weights, of which large ones are sampled (identity.py).
+        For native checkpoints, it is the sha256 of the weights file. For other layouts, it is a digest of the
+        configuration and the weights, with large weights sampled (identity.py).
         """
         return self.identify()
 
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A valid checkpoint, from which models with any config overrides are built.
+    """A valid checkpoint, which can be loaded with different config overrides.
 
     Attributes:
-        folder: its location.
-        trained: its configuration.
+        folder: folder of the checkpoint.
+        trained: configuration that the weights were trained with.
         tokenizer_folder, step, identify, identity: as in `LoadedModel`.
-        weights: opens the state dict, in the dtype on disk.
-        also_free: further keys that may differ from `trained`, beside those that may differ for every checkpoint.
+        weights: a function that opens the weights, in the dtype on disk.
+        also_free: keys that overrides may change in addition to those that they may change for every checkpoint.
         guessed: keys of `trained` that were guessed -> a warning, which is logged once if no override sets the key.
-        document_end: the token that ended documents in training, or None if it is not known.
-        imported: for an imported checkpoint, facts about its source.
-        changed_imports: the user's files of methods that have changed since training.
+        document_end: the token that ended documents in training, or None if it is unknown.
+        imported: facts about the source of an imported checkpoint.
+        changed_imports: the user's method files that have changed since training.
     """
 
     folder: Path
@@ -79,13 +79,14 @@ class OpenedCheckpoint:
 
     @cached_property
     def identity(self) -> str:
-        """As in `LoadedModel`. It is computed on first use."""
+        """The digest described in `LoadedModel`, computed on first use."""
         return self.identify()
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-        """Apply YAML files, then overrides, to the trained configuration. Log if they change an extension.
+        """Apply YAML files and then overrides to `trained`, and return the result.
 
-        Raises CheckpointError if the result is another model, ConfigError if it is invalid.
+        A warning is logged if the result changes the frequency extension or combines it with another method.
+        Raises CheckpointError if the result does not fit the weights, and ConfigError if it is invalid.
         """
         config = self.trained.override(overrides, files)
         check_same_model(self.folder, self.trained, config, self.also_free)
@@ -101,18 +102,20 @@ class OpenedCheckpoint:
         return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
 
     def known_ids(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> int:
-        """Return the number of token ids; further rows of the embedding are padding. Raises as `find_tokenizer`."""
+        """Return the number of token ids; other embedding rows are padding. Raises as `find_tokenizer` does."""
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1 and model.vocab_size is not None:
             return model.vocab_size
-        # Other layouts record the rows of the embedding. Only the tokenizer has the number of tokens.
+        # Other layouts record only the number of embedding rows. The number of tokens comes from the tokenizer.
         tokenizer = self.tokenizer(overrides, files).tokenizer
         if tokenizer is None:
             return model.padded_vocab_size
         return min(model.padded_vocab_size, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
-        """Return the tokenizer, or None with the reason. Overrides may name another one. Raises as `find_tokenizer`."""
+        """Return the tokenizer, or None with the reason. Overrides may select another tokenizer. Raises as
+        `find_tokenizer` does.
+        """
         given = given_values(overrides, files)
         return find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
 
@@ -124,9 +127,9 @@ class OpenedCheckpoint:
         dtype: torch.dtype = torch.float32,
         show: bool = False,
     ) -> LoadedModel:
-        """Build the model with config overrides and parameters in `dtype`. With `show` show progress.
+        """Build the model with config overrides and load its weights, in `dtype`. If `show` is set, show progress.
 
-        Raises as `load_model`.
+        Raises as `load_model` does.
         """
         config = self.configure(overrides, files)
         model = empty_model(config, device, training=False, dtype=dtype)
@@ -137,15 +140,15 @@ class OpenedCheckpoint:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
-    """Copy `weights` into `model` one at a time. Names in `drawn` may be missing; the model keeps its values for them.
+    """Copy `weights` into `model` one at a time. Weights named in `drawn` may be missing; the model keeps its values.
 
-    Raises CheckpointError, which names every key and shape that does not fit; the model is then unchanged.
+    Raises CheckpointError, which names every weight that does not fit; the model is unchanged then.
     """
     own, given = model.state_dict(), weights.entries
     problems = [f"missing {name}" for name in own if name not in given and name not in drawn]
     problems += [f"unexpected {name}" for name in given if name not in own]
     problems += [
-        f"{weights.origin(name)} is {list(given[name].shape)}, the model has {list(own[name].shape)}"
+        f"{weights.origin(name)} has shape {list(given[name].shape)}, the model {list(own[name].shape)}"
         for name in own
         if name in given and given[name].shape != own[name].shape
     ]
@@ -156,7 +159,7 @@ def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()
 
 
 def check_fit(config: Config, weights: Weights) -> None:
-    """Raise CheckpointError, which names every weight that is missing, unexpected or of another shape in the model."""
-    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # nothing is computed
+    """Check the weights' names and shapes. Raises CheckpointError, which names every weight that does not fit."""
+    plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # the model is never run
     model = empty_model(plain, "cpu", training=False, memory="meta")
     load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))

@@ -1,15 +1,16 @@
-"""Find the tokenizer of a checkpoint, by one rule for evaluation, import and export, and for every layout.
+"""Find the tokenizer of a checkpoint. Evaluation, import and export use the same rule for every layout.
 
-The first of these that exists is used:
+The first of these tokenizers that exists is used:
 
-1. The tokenizer that overrides name by `tokenizer_type`, `vocab_file` and `merge_file`. It must be readable and fit.
+1. The tokenizer that overrides select with `tokenizer_type`, `vocab_file` and `merge_file`. It is an error if it cannot
+   be read or has more ids than the embedding has rows.
 2. The tokenizer in the checkpoint's folder: our `tokenizer/`, or files with transformers' names (tokenizer.json;
    tokenizer.model; vocab.json with merges.txt).
-3. The tokenizer that the checkpoint's configuration names by the same keys. It is in config.yml, or in `configs/*.yml`
-   of GPT-NeoX, which saves no tokenizer. A relative path counts from the working directory, as in GPT-NeoX.
+3. The tokenizer that the checkpoint's configuration selects with the same keys, in config.yml or in GPT-NeoX's
+   `configs/*.yml`. (GPT-NeoX saves no tokenizer.) As in GPT-NeoX, paths are relative to the working directory.
 
-If 2 or 3 cannot be read or does not fit, it is skipped with a note. The tokens that end a text always come from the
-model's own folder.
+A transformers tokenizer from 2 or one from 3 that cannot be used is skipped with a note. The tokens that end a text
+always come from the model's own folder.
 """
 
 import hashlib
@@ -32,14 +33,14 @@ KINDS = (
     ("SPMTokenizer", ("tokenizer.model",)),
     ("GPT2BPETokenizer", ("vocab.json", "merges.txt")),
 )
-"""Tokenizer types in order of preference, and the files of each."""
+"""Tokenizer types in order of preference, with the files that each needs."""
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
-"""Files of a Hugging Face folder that may name the end of text, in order of preference."""
+"""Files of a Hugging Face folder that may define the end-of-text token, in order of preference."""
 KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 
 
 class Found(NamedTuple):
-    """A tokenizer, or None, and a note about it, or None."""
+    """A tokenizer or None, and a note or None. Without a tokenizer, the note states the reason."""
 
     tokenizer: Tokenizer | None
     note: str | None
@@ -48,18 +49,18 @@ class Found(NamedTuple):
 def find_tokenizer(
     folder: Path, saved: Path | None, trained: Config, end: str | None, given: Mapping[str, Any]
 ) -> Found:
-    """Return the tokenizer of a checkpoint, or None with the reason, by the rule above.
+    """Return the tokenizer that the rule above selects, or None with the reason.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         saved: folder of the tokenizer that `Tokenizer.save` saved with the weights, or None.
         trained: configuration of the checkpoint.
-        end: the token that ended documents in training, if the vocabulary has it; None if it is not known.
-        given: keys that overrides set.
+        end: the token that ended documents in training, or None if it is unknown. The vocabulary may not have it.
+        given: configuration values that overrides set.
 
     Raises:
-        CheckpointError: the tokenizer that overrides name has more ids than the embedding has rows.
-        DataError: that tokenizer cannot be opened, or the saved one is damaged.
+        CheckpointError: the tokenizer that overrides select has more ids than the embedding has rows.
+        DataError: the tokenizer that overrides select cannot be opened, or the saved tokenizer is damaged.
     """
     rows = trained.model.padded_vocab_size
     recorded = {key: getattr(trained.data, key) for key in KEYS}
@@ -69,7 +70,7 @@ def find_tokenizer(
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
                 f"{named['vocab_file'] or named['tokenizer_type']}: has {tokenizer.vocab_size} ids, but the embedding "
-                f"of {folder} has {rows} rows; name the tokenizer that the model was trained with"
+                f"of {folder} has {rows} rows; use the tokenizer that the model was trained with"
             )
         return Found(_with_ends(tokenizer, folder, saved), note)
     if saved is not None:
@@ -77,29 +78,29 @@ def find_tokenizer(
     found = read_tokenizer(folder, rows, end)
     if found.tokenizer is not None or not _is_complete(recorded):
         return found
-    source = f"its configuration records {recorded['tokenizer_type']}"
+    source = f"the checkpoint's configuration has tokenizer_type {recorded['tokenizer_type']}"
     if recorded["vocab_file"]:
-        source += f" with vocab_file {recorded['vocab_file']}"
+        source += f" and vocab_file {recorded['vocab_file']}"
     try:
         tokenizer, note = _load_with_end(**recorded, end=end)
     except DataError as error:
         remedy = (
-            "name it with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), "
-            f"or put its file into {folder}"
+            "select a tokenizer with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), "
+            f"or copy the tokenizer's file into {folder}"
         )
         return Found(None, f"{found.note}; {source}, which cannot be read here ({error}): {remedy}")
     if tokenizer.vocab_size > rows:
         return Found(
-            None, f"{found.note}; {source}, which has {tokenizer.vocab_size} ids for {rows} rows of the embedding"
+            None, f"{found.note}; {source}, which has {tokenizer.vocab_size} ids, but the embedding has {rows} rows"
         )
     return Found(_with_ends(tokenizer, folder, saved), note)
 
 
 def _with_ends(tokenizer: Tokenizer, folder: Path, saved: Path | None) -> Tokenizer:
-    """Add the ids that end texts, from a Hugging Face folder or from the saved tokenizer if it is the same one."""
+    """Add the ids that end a text, from a Hugging Face folder or from a saved tokenizer that encodes texts equally."""
     rules = find_rules(folder)
     if saved is not None:
-        with suppress(DataError):  # the saved tokenizer is damaged, and another one replaces it
+        with suppress(DataError):  # a damaged saved tokenizer does not matter, because overrides replace it
             own = load_saved_tokenizer(saved)
             rules = own.rules if first_difference(own, tokenizer) is None else rules
     tokenizer.rules = replace(tokenizer.rules, ends=tuple(dict.fromkeys([*tokenizer.rules.ends, *rules.ends])))
@@ -111,12 +112,12 @@ def _is_complete(keys: Mapping[str, Any]) -> bool:
 
 
 def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
-    """Return the tokenizer in a Hugging Face folder, with the folder's end of text, or None with the reason.
+    """Return the tokenizer in a Hugging Face folder, with the folder's end-of-text token, or None with the reason.
 
     Args:
-        folder: has the tokenizer's files under transformers' names.
-        rows: rows of the embedding; a tokenizer with more ids is not used.
-        end: the end of text if the folder names none and the vocabulary has this token.
+        folder: a folder with tokenizer files under transformers' names.
+        rows: number of embedding rows. A tokenizer with more ids is not used.
+        end: the end-of-text token to use if the folder defines none and the vocabulary has this token.
     """
     reasons = []
     for kind, files in KINDS:
@@ -129,12 +130,15 @@ def read_tokenizer(folder: Path, rows: int, end: str | None = None) -> Found:
             continue
         if tokenizer.vocab_size <= rows:
             return Found(tokenizer, note)
-        reasons.append(f"{folder / files[0]}: has {tokenizer.vocab_size} ids, the embedding has {rows} rows")
+        reasons.append(f"{folder / files[0]}: has {tokenizer.vocab_size} ids, but the embedding has {rows} rows")
     return Found(None, f"no tokenizer is used: {'; '.join(reasons) or f'{folder} has none'}")
 
 
 def _load_from_folder(kind: str, folder: Path, end: str | None) -> tuple[Tokenizer, str | None]:
-    """Return a tokenizer and a note. Its end of text is that of the folder, else `end`, else its default."""
+    """Return the tokenizer in a folder, and a note or None.
+
+    Its end-of-text token is the folder's, else `end` if the vocabulary has it, else the tokenizer's default.
+    """
     default = _try_load(kind, folder, None)
     errors = []
     for symbol in _end_symbols(folder):
@@ -154,7 +158,7 @@ def _load_from_folder(kind: str, folder: Path, end: str | None) -> tuple[Tokeniz
     if not errors:
         return default, None
     used = repr(default.piece(default.eod))
-    return default, f"{folder}: its end of text cannot be used ({errors[0]}); {used} ends documents"
+    return default, f"{folder}: its end-of-text token cannot be used ({errors[0]}); using {used}"
 
 
 def _try_load(kind: str, folder: Path, end: str | None) -> Tokenizer | DataError:
@@ -167,9 +171,9 @@ def _try_load(kind: str, folder: Path, end: str | None) -> Tokenizer | DataError
 def _load_with_end(
     tokenizer_type: str, vocab_file: str | None, merge_file: str | None, end: str | None
 ) -> tuple[Tokenizer, str | None]:
-    """Return a tokenizer by its keys, with the end of text `end` if its vocabulary has it, and a note.
+    """Return the tokenizer that configuration keys select, and a note or None.
 
-    Raises DataError.
+    Its end-of-text token is `end` if the vocabulary has it, else the tokenizer's default. Raises DataError.
     """
     tokenizer = load_tokenizer(tokenizer_type, vocab_file, merge_file)
     default = tokenizer.piece(tokenizer.eod)
@@ -178,11 +182,11 @@ def _load_with_end(
     try:
         return load_tokenizer(tokenizer_type, vocab_file, merge_file, eod=end), None
     except DataError:  # not in the vocabulary
-        return tokenizer, f"{vocab_file}: has no {end!r}, which ends documents in GPT-NeoX; {default!r} does"
+        return tokenizer, f"{vocab_file}: has no {end!r}, which ends documents in GPT-NeoX; using {default!r}"
 
 
 def _end_symbols(folder: Path) -> Iterator[int | str]:
-    """Yield the ids or tokens that the folder's files name as the end of text; of a list the first."""
+    """Yield each end-of-text id or token that a file of the folder defines. Of a list, yield the first entry."""
     for name in CONFIGS:
         content = read_json_if_present(folder / name)
         for key in ("eos_token_id", "eos_token"):
@@ -196,7 +200,7 @@ def _end_symbols(folder: Path) -> Iterator[int | str]:
 
 
 def largest_named_id(folder: Path) -> int:
-    """Return the largest token id in the JSON files of a Hugging Face folder, without the vocabulary; -1 if none."""
+    """Return the largest token id in the JSON files of a Hugging Face folder except the vocabulary, or -1."""
     ids: list[Any] = list(read_json_if_present(folder / "added_tokens.json").values())
     declared = read_json_if_present(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     ids += [int(number) for number in declared if isinstance(number, str) and re.fullmatch("[0-9]{1,9}", number)]
@@ -209,7 +213,7 @@ def largest_named_id(folder: Path) -> int:
 
 
 def made_of(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether a tokenizer was loaded from the files in a folder; versions of libraries may differ."""
+    """Return whether a tokenizer was loaded from files with the same content as those in a folder."""
     sources = ([folder / name for name in names] for _, names in KINDS)
     contents = (b"".join(path.read_bytes() for path in paths) for paths in sources if all(map(Path.is_file, paths)))
     return any(hashlib.sha256(content).hexdigest() == tokenizer.fingerprint for content in contents)

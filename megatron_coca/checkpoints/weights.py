@@ -1,4 +1,4 @@
-"""Weights by name, the common form of every layout on disk, and the two file formats: safetensors and pickles.
+"""Weights by name, to which every layout on disk is converted, and the two file formats: safetensors and pickle.
 
 Only one weight is in memory at a time, because a model of 7 billion parameters takes 13 GB in half precision.
 """
@@ -23,14 +23,14 @@ from megatron_coca.support.console import Progress
 from megatron_coca.support.regular_files import open_regular
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes for saving and computing."""
+"""Supported dtypes by their configuration names."""
 
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAMED = {code: dtype for dtype, code in _CODES.items()}
 
 
 class WeightEntry(NamedTuple):
-    """Dtype and shape of a weight, known before it is read."""
+    """Dtype and shape of a weight, available before the weight is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,10 +50,10 @@ class Weights:
     """Weights that are read on demand.
 
     Attributes:
-        entries: dtype and shape by name, in the best order for reading.
-        read: returns a weight on the CPU, in the dtype and shape of its entry.
+        entries: name -> dtype and shape, in the fastest order for reading.
+        read: a function that returns the named weight on the CPU, with the dtype and shape of its entry.
         source: the file or folder, for messages.
-        origins: our name -> the name in `source` if it differs, for messages.
+        origins: our name -> the name in `source` if they differ, for messages.
     """
 
     entries: Mapping[str, WeightEntry]
@@ -66,12 +66,12 @@ class Weights:
         return self.origins.get(name, name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights; each weight is read when it is reached."""
+        """Yield (name, weight) pairs. Each weight is read just before it is yielded."""
         return ((name, self.read(name)) for name in self.entries)
 
     @contextmanager
     def shown(self, title: str, show: bool = True) -> Iterator["Weights"]:
-        """Yield the same weights and show progress while they are read."""
+        """Yield the same weights, with a progress bar while they are read."""
         total = sum(entry.nbytes for entry in self.entries.values())
         with Progress(title, total, "B", show=show) as progress:
 
@@ -83,9 +83,9 @@ class Weights:
             yield replace(self, read=read)
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """Return the same weights rounded to `dtype`.
+        """Return the same weights, rounded to `dtype` when they are read.
 
-        Reading one raises CheckpointError if a finite value becomes infinite.
+        Reading a weight raises CheckpointError if rounding makes a finite value infinite.
         """
 
         def read(name: str) -> Tensor:
@@ -97,7 +97,7 @@ class Weights:
         return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
 
     def only(self, names: Iterable[str]) -> "Weights":
-        """Return the named weights, in this order."""
+        """Return only the named weights, in the given order."""
         return replace(self, entries={name: self.entries[name] for name in names})
 
 
@@ -119,9 +119,9 @@ def _check_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
 
 
 def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
-    """Open the weights in safetensors files; `files` has the file of each weight. Headers are read at once.
+    """Open the weights in safetensors files; `files` maps each weight to its file. Headers are read immediately.
 
-    Raises CheckpointError if a file is missing or damaged, or a weight is not in its file or not floating-point.
+    Raises CheckpointError if a file is missing or damaged, or if a weight is not in its file or not floating-point.
     """
     entries: dict[str, WeightEntry] = {}
     for path in dict.fromkeys(files.values()):
@@ -149,12 +149,12 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
 
 
 def open_safetensors_file(path: Path, source: Path) -> Weights:
-    """Open all weights in one safetensors file; messages name `source`. Raises CheckpointError."""
+    """Open all weights in one safetensors file; `source` appears in messages. Raises CheckpointError."""
     return open_safetensors(dict.fromkeys(names_in(path), path), source)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its dtype in the format's spelling, its shape, and its bytes in the file."""
+    """Header entry of a tensor in a safetensors file: dtype code, shape, offset in the file, and size in bytes."""
 
     code: str
     shape: tuple[int, ...]
@@ -163,7 +163,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_layout(path: Path) -> dict[str, StoredTensor]:
-    """Return the entry of every tensor in the header of a safetensors file. Raises CheckpointError."""
+    """Return the header entry of every tensor in a safetensors file. Raises CheckpointError."""
     _opened(path)  # the library checks the header
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -187,18 +187,18 @@ def _opened(path: Path) -> safe_open:
         open_regular(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: is not a readable safetensors file ({error}); download it again") from error
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error}); download it again") from error
 
 
 def write_safetensors(
     path: Path, weights: Weights, metadata: Mapping[str, str] | None = None, digest: Any = None
 ) -> None:
-    """Write weights to one file while they are read. The library's own writer needs all of them in memory.
+    """Write weights to one file as they are read. The library's own writer needs all weights in memory.
 
     Args:
-        digest: a hashlib object, updated with all bytes written.
+        digest: a hashlib object, which is updated with all written bytes.
 
-    The format is the length of a JSON header, the header, and all values (huggingface/safetensors, "Format").
+    The file consists of the length of a JSON header, the header, and all values (huggingface/safetensors, "Format").
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -224,27 +224,27 @@ def write_safetensors(
 
 # Pickled files --------------------------------------------------------------------------------------------------------
 
-# No code in them runs. A file of PyTorch 1.6 or newer is a zip archive, which is mapped into memory, so only the
-# tensors that are used are read. Older files are read whole.
+# No code in pickled files is run. Files from PyTorch 1.6 or newer are zip archives, which are memory-mapped, so that
+# only the tensors in use are read. Older files are read completely.
 
 ZIP_MAGIC = b"PK\x03\x04"
 
 _CODE = re.compile(r"GLOBAL (\S+)")
-_ONLY_TENSORS = "no code in it was run; if you trust its author, convert it to safetensors"
+_ONLY_TENSORS = "no code in the file was run; if you trust its author, convert the file to safetensors"
 
 _ARRAY, _NUMBER = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
 RANDOM_STATE: tuple[Any, ...] = (
-    # NumPy 2 has other names for the two functions that make an array and a number from bytes.
+    # NumPy 2 renamed the two functions that build an array and a number from bytes.
     *((_ARRAY, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_NUMBER, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     *(np.ndarray, np.dtype),
     *(type(np.dtype(name)) for name in ("uint32", "int64", "float32", "float64")),
 )
-"""Types in GPT-NeoX's rank files other than tensors and plain containers: NumPy's random state and numbers."""
+"""Types in GPT-NeoX's rank files besides tensors and plain containers: NumPy random states and numbers."""
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether one weight can be read from the file without the others. Raises CheckpointError."""
+    """Return whether a file is a zip archive, which can be memory-mapped. Raises CheckpointError."""
     try:
         with open_regular(path) as file:
             return file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
@@ -255,10 +255,10 @@ def is_archive(path: Path) -> bool:
 
 
 def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") -> dict[Any, Any]:
-    """Load the mapping in a pickled file, with its tensors on `device`.
+    """Load the mapping in a pickled file, with its tensors on `device`. No code in the file is run.
 
-    Raises CheckpointError if the file is damaged, has no mapping, or names code other than PyTorch's tensors and
-    `allowed`. No code in the file runs.
+    Raises CheckpointError if the file is damaged, is not a mapping, or refers to types other than PyTorch's tensor
+    types and `allowed`.
     """
     mapped = device == "cpu" and is_archive(path)
     try:
@@ -267,28 +267,28 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
     except Exception as error:  # the library raises errors of many types for a damaged file
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"{path}: is damaged or not a weights file ({type(error).__name__} {error}); download it again"
+                f"{path}: damaged or not a weights file ({type(error).__name__}: {error}); download it again"
             ) from error
         code = _CODE.search(str(error))
-        reason = f"holds more than tensors ({code[1]})" if code else "is a pickle of something other than weights"
+        reason = f"contains objects other than tensors ({code[1]})" if code else "a pickle without weights"
         raise CheckpointError(f"{path}: {reason}; {_ONLY_TENSORS}") from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path}: has a {type(content).__name__}, not a mapping of names to tensors; copy the file again"
+            f"{path}: contains a {type(content).__name__}, not a mapping of names to tensors; copy the file again"
         )
     return content
 
 
 def names_in_pickle(path: Path) -> list[str]:
-    """Return the names of the weights in one file. Raises CheckpointError."""
+    """Return the names of the weights in one pickled file. Raises CheckpointError."""
     return list(_header(path))
 
 
 def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
     """Open the weights in `.bin` files; the counterpart of `open_safetensors`.
 
-    Raises CheckpointError if a file is damaged or holds more than tensors, or a weight is not in its file or is not a
-    floating-point tensor.
+    Raises CheckpointError if a file is damaged or contains other objects than tensors, or if a weight is not in its
+    file or is not a floating-point tensor.
     """
     entries: dict[str, WeightEntry] = {}
     for path in dict.fromkeys(files.values()):
@@ -301,18 +301,18 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
             tensor = header[name]
             if tensor.dtype not in _CODES or tensor.layout is not torch.strided:
                 raise CheckpointError(
-                    f"{path}: {name} is {tensor.layout} of {tensor.dtype}, which is not supported; convert it to a "
+                    f"{path}: {name} has {tensor.layout} and {tensor.dtype}, which is not supported; convert it to a "
                     f"dense tensor of {', '.join(sorted(map(str, _CODES)))}"
                 )
             entries[name] = WeightEntry(tensor.dtype, tuple(tensor.shape))
-    whole: dict[Path, dict[str, Tensor]] = {}  # one file of the older format is kept in memory
+    whole: dict[Path, dict[str, Tensor]] = {}  # the last read file of the older format stays in memory
 
     def read(name: str) -> Tensor:
         path = files[name]
         if is_archive(path):
             return _load(path)[name].detach()
         if path not in whole:
-            whole.clear()  # before the next file is read, so that only one is in memory
+            whole.clear()  # first, so that only one file is in memory
             whole[path] = _load(path)
         return whole[path][name].detach()
 
@@ -320,7 +320,7 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
 
 
 def _header(path: Path) -> dict[str, Tensor]:
-    """Load the weights of a file for their dtypes and shapes only."""
+    """Load a file only for the dtypes and shapes of its weights."""
     return _load(path, "cpu" if is_archive(path) else "meta")
 
 
@@ -329,10 +329,10 @@ def _load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{path}: {name!r} is a {type(value).__name__}, only named tensors are supported; save a state dict"
+                f"{path}: {name!r} is a {type(value).__name__}, but only named tensors are supported; save a state dict"
             )
         if value.is_meta and device != "meta":
             raise CheckpointError(
-                f"{path}: {name} has no values: it was saved on the device meta; save the model again"
+                f"{path}: {name} has no values, because it was saved on the meta device; save the model again"
             )
     return content

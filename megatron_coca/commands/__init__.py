@@ -1,13 +1,13 @@
 """Subcommands of `megatron-coca`. Each module has `main(arguments)`, which returns the exit status.
 
-`cli` reports an InputError that a command raises.
+`cli` catches the InputError of a command and prints it.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
 
 def command_parser(name: str, description: str | None, epilog: str | None = None) -> ArgumentParser:
-    """Return a parser for `megatron-coca NAME`. Its help keeps the line breaks of the texts."""
+    """Return a parser for `megatron-coca NAME`. Its help keeps the line breaks of `description` and `epilog`."""
     return ArgumentParser(
         prog=f"megatron-coca {name}",
         description=description,
@@ -17,7 +17,7 @@ def command_parser(name: str, description: str | None, epilog: str | None = None
 
 
 def count(text: str) -> int:
-    """Return an integer of at least 1. A type of an argparse argument."""
+    """Convert the text of an argparse argument to an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise ArgumentTypeError(f"{text}: must be at least 1")

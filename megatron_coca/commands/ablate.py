@@ -1,4 +1,4 @@
-"""Run an ablation: train every model of a file with every seed, evaluate all models, and write the report.
+"""Run an ablation: train every model in a file with every seed, evaluate all models, and write a report.
 
     megatron-coca ablate configs/ablations/methods.yml --scale tiny --dry-run
     megatron-coca ablate configs/ablations/methods.yml --jobs 2
@@ -16,14 +16,14 @@ from megatron_coca.evaluation.options import DTYPES, job_count
 from megatron_coca.support.arguments import local_path
 from megatron_coca.support.plain_text import plain
 
-# PyTorch takes seconds to import: only `run` does, after the options are read.
+# PyTorch takes seconds to import, so only `run` imports it, after the options are read.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, 2 if anything failed, 75 after a scheduler's signal. Raises EvaluationError."""
+    """Return the exit status: 0, 2 if anything failed, or 75 after a scheduler's signal. Raises EvaluationError."""
     options = parser().parse_args(arguments)
     if options.only and (options.report or options.page):
-        parser().error("--only: not supported with --report and --page, which need all cells; leave it out")
+        parser().error("--only: not supported with --report and --page, which need all cells; leave out --only")
     from megatron_coca.training.exit_status import Stopped
 
     try:
@@ -36,30 +36,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> ArgumentParser:
     parser = command_parser("ablate", __doc__)
     add = parser.add_argument
-    add("file", type=local_path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
-    add("--scale", metavar="NAME", help="one of the `scales` of the file; default: the first")
+    add("file", type=local_path, metavar="FILE", help="YAML file of models, seeds and tasks; see docs/ablations.md")
+    add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
     add(
         "--only",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="only these models, cells, or seeds such as s1234; writes no report",
+        help="run only these models, cells, or seeds such as s1234, and write no report",
     )
-    jobs = "number of cells at the same time, which share the cores and GPUs; default: 1"
+    jobs = "number of cells to run at the same time; they share the cores and GPUs; default: 1"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
-    add("--output", type=local_path, metavar="DIR", help="folder of the results instead of the file's `results`")
-    add("--runs", type=local_path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
+    add("--output", type=local_path, metavar="DIR", help="folder for results instead of the file's `results`")
+    add("--runs", type=local_path, metavar="DIR", help="folder for training runs instead of the file's `runs`")
     instead = parser.add_mutually_exclusive_group()
-    dry_run = "print cells, parameters and tokens, without running anything"
+    dry_run = "print the cells with their parameters and tokens, without running anything"
     instead.add_argument("--dry-run", action="store_true", help=dry_run)
-    report = "write the report of the finished cells, without running anything"
+    report = "write a report on the finished cells, without running anything"
     instead.add_argument("--report", action="store_true", help=report)
     page = "render a Jinja2 template with tables and plots of the finished cells; see docs/ablations.md"
     instead.add_argument("--page", type=local_path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
-    pack = "write all results to the file RESULTS.jsonl.zst beside their folder, without running anything"
+    pack = "pack all results into RESULTS.jsonl.zst, beside the results folder, without running anything"
     instead.add_argument("--pack", action="store_true", help=pack)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of training and evaluation")
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for training and evaluation")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype for evaluation")
     return parser
 
 
@@ -94,7 +94,7 @@ def run(options: Namespace) -> int:
     if options.report or not options.only:
         try:
             print(plain(f"\n{reporting.write_report(file, everything)}"))
-        except EvaluationError as error:  # the failed cells are listed nevertheless
+        except EvaluationError as error:  # the failed cells are still listed below
             problems.append(f"report: {error}")
     for problem in problems:
         print(plain(f"megatron-coca ablate: {problem}"), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Copy the configuration files into a new folder. They name each other as configs/...
+"""Copy the configuration files into a new folder. The files refer to each other as configs/...
 
 megatron-coca configs copy configs
 megatron-coca train configs/350M/roformer_coca.yml configs/cluster/a100x8.yml
@@ -27,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("configs", __doc__)
     parser.add_argument("copy", choices=["copy"], metavar="copy")
     parser.add_argument(
-        "folder", metavar="DIR", type=local_path, help="new folder; name it configs, so that the files find each other"
+        "folder",
+        metavar="DIR",
+        type=local_path,
+        help="new folder; name it configs, so that the files can find each other",
     )
     folder = parser.parse_args(arguments).folder
     try:

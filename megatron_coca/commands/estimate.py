@@ -1,4 +1,4 @@
-"""Estimate a run: parameters, FLOPs, memory of a GPU by part, tokens per second and days.
+"""Estimate the parameters, FLOPs, GPU memory by part, tokens per second and days of a run.
 
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 DEFAULT_MFU = 0.4
-"""The assumed utilisation without --mfu."""
+"""The assumed utilisation if --mfu is not set."""
 
 
 class Gpu(NamedTuple):
-    """A GPU: the device name in PyTorch, and the memory for programs in GiB."""
+    """A GPU: its device name in PyTorch, and the memory that programs can use, in GiB."""
 
     device: str
     memory: float
@@ -43,7 +43,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the estimate; return 0, or 1 if the run does not fit. Raises ConfigError."""
+    """Print the estimate, and return the exit status: 0, or 1 if the run does not fit. Raises ConfigError."""
     options = parser().parse_intermixed_args(arguments)
     if not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
@@ -137,7 +137,7 @@ def _lines(config: Config, result: "Estimate", options: Namespace) -> Iterator[s
         yield f"tokens             {result.total_tokens:>18,}"
         yield f"days               {result.seconds / 86400:>18.2f}"
     if config.precision.dtype == "fp32":
-        yield "precision fp32: the estimate assumes the peak of bfloat16; expect a fraction of this speed"
+        yield "precision fp32: the estimate assumes bfloat16's peak FLOP/s; expect a fraction of this speed"
     if (note := rounded_sum(config, result.sizes)) is not None:
         yield note
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint in the layout of another project; see docs/checkpoints.md, "Export" and "GPT-NeoX checkpoints".
+"""Export a checkpoint to the layout of another project; see docs/checkpoints.md, "Export" and "GPT-NeoX checkpoints".
 
 megatron-coca export huggingface runs/350M_roformer_coca exported/coca
 megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-parallel-size 2
@@ -23,40 +23,44 @@ def parser() -> ArgumentParser:
         added = layouts.add_parser(
             name, help=help, description=help, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
         )
-        folder = "a run's save folder, one of its steps, or a Hugging Face folder"
+        folder = "a run's save folder, one of its step folders, or a Hugging Face folder"
         added.add_argument("checkpoint", type=expanded, metavar="CHECKPOINT", help=folder)
         added.add_argument("folder", metavar="FOLDER", help="new folder to write")
-        changes = "overrides of the exported configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
+        changes = "overrides for the exported configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
         added.add_argument(
             "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
         )
         added.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
         return added
 
-    huggingface = layout("huggingface", "a folder that Hugging Face transformers loads", "--dtype bfloat16")
+    huggingface = layout("huggingface", "a folder that Hugging Face transformers can load", "--dtype bfloat16")
     huggingface.set_defaults(write=write_huggingface)
-    original = "copy the tokenizer and generation files of a Hugging Face folder, such as the original model"
+    original = "copy the tokenizer and generation files from a Hugging Face folder, such as the original model's"
     huggingface.add_argument("--tokenizer", type=expanded, metavar="FOLDER", help=original)
 
     card = huggingface.add_argument_group("the model card")
-    card.add_argument("--licence", metavar="NAME", help="licence by its name on the hub, e.g. apache-2.0")
-    card.add_argument("--base-model", metavar="NAME", help="the model on the hub that this model was trained from")
-    results = "Markdown file with results, such as the report.md of a report"
+    card.add_argument("--licence", metavar="NAME", help="the licence's name on the hub, e.g. apache-2.0")
+    card.add_argument(
+        "--base-model", metavar="NAME", help="name on the hub of the model that this model was trained from"
+    )
+    results = "Markdown file of results to include, such as report.md"
     card.add_argument("--results", type=local_path, metavar="FILE", help=results)
-    upload = "upload the folder to the Hugging Face hub; a missing repository is created as a private one"
+    upload = (
+        "upload the folder to this repository on the Hugging Face hub, which is created as private if it is missing"
+    )
     huggingface.add_argument("--push", metavar="OWNER/NAME", help=upload)
 
-    neox = layout("neox", "a save folder that GPT-NeoX loads", "--model-parallel-size 2")
+    neox = layout("neox", "a save folder that GPT-NeoX can load", "--model-parallel-size 2")
     neox.set_defaults(write=write_neox)
     ranks = "number of tensor-parallel ranks; default: 1"
     neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
-    stages = "1 for any number of pipeline stages, 0 for none; default: 1"
+    stages = "1: GPT-NeoX can load it with any number of pipeline stages; 0: only without a pipeline; default: 1"
     neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises CheckpointError, ConfigError, DataError."""
+    """Export the checkpoint and return 0. Raises CheckpointError, ConfigError, DataError."""
     args = parser().parse_args(arguments)
     for note in args.write(args):
         print(plain(f"megatron-coca export: {note}"), file=sys.stderr)
@@ -91,11 +95,11 @@ def write_huggingface(args: Namespace) -> list[str]:
 
 
 def write_neox(args: Namespace) -> list[str]:
-    """Write a save folder of GPT-NeoX and return notes about it."""
+    """Write a GPT-NeoX save folder and return notes about it."""
     from megatron_coca.checkpoints.exporting import export_neox
 
     division = args.model_parallel_size, args.pipe_parallel_size
     done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)
     print(f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`")
-    foreign = [f"stock GPT-NeoX does not know its {', '.join(done.foreign)}"] if done.foreign else []
+    foreign = [f"stock GPT-NeoX does not support its keys {', '.join(done.foreign)}"] if done.foreign else []
     return [*foreign, done.note] if done.note is not None else foreign

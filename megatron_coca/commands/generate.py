@@ -1,4 +1,4 @@
-"""Continue prompts with a checkpoint. The texts go to the terminal or into a JSONL file."""
+"""Continue prompts with a checkpoint. The continuations go to the terminal or into a JSONL file."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ examples:
     megatron-coca generate --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output o.jsonl
 """
 SHOWN = 60
-"""Number of characters of a prompt in the heading of its continuation."""
+"""Maximum number of prompt characters in the heading of a continuation."""
 
 
 def sample_count(text: str) -> int:
@@ -42,40 +42,40 @@ def sample_count(text: str) -> int:
 def parser() -> ArgumentParser:
     described = command_parser("generate", __doc__, EPILOG)
     add = described.add_argument
-    changes = "overrides of the configuration: YAML files such as those in configs/extend, and KEY=VALUE"
+    changes = "overrides for the configuration: YAML files, such as those in configs/extend, and KEY=VALUE pairs"
     add("changes", nargs="*", metavar="CHANGE", help=changes)
-    checkpoint = "a run's save folder, one of its steps, or a Hugging Face folder"
+    checkpoint = "a run's save folder, one of its step folders, or a Hugging Face folder"
     add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     prompts = described.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
-    file = "file with a prompt on each line; NAME.jsonl has an object with the key prompt or text on each line"
+    file = "file with one prompt per line; each line of a .jsonl file is an object with the key prompt or text"
     prompts.add_argument("--file", type=expanded, metavar="FILE", help=file)
     chat = "make each prompt the user message of a separate chat, rendered with the tokenizer's template"
     add("--chat", action="store_true", help=chat)
     add("--system", metavar="TEXT", help="with --chat: the system message")
-    start = "put this token before every prompt, such as '<bos>' for Gemma; the template of a chat adds its own"
+    start = "put this token before every prompt, such as '<bos>' for Gemma; chat templates add their own start token"
     add("--start-token", metavar="TOKEN", help=start)
     add(
         "--max-new-tokens",
         type=token_count,
         default=64,
         metavar="N",
-        help="longest continuation in tokens; default: 64",
+        help="maximum length of a continuation in tokens; default: 64",
     )
-    greedy = "divisor of the logits; default: 0, which takes the likeliest token at every step"
+    greedy = "divisor of the logits; default: 0, which selects the most likely token at every step"
     add("--temperature", type=float, default=0.0, metavar="T", help=greedy)
     add(
         "--top-k",
         type=whole_number,
         default=0,
         metavar="K",
-        help="draw only from the K likeliest tokens; default: 0, all tokens",
+        help="sample only from the K most likely tokens; default: 0, all tokens",
     )
-    top_p = "draw only from the likeliest tokens with a total probability of P; default: 1, all tokens"
+    top_p = "sample only from the most likely tokens with a total probability of P; default: 1, all tokens"
     add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    penalty = "a value above 1 makes tokens of the prompt and the continuation less likely; default: 1"
+    penalty = "values above 1 make tokens less likely if the prompt or continuation contains them; default: 1"
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
-    add("--seed", type=whole_number, default=0, metavar="N", help="seed of the draws; default: 0")
+    add("--seed", type=whole_number, default=0, metavar="N", help="sampling seed; default: 0")
     stop = "end a continuation before this text; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add(
@@ -85,7 +85,7 @@ def parser() -> ArgumentParser:
         metavar="N",
         help="number of continuations of each prompt; default: 1",
     )
-    output = "write an object with prompt, text, finish (eod, stop or length) and tokens (their number) on each line"
+    output = "write one object per line: prompt, text, finish (eod, stop or length) and tokens (the token count)"
     add("--output", type=local_path, metavar="FILE.jsonl", help=output)
     add_batch_option(described, 16384)
     add_device_options(described)
@@ -93,7 +93,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises InputError."""
+    """Generate the continuations and return 0. Raises InputError."""
     args = parser().parse_intermixed_args(arguments)
     check_files(args)
     prompts = read_prompts(args)
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_files(args: Namespace) -> None:
-    """Raise an error for missing files. This is before the import of PyTorch, which takes seconds."""
+    """Raise an error for missing files. This check runs before the import of PyTorch, which takes seconds."""
     problems: list[str] = []
     for file in split_inputs(args.changes)[0]:
         read_file(file, problems)
@@ -140,12 +140,12 @@ def _prompt_of(line: str, place: str) -> str:
         raise DataError(f"{place}: not JSON ({error})") from error
     prompt = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
     if not isinstance(prompt, str):
-        raise DataError(f'{place}: no text of a prompt; write an object such as {{"prompt": "The sea"}}')
+        raise DataError(f'{place}: no prompt text; write an object such as {{"prompt": "The sea"}}')
     return prompt
 
 
 def run(args: Namespace, prompts: list[str]) -> int:
-    """Load the checkpoint, continue `prompts`, and show or write the texts. Raises EvaluationError and others."""
+    """Load the checkpoint, continue `prompts`, and print or write the continuations. Raises InputError."""
     from megatron_coca.attention.positions import PositionRangeError
     from megatron_coca.checkpoints.weights import DTYPES
     from megatron_coca.model import Sampling
@@ -154,7 +154,9 @@ def run(args: Namespace, prompts: list[str]) -> int:
     if args.system is not None and not args.chat:
         raise EvaluationError("--system: has no effect without --chat; add --chat")
     if args.chat and args.start_token is not None:
-        raise EvaluationError("--start-token: the template of a chat adds its own; leave it out")
+        raise EvaluationError(
+            "--start-token: not supported with --chat, because chat templates add their own; leave it out"
+        )
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
         if "" in args.stop:
@@ -191,7 +193,7 @@ def run(args: Namespace, prompts: list[str]) -> int:
 
 
 def write(records: Sequence[dict[str, Any]], output: Path | None) -> None:
-    """Write one JSON object per line to `output`, or print the continuations; several have headings."""
+    """Write one JSON object per line to `output`, or print the continuations, with headings if there are several."""
     if output is not None:
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         write_atomically(output, "".join(lines).encode())

@@ -13,17 +13,17 @@ from megatron_coca.support.plain_text import plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises CheckpointError, ConfigError, DataError."""
+    """Import the checkpoint and return 0. Raises CheckpointError, ConfigError, DataError."""
     parser = command_parser("import", __doc__)
     add = parser.add_argument
     add(
         "source",
         type=expanded,
         metavar="SOURCE",
-        help="a Hugging Face folder, or any other checkpoint that can be evaluated",
+        help="a Hugging Face folder, or any other checkpoint that `megatron-coca evaluate` can read",
     )
     add("folder", type=expanded, metavar="FOLDER", help="new folder to write")
-    changes = "overrides of the imported configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
+    changes = "overrides for the imported configuration, e.g. pos_emb=coca for GPT-NeoX folders by CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
     args = parser.parse_args(arguments)
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
     print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
-    kept = "sampling defaults, and special tokens around and within texts in exports, are not imported"
-    remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to copy those of the source"
+    kept = "sampling defaults and the tokenizer's rules for special tokens are not imported"
+    remedy = f"{kept}; export with --tokenizer {done.huggingface_folder} to copy them from the source"
     for note in filter(None, (done.tokenizer_note, remedy if done.huggingface_folder is not None else None)):
         print(plain(f"megatron-coca import: {note}"), file=sys.stderr)
     return 0

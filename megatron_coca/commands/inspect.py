@@ -1,4 +1,4 @@
-"""Inspect prepared data, the samples that a run will read, and checkpoints.
+"""Inspect prepared data, the samples that a run will read, checkpoints and position methods.
 
     megatron-coca inspect sample configs/350M/roformer_coca.yml --number 1000 train_batch_size=64
     megatron-coca inspect lengths data/mine
@@ -38,7 +38,7 @@ from megatron_coca.training.topology import Topology
 
 
 class Result(NamedTuple):
-    """Text to print, numbers for --json, and True if the data are faulty."""
+    """The text to print, the values for --json, and whether the data are faulty."""
 
     text: str
     facts: Any
@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
-    """Return the stages of a run with their data; empty for a run without stages, and for held-out data."""
+    """Return the stages of a run with their data; an empty list without stages and for held-out data."""
     if options.split != "train" or not config.schedule.stages:
         return []
     return open_stages(config, Topology(pipe=1, data=options.ranks, tensor=1, sequence=1))
@@ -55,7 +55,7 @@ def _stages(config: Config, options: argparse.Namespace) -> list[OpenedStage]:
 def _open_blend(
     config: Config, options: argparse.Namespace, stages: Sequence[OpenedStage] = ()
 ) -> tuple[Corpus, Blend]:
-    """Return the data of the configuration, or of the last of `stages`."""
+    """Return the corpus of the configuration, or of the last of `stages`, and its blend for the selected split."""
     corpus = stages[-1].corpus if stages else open_corpus(config)
     opened = {"train": corpus.train, "valid": corpus.valid}
     blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)
@@ -141,7 +141,7 @@ def _checkpoint(options: argparse.Namespace) -> Result:
 
 def _method(options: argparse.Namespace) -> Result:
     if options.output.suffix != ".html":
-        raise ConfigError(f"--output: {options.output}: a page is written as HTML; name it {options.output.stem}.html")
+        raise ConfigError(f"--output: {options.output}: must be an HTML file; name it {options.output.stem}.html")
     from megatron_coca.attention.inputs import BackendError
     from megatron_coca.evaluation.options import read_variants
     from megatron_coca.evaluation.report import method_page
@@ -172,9 +172,9 @@ def _method(options: argparse.Namespace) -> Result:
 
 
 def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
-    """Return the files of each model. A file that describes a complete model begins the next one; others are overlays.
+    """Return the files of each model. A file that describes a complete model begins a new model; others are overlays.
 
-    Overrides apply only to the first file, because overrides with a whole shape would turn every overlay into a model.
+    Only the first file is tested with the overrides: if they set a complete shape, every overlay would be a model.
     """
     models: list[list[str]] = []
     for file in files:
@@ -187,7 +187,7 @@ def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
         else:
             models.append([file])
     if not models:
-        raise ConfigError("no configuration file is given; name at least one, such as configs/350M/roformer.yml")
+        raise ConfigError("configuration: no file given; name at least one, such as configs/350M/roformer.yml")
     return models
 
 
@@ -197,11 +197,11 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.add_argument("--json", type=local_path, metavar="FILE", help="also write the numbers to this file")
+        added.add_argument("--json", type=local_path, metavar="FILE", help="also write the values to this file")
         added.set_defaults(run=run)
         return added
 
-    sample = command("sample", _sample, "decode a sample of a run")
+    sample = command("sample", _sample, "decode one sample of a run")
     mixture = command("mixture", _mixture, "show how many tokens a run reads from each source")
     lengths = command("lengths", _lengths, "show document lengths by source; reads only the index files")
     verify = command("verify", _verify, "compare shards with their manifest and index; reads all tokens")
@@ -217,21 +217,27 @@ def parser() -> argparse.ArgumentParser:
     for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
         added.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
-    method.add_argument("--length", type=token_count, help="length in tokens of the drawn input; default: 4 times L")
-    changed = "a label, and YAML overlays and KEY=VALUE for the evaluation of every configuration; may be repeated"
+    method.add_argument("--length", type=token_count, help="length in tokens of the input to draw; default: 4 times L")
+    changed = "a label, then YAML overlays and KEY=VALUE pairs for evaluating every configuration; may be repeated"
     method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
     method.add_argument(
-        "--output", type=local_path, required=True, metavar="FILE.html", help="the page; figures are written beside it"
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="FILE.html",
+        help="page to write; figures are written beside it",
     )
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="number of samples; default: train_iters times the batch")
     sample.add_argument("--tokens", action="store_true", help="show each token as id:piece")
     for added in (lengths, verify):
         added.add_argument(
-            "shards", type=expanded, nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them"
+            "shards", type=expanded, nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of shards"
         )
     checkpoint.add_argument(
-        "path", type=expanded, help="a run's save folder or one of its steps, also as a URL on an object store"
+        "path",
+        type=expanded,
+        help="a run's save folder or one of its step folders, or the URL of one on an object store",
     )
     checkpoint.add_argument("--no-verify", action="store_true", help="compare only names and sizes")
     return options
@@ -248,7 +254,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, 1 for faulty data, or 2 for an OSError. Raises DataError, ConfigError, CheckpointError."""
+    """Return status 0, 1 for faulty data, or 2 for an OSError. Raises DataError, ConfigError, CheckpointError."""
     options = read_arguments(arguments)
     try:
         result = options.run(options)

@@ -4,7 +4,7 @@
     megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml --root /corpora
     megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
-    megatron-coca prepare RECIPE.yml --part 3/16        # on one of 16 hosts; at the end once without --part
+    megatron-coca prepare RECIPE.yml --part 3/16        # on each of 16 hosts; then run once without --part
 
 After a kill or an error, the same command resumes.
 """
@@ -45,11 +45,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "recipe", nargs="?", type=local_path, help="a YAML file that describes the corpus (docs/data.md)"
     )
-    parser.add_argument("--builtin", action="store_true", help="prepare the corpus inside this Python installation")
+    parser.add_argument(
+        "--builtin", action="store_true", help="prepare the built-in corpus from this Python installation"
+    )
     parser.add_argument(
         "--input", nargs="+", metavar="NAME=PATH", help="files or folders of each source; a name may be repeated"
     )
-    parser.add_argument("--output", type=expanded, help="output folder (with --builtin: its parent, by default data)")
+    parser.add_argument("--output", type=expanded, help="output folder; with --builtin, its parent (data)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--workers", type=int, default=cores, help=f"number of worker processes ({cores}); 0 uses the main process"
@@ -58,63 +60,63 @@ def parser() -> argparse.ArgumentParser:
         "--part",
         type=part_of,
         metavar="I/N",
-        help="tokenize only part I of N; at the end run the command once without this option",
+        help="tokenize only part I of N; when all parts are finished, run the command once without this option",
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
-    parser.add_argument("--root", type=expanded, help="with a recipe: a folder or URL instead of its root folder")
-    plain = parser.add_argument_group("with --input; a recipe sets its own")
+    parser.add_argument("--root", type=expanded, help="with a recipe: folder or URL that replaces the recipe's root")
+    plain = parser.add_argument_group("options for --input; a recipe sets its own values")
     plain.add_argument(
         "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
     )
     plain.add_argument("--vocab-file", type=expanded, help="vocabulary or model file of the tokenizer")
-    plain.add_argument("--merge-file", type=expanded, help="merges file of the tokenizer, if it has one")
+    plain.add_argument("--merge-file", type=expanded, help="merges file of the tokenizer, if there is one")
     plain.add_argument(
         "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a SentencePiece tokenizer on the input"
     )
     start = "put this token before every text, such as '<s>' for Llama; default: none"
     plain.add_argument("--start-token", metavar="TOKEN", help=start)
-    end = "token at the end of documents; default: from tokenizer_config.json, else from a list (docs/data.md)"
+    end = "token at the end of each document; default: from tokenizer_config.json, else from a list (docs/data.md)"
     plain.add_argument("--end-token", metavar="TOKEN", help=end)
     accept = "continue even if a decoded sample shows that the tokenizer loses text"
     plain.add_argument("--accept-tokenizer", action="store_true", help=accept)
-    plain.add_argument("--text-field", help="field of a record with its text (text)")
-    chats = "records are chats; the loss counts the tokens of all answers, of the last answer, or all tokens"
+    plain.add_argument("--text-field", help="record field that contains the text (text)")
+    chats = "records are chats; compute the loss on all answers, on the last answer, or on all tokens"
     plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
-    template = "Jinja2 template instead of the tokenizer's template"
+    template = "Jinja2 chat template that replaces the tokenizer's template"
     plain.add_argument("--chat-template", type=expanded, metavar="FILE", help=template)
-    time = "time for templates that print it, such as 2026-01-31T12:00; default: the start of the preparation"
+    time = "time for chat templates that print it, such as 2026-01-31T12:00; default: the start of the preparation"
     plain.add_argument("--chat-time", metavar="TIME", help=time)
     plain.add_argument(
-        "--documents", choices=["file", "line"], help="a document of a text file is the whole file or one line (file)"
+        "--documents", choices=["file", "line"], help="treat each text file, or each of its lines, as a document (file)"
     )
-    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report longer records (64)")
+    plain.add_argument("--max-record-mib", type=int, metavar="MIB", help="skip and report records above this size (64)")
     faulty = "continue if at most this share of the records is faulty (0.1)"
     plain.add_argument("--max-faulty", type=float, metavar="SHARE", help=faulty)
     plain.add_argument("--duplicates", choices=["exact", "keep"], help="remove exact duplicates, or keep them (exact)")
     plain.add_argument(
         "--valid-fraction",
         type=float,
-        help="fraction of the documents held out for validation, selected by a hash of their key (0.01)",
+        help="fraction of documents to hold out for validation, selected by a hash of the document's key (0.01)",
     )
-    plain.add_argument("--test-fraction", type=float, help="the same for testing (0.01)")
+    plain.add_argument("--test-fraction", type=float, help="fraction of documents to hold out for testing (0.01)")
     return parser
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options in ``names`` that are given. A zero is given; only None and False are not."""
+    """Return the options in ``names`` that were set on the command line. 0 counts as set; None and False do not."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def _exclude(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
-    """Raise an error if one of these options is given."""
+    """Raise an error if any of these options is set."""
     given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(arguments, names))
     if given:
         raise DataError(f"{given}: {reason}")
 
 
 def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
-    """Return the recipe for ``--input`` and its options."""
+    """Return the recipe that ``--input`` and its options describe."""
     _exclude(arguments, ["root"], "has no effect without a recipe; leave it out")
     source = _given(arguments, _SOURCE_KEYS)
     if arguments.text_field is not None:
@@ -178,7 +180,9 @@ def _tokenizer_source(recipe: Recipe) -> TokenizerSource:
     training = recipe.training
     if training is not None:
         if recipe.chat_template is not None or recipe.chat_time is not None:
-            raise DataError("chat_template: not supported with train_tokenizer; train it first, then name its files")
+            raise DataError(
+                "chat_template: not supported with train_tokenizer; train the tokenizer first, then name its files"
+            )
 
         def train(folder: Path) -> Tokenizer:
             texts = training_texts(recipe.sources, recipe.rules, training.characters)
@@ -236,6 +240,6 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises DataError."""
+    """Prepare the data and return 0. Raises DataError."""
     print(plain(_run(parser().parse_args(arguments))))
     return 0

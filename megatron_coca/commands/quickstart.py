@@ -1,12 +1,12 @@
 """Run the whole workflow on a laptop.
 
-Train four position methods on key-value recall, and measure them far beyond the training length. Then train one on
+Train four position methods on key-value recall, and evaluate them far beyond the training length. Then train one on
 text, kill and resume it, and measure its perplexity.
 
     megatron-coca quickstart
-    megatron-coca quickstart train_iters=1000 # any key of the configurations, for all runs
+    megatron-coca quickstart train_iters=1000 # any configuration key, for all runs
 
-The project's own commands do all the work and are printed as they run. Results in runs/quickstart are reused.
+Every step is an ordinary command of this project, printed before it runs. Models in runs/quickstart are reused.
 """
 
 import json
@@ -38,9 +38,9 @@ WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises ConfigError, EvaluationError, and SystemExit if a command fails."""
+    """Run the workflow and return 0. Raises ConfigError, EvaluationError, and SystemExit if a command fails."""
     parser = command_parser("quickstart", __doc__)
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="overrides of all configurations")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="overrides for all configurations")
     keys = parser.parse_args(arguments).keys
     from megatron_coca.evaluation import build_report
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recall(keys: Sequence[str]) -> list[Path]:
-    """Train every method of RECALL on the recall task, and evaluate it without and with its extensions.
+    """Train every method in RECALL on the recall task, and evaluate each without and with extensions.
 
     Returns the result files.
     """
@@ -96,7 +96,7 @@ def train(name: str, keys: Sequence[str]) -> None:
 
 
 def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
-    """Start a training run, and send SIGKILL to it when it has reported `step`."""
+    """Start a training run, and kill it with SIGKILL after it has reported `step`."""
     from megatron_coca.checkpoints import native
 
     show(command)
@@ -135,7 +135,7 @@ def evaluate(name: str) -> list[Path]:
 def measure(
     task: str, save: Path, label: str, changed: Mapping[str, Sequence[str]], *options: str
 ) -> tuple[list[str], list[Path]]:
-    """Return the command that measures a checkpoint unchanged and with the keys of `changed`, and its result files."""
+    """Return a command, which evaluates a checkpoint unchanged and with each set of keys, and its result files."""
     variants = {label: (), **{f"{label}{end}": keys for end, keys in changed.items()}}
     given = (part for variant, keys in variants.items() for part in ("--variant", variant, *keys))
     command = ["evaluate", task, "--checkpoint", str(save), *options, "--output", str(RUNS), "--overwrite", *given]
@@ -150,7 +150,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def run_together(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands at the same time, each with one thread. If one fails, exit with its status."""
+    """Run commands at the same time, each with one thread. If any command fails, exit with its status."""
     for command in commands:
         show(command)
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}

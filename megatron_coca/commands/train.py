@@ -26,34 +26,36 @@ EPILOG = """for example:
 All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
-INPUTS = "files, which are merged in order, and keys; a folder as the first gives the network and the initial weights"
+INPUTS = "files, merged in order, and overrides; a model folder as the first input sets network and initial weights"
 
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("train", __doc__, EPILOG)
     parser.add_argument("inputs", type=expanded, nargs="+", metavar="CONFIG.yml | key=value", help=INPUTS)
     parser.add_argument(
-        "-d", "--conf_dir", type=expanded, metavar="DIR", help="folder of the files; their names need no .yml"
+        "-d",
+        "--conf_dir",
+        type=expanded,
+        metavar="DIR",
+        help="folder of the YAML files, which can then be named without .yml",
     )
     parser.add_argument(
         "--num_gpus",
         type=int,
         metavar="N",
-        help="number of processes on this machine, on the CPU with distributed_backend=gloo",
+        help="number of processes on this host, one per GPU, or on the CPU with distributed_backend=gloo",
     )
-    parser.add_argument(
-        "--hostfile", type=expanded, metavar="FILE", help="file with hosts and slots in the format of DeepSpeed"
-    )
+    parser.add_argument("--hostfile", type=expanded, metavar="FILE", help="hostfile in DeepSpeed's format")
     parser.add_argument(
         "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
     )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from launchers, besides LOCAL_RANK
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # set by launchers, in addition to LOCAL_RANK
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 after training, else a status in docs/faults.md."""
-    watchdog.install()  # before other imports, because a file of the user may shadow a module that they import
+    """Return the exit status: 0 after training, otherwise a status from docs/faults.md."""
+    watchdog.install()  # before other imports, because a user's file may shadow a module that they import
     from megatron_coca.training.exit_status import INTERRUPTED, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
@@ -66,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         watchdog.tell(error)
         return error.status
     except KeyboardInterrupt:
-        watchdog.tell("interrupted; --auto-resume resumes from the latest complete checkpoint")
+        watchdog.tell("interrupted; use --auto-resume to resume from the latest complete checkpoint")
         return INTERRUPTED
 
 
 def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
-    """Return the configuration of the command line, and the given keys without effect. Launch options override keys."""
+    """Return the configuration that the options describe, and its keys without effect. Launch options override keys."""
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
     from megatron_coca.config.source import given_values
 

@@ -1,4 +1,4 @@
-"""Configuration: GPT-NeoX's YAML keys, typed, validated and frozen. Imports no torch."""
+"""Configuration: GPT-NeoX's YAML keys, typed, validated and frozen. Does not import PyTorch."""
 
 from megatron_coca.config.base import ConfigError
 from megatron_coca.config.data import split_shares

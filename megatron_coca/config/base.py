@@ -1,4 +1,4 @@
-"""Base of all groups of keys: the error class, ranges of values, and the declaration of a key."""
+"""Base of all key groups: the error class, value ranges, and the functions that declare keys."""
 
 import difflib
 import os
@@ -12,7 +12,7 @@ from megatron_coca.support.plain_text import plain
 
 
 class ConfigError(InputError, ValueError):
-    """All errors of a configuration, with a line for each.
+    """All errors in a configuration, one per line.
 
     Attributes:
         problems: the lines, `<file or command line>: <key>: <message>`.
@@ -34,13 +34,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value for a message, shortened to 80 characters."""
+    """Return a value as text for a message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class ConfigGroup(BaseModel):
-    """A frozen group of keys. The alias of a field, if it has one, is its dotted path in YAML."""
+    """A frozen group of keys. The alias of a field, if set, is the dotted path of the key in YAML."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -53,11 +53,11 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """A number of steps, tokens or rows. The product of any two fits into 64 bits."""
 WholeNumber = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
-"""A number of features, heads, samples or ranks. A machine allocates or loops over this many."""
+"""A number of features, heads, samples or ranks. It is limited because memory and loops grow with it."""
 Positive = Annotated[float, Field(gt=0.0, le=1.0e30)]
 NotNegative = Annotated[float, Field(ge=0.0, le=1.0e30)]
 Seconds = Annotated[float, Field(gt=0.0, le=1.0e9)]
-"""A time in seconds. Timers of the operating system and of collectives accept twice its maximum."""
+"""A time in seconds. Timers of the operating system and of collectives accept twice this maximum."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -73,5 +73,5 @@ def required(description: str) -> Any:
 
 
 def follows(name: str, description: str) -> Any:
-    """Declare a key that has the value of `name`, an earlier field of the same group, as its default."""
+    """Declare a key with a default that is the value of `name`, an earlier field of the same group."""
     return Field(default_factory=lambda data: data[name], description=description, json_schema_extra={"follows": name})

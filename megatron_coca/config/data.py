@@ -19,30 +19,34 @@ TokenizerType = Literal[
 class SyntheticConfig(ConfigGroup):
     """A synthetic task as training data. docs/recall.md describes the tasks."""
 
-    task: Literal["recall", "ordered_recall", "multi_query", "copy", "reverse", "ngram"] = key("recall", "Task.")
-    facts: Count = key(8, "recall, ordered_recall: facts in a sample; multi_query: most facts in a sample.")
+    task: Literal["recall", "ordered_recall", "multi_query", "copy", "reverse", "ngram"] = key(
+        "recall", "Name of the task."
+    )
+    facts: Count = key(
+        8, "recall, ordered_recall: number of facts in a sample; multi_query: maximum number of facts in a sample."
+    )
     keys: Count = key(16, "recall, ordered_recall, multi_query: number of different keys in the vocabulary.")
     values: Count = key(16, "recall, ordered_recall, multi_query: number of different values.")
     updates: Count | None = key(
         None, "ordered_recall: number of values that each key of a sample gets, one after the other; required."
     )
-    ngram: int = Field(default=3, ge=2, description="ngram: number of tokens of the repeated n-gram.")
+    ngram: int = Field(default=3, ge=2, description="ngram: length of the repeated n-gram in tokens.")
     filler_tokens: Count = key(
         32,
-        "Number of ids for filler tokens, which begin at 0. Facts use the next ids. With `text`, at least the size of"
-        " the vocabulary.",
+        "Number of ids for filler tokens, counted from id 0. Facts use the ids after them. With `text`, at least the"
+        " vocabulary size.",
     )
     text: bool = key(False, "Fill samples with text from the data paths instead of random tokens.")
-    loss: Literal["answers", "all"] = key("answers", "Tokens of the loss: only answers, or all tokens.")
+    loss: Literal["answers", "all"] = key("answers", "Tokens that the loss includes: only the answers, or all tokens.")
 
 
 class TrainingPositions(ConfigGroup):
-    """Positions of training samples. Without this key, and always in evaluation, they are 0, 1, ..."""
+    """Positions of training samples. Without this key, and always in evaluation, positions are 0, 1, ..."""
 
     type: Literal["randomized", "shifted", "pose", "stretched"] = Field(
-        description="randomized: a sorted random subset of 0 .. max-1; shifted: one random offset; pose: two chunks,"
-        " the second at a random offset (PoSE); stretched: a sorted random subset of 0 .. t * length - 1 that includes"
-        " both ends, with a random integer t in every step (CLEX)."
+        description="randomized: a sorted random subset of 0 .. max-1; shifted: 0, 1, ... plus a random offset; pose:"
+        " two chunks, the second at a random offset (PoSE); stretched: a sorted random subset of 0 .. t * length - 1"
+        " that includes both ends; t is a random integer, drawn in every step (CLEX)."
     )
     max: Count | str = Field(
         description="Upper limit of the positions (exclusive): a number, or a multiple of seq_length such as 16L."
@@ -64,54 +68,58 @@ class DataConfig(ConfigGroup):
     valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null: equal weights.")
     test_data_weights: Weights | None = key(None, "Weights of the test shards; null: equal weights.")
     train_label_data_paths: Labels | None = key(
-        None, "Prefix of the labels of each training shard; null for a shard without labels."
+        None, "Prefixes of the labels, one for each training shard; null for a shard without labels."
     )
-    valid_label_data_paths: Labels | None = key(None, "The same for the validation shards.")
-    test_label_data_paths: Labels | None = key(None, "The same for the test shards.")
+    valid_label_data_paths: Labels | None = key(None, "As train_label_data_paths, for the validation shards.")
+    test_label_data_paths: Labels | None = key(None, "As train_label_data_paths, for the test shards.")
     pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
         "packed",
         "Contents of a sample. packed: a slice of the concatenated documents; pack_until_overflow: as many whole"
         " documents as fit; unpacked: one document.",
     )
     allow_chopped: bool = key(
-        True, "Unless packed: cut documents that are longer than a sample; false leaves them out."
+        True, "Unless pack_impl is packed: cut documents that are longer than a sample; false leaves them out."
     )
     weight_by_num_documents: bool | None = key(
         None,
-        "Weight the shards of each set by their number of documents with GPT-NeoX's formula, instead of by the"
-        " weights.",
+        "Compute the weights of the shards in each set from their numbers of documents with GPT-NeoX's formula,"
+        " instead of using the configured weights.",
     )
     weighted_sampler_alpha: NotNegative | None = key(
-        None, "Exponent of the share of the documents in that formula; below 1 favours small shards. null: 1."
+        None,
+        "weight_by_num_documents: exponent of a shard's share of the documents; below 1 favours small shards. null: 1.",
     )
     split: Annotated[str, BeforeValidator(_join)] = key(
         "969, 30, 1", "Proportions of training, validation and test documents in data_path; a string or a list."
     )
-    data_impl: Literal["infer", "mmap"] = key("infer", "Format of the shards; both choices mean memory-mapped.")
+    data_impl: Literal["infer", "mmap"] = key(
+        "infer", "Format of the shards; `infer` and `mmap` both mean memory-mapped files."
+    )
     num_workers: Annotated[int, Field(ge=0, le=1024)] = key(
         2, "Prefetch threads per process. Each prepares the samples of one step; 0 disables prefetching."
     )
     reset_attention_mask: bool = key(False, "In packed samples, restrict attention to the document of each token.")
     reset_position_ids: bool = key(False, "In packed samples, restart positions at 0 in every document.")
-    eod_mask_loss: bool = key(False, "Mask the loss of positions with the end-of-document token as input.")
+    eod_mask_loss: bool = key(False, "Exclude the loss of positions with an end-of-document input token.")
     tokenizer_type: TokenizerType = key("GPT2BPETokenizer", "Tokenizer type.")
     vocab_file: PathName | None = key(None, "Vocabulary or model file of the tokenizer.")
     merge_file: PathName | None = key(None, "Merges file of the tokenizer, if it has one.")
     data_root: PathName = key("data", "Folder of the built-in corpus, which is used if no data path is set.")
     synthetic: SyntheticConfig | None = key(
-        None, "Train on a synthetic task instead of the data paths. With `text`, the task is mixed into their text."
+        None,
+        "Train on a synthetic task instead of the data paths. With `text`, the task is mixed into their text.",
     )
 
 
 def window_tokens(window: int | str, seq_length: int) -> int | None:
-    """Return the tokens of a window, which is a number above 1 or a multiple of seq_length such as `4L`, else None."""
+    """Return the tokens of a window, given as a number above 1 or a multiple of seq_length such as `4L`; else None."""
     multiple = re.fullmatch("([0-9]{1,10})L", window) if isinstance(window, str) else None
     tokens = int(multiple[1]) * seq_length if multiple else window
     return tokens if isinstance(tokens, int) and 2 <= tokens <= MAX_COUNT else None
 
 
 def split_shares(split: str) -> tuple[float, float, float] | None:
-    """Return the proportions of train, validation and test in `split`; None if it is not one to three numbers."""
+    """Return the training, validation and test shares in `split`; None if it is not a list of one to three numbers."""
     numbers = [text.strip() for text in split.replace("/", ",").split(",")]
     if len(numbers) > 3 or not all(text.replace(".", "", 1).isdecimal() for text in numbers):
         return None

@@ -51,9 +51,9 @@ EXPECTED: dict[str, str] = {
     "model_type": "expected a mapping",
     "finite_number": "expected a finite number",
 }
-"""Messages for pydantic's types of errors. All other types keep pydantic's message."""
+"""Messages by pydantic error type. All other types keep pydantic's message."""
 UNQUOTED: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
-"""The Python types of a valid value, for the hint to remove the quotes of a string, by pydantic's type of error."""
+"""The Python types of a valid value, by pydantic error type, for the hint to remove the quotes of a string."""
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
 LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 """Keys of the fp16 section that have no meaning in bfloat16."""
@@ -77,7 +77,7 @@ class Problems:
         self.keys: set[str] = set()
 
     def add(self, key: str, message: str) -> None:
-        """Add an error of `key`; the messages of checks that read the key are dropped from then on."""
+        """Add an error about `key`. From then on, messages of checks that read the key are dropped."""
         self.lines.append(f"{self._location(key)}: {key}: {message}")
         self.keys.add(_owner_of(key))
 
@@ -90,7 +90,7 @@ class Problems:
         return where.get(path) or next(inside, None) or next(around, self.source.label)
 
     def add_from_pydantic(self, key: str, errors: Sequence[ErrorDetails]) -> None:
-        """Add pydantic's errors for one value as one error, in our words. A union of types has several errors."""
+        """Add pydantic's errors about one value as one error with our own message. A union has several errors."""
         error = errors[0]
         value, kind = error["input"], error["type"]
         if kind == "missing":
@@ -123,7 +123,7 @@ def _expectation(message: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the error of an unknown key, which suggests the key for a Hugging Face name, or the closest key."""
+    """Return the message about an unknown key, with the key for this Hugging Face name or the closest key as a hint."""
     meant = HUGGING_FACE.get(key)
     return f"unknown key{f'; did you mean `{meant}`?' if meant else nearest(key, known_keys())}"
 
@@ -151,7 +151,7 @@ def _path_of(error: ErrorDetails, values: Any) -> str:
 
 
 def _choices_of(key: str) -> tuple[Any, ...]:
-    """Return the choices of a key, of a key in a mapping such as `rope_scaling.rope_type`, or of a list's items."""
+    """Return the choices of a key, of a name in a mapping such as `rope_scaling.rope_type`, or of a list item."""
     if key.startswith("layer_types."):
         return _choices_of(key.split(".", 2)[2])
     owner, option = _owner_of(key), key.partition("[")[0].rpartition(".")[2]
@@ -167,7 +167,7 @@ def _choices_of(key: str) -> tuple[Any, ...]:
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
-    """Return the values of a Literal, also if it is inside a union or an Annotated; empty for other types."""
+    """Return the values of a Literal, even inside a union or an Annotated; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
@@ -175,7 +175,7 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
 
 
 def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
-    """Return the groups by name, and all errors. Invalid keys have their defaults in the groups."""
+    """Return the key groups by name, and all errors. Invalid keys have their defaults in the groups."""
     problems = Problems(source)
     flat = _flatten(source.values, "", problems)
     _resolve_aliases(flat, problems)
@@ -183,7 +183,7 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     known = _known_values(flat, problems)
     _run_imports(known, problems)
     absent = {key: value for key, value in _PLACEHOLDERS.items() if key not in known}
-    if len(absent) > 2:  # an overlay: most checks between keys would compare with a model that is missing
+    if len(absent) > 2:  # an overlay: most checks would compare keys with those of a missing model
         problems.lines.append(f"{source.label}: describes no model ({', '.join(absent)} missing); {NO_MODEL}")
         return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems.lines
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
@@ -193,7 +193,7 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
 
 
 def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[str, Any]:
-    """Return the values by dotted path, as deep as the keys of the schema. Omits nulls in mappings of known names."""
+    """Return the values by dotted path, to the depth of the schema's keys, without nulls in mappings of known names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{path}.{name}" if path else name
@@ -237,7 +237,7 @@ def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
 
 
 def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
-    """Translate GPT-NeoX's names in the sections of dtypes.
+    """Translate GPT-NeoX's names in the fp16 and bf16 sections.
 
     `fp16.fp16` and `bf16.bf16` are redundant. `fp16.type: bfloat16` means the bf16 section. A bf16 section that was
     copied from an fp16 section has keys of loss scaling, which bfloat16 does not use.
@@ -260,7 +260,7 @@ def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
 
 
 def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return the keys of the schema that are set. Every other key that has an effect in GPT-NeoX is an error."""
+    """Return the schema's keys that are set. Any other key that has an effect in GPT-NeoX is an error."""
     known: dict[str, Any] = {}
     for key, value in flat.items():
         choice = value.lower() if isinstance(value, str) else value
@@ -309,11 +309,14 @@ def _run_imports(known: dict[str, Any], problems: Problems) -> None:
 
 
 def _may_be_downloaded(file: Path) -> bool:
-    """Return True for a file in a folder of a checkpoint, of this project or GPT-NeoX, or of prepared data.
+    """Return True for a file in the folder of a checkpoint (of this project or GPT-NeoX) or of prepared data.
 
-    Such a file may come from somebody else, together with the checkpoint or the data.
+    Such a file may have been downloaded together with the checkpoint or the data.
     """
-    for path in (Path(os.path.abspath(file)), file.resolve()):  # a link in the cache of the hub is in two folders
+    for path in (
+        Path(os.path.abspath(file)),
+        file.resolve(),
+    ):  # a link in the hub's cache and its target are in different folders
         outer = path.parent.parent if path.parent.name == "configs" else path.parent
         if (
             path.name == "data.yml"
@@ -326,16 +329,16 @@ def _may_be_downloaded(file: Path) -> bool:
 
 
 def not_run(names: Sequence[str]) -> str:
-    """Return the error for Python files that a checkpoint names in `imports`."""
+    """Return the message about Python files that a checkpoint names in `imports`."""
     files = ", ".join(name.partition(methods.MARK)[0] for name in names)
     return (
-        f"{files}: not run, because a checkpoint may come from anybody; read the file, then name it with imports=[FILE]"
+        f"{files}: not run, because checkpoints may be untrusted; read the file, then name it with imports=[FILE]"
         " in an override (--set imports=[FILE]) or in your own configuration"
     )
 
 
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
-    """Build one group. Invalid keys are reported, and have their defaults in the group."""
+    """Build one key group. Invalid keys are added to `problems` and have their defaults in the group."""
     values = {key: value for key, value in known.items() if KEYS[key].group == name}
     try:
         return kind.model_validate(values)
@@ -362,12 +365,12 @@ class Config(Settings):
 
     @property
     def layer_types(self) -> dict[str, PositionConfig]:
-        """Position keys of every type of layers, in the order of their first layers."""
+        """Position keys of every layer type, in the order in which the types first occur."""
         return self.position.of_types(self.model.layer_names)
 
     @property
     def training_positions(self) -> TrainingPositions | None:
-        """Positions of training samples; None for 0, 1, ... The default of a learned extension (CLEX) is stretched."""
+        """Positions of training samples; None for 0, 1, ... A learned extension (CLEX) defaults to `stretched`."""
         given, types = self.general.training_positions, self.layer_types.values()
         factors = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
         stretched = TrainingPositions(type="stretched", max=f"{max(factors)}L") if factors else None
@@ -385,7 +388,7 @@ class Config(Settings):
     def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
         """Return a validated copy with some keys changed.
 
-        A key that was not set and has another key as its default (num_kv_heads, max_position_embeddings) still follows
+        A key that was not set and defaults to another key (num_kv_heads, max_position_embeddings) still follows
         that key.
 
         Args:
@@ -401,7 +404,7 @@ class Config(Settings):
         return self.from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
 
     def run_stages(self) -> list[RunStage[Self]]:
-        """Return the stages of the run. Without `stages` there is one stage, which has this configuration."""
+        """Return the stages of the run; without `stages`, one stage with this configuration."""
         return resolve_stages(self, self.override)
 
     def to_yaml(self) -> str:
@@ -431,7 +434,7 @@ class Config(Settings):
 
     @classmethod
     def from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
-        """Merge layers and validate the result. Raises ConfigError with all errors, after those in `problems`."""
+        """Merge layers and validate the result. Raises ConfigError with `problems` and all further errors."""
         source = merge(layers)
         groups, errors = validate(source)
         if problems or errors:
@@ -445,14 +448,14 @@ class Config(Settings):
 
 
 Source = str | Path | Mapping[str, Any]
-"""A YAML or JSON file, or the keys and values themselves."""
+"""A YAML or JSON file, or a mapping of keys to values."""
 
 
 def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -> Config:
     """Merge files and mappings left to right, then overrides, and validate the result.
 
     Args:
-        sources: one file or mapping, or several. Later ones win, mappings are merged key by key, and null (None) means
+        sources: one or more files or mappings. Later values win, mappings are merged key by key, and null (None) means
             "not set".
         overrides: a mapping of dotted keys to values, or strings `key=value` with values in YAML.
 
@@ -473,7 +476,7 @@ def load_config(sources: Source | Sequence[Source], overrides: Overrides = ()) -
 
 
 def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) -> list[str]:
-    """List settings without effect: keys of GPT-NeoX, and options of a position choice that a later file replaces."""
+    """List settings without effect: GPT-NeoX keys, and options of a position choice that a later file replaces."""
     given = given_layer(overrides, paths)
     return [*sorted(given.values.keys() & INERT.keys()), *given.dropped]
 

@@ -46,13 +46,13 @@ InitMethod = Literal[
 GATED_ACTIVATIONS = frozenset({"geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu"})
 
 GLOBAL = "global"
-"""The type of layers with the model's own position keys."""
+"""The layer type with the model's own position keys."""
 GAU = "gau"
-"""The type of layers that are gated attention units."""
+"""The layer type of gated attention units."""
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
-"""Sizes of a chunk with `loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. Larger chunks read
-the weight and its gradient less often.
+"""Chunk size with `loss_chunk_size: auto`: in tokens, or in logit bytes for the Triton kernel. With larger chunks, the
+weight and its gradient are read less often.
 """
 
 
@@ -71,7 +71,7 @@ class ModelConfig(ConfigGroup):
     )
     intermediate_size: Size | None = key(
         None,
-        "Inner width of the MLP. As in GPT-NeoX, value and gate of a gated activation together have two thirds of it.",
+        "Inner width of the MLP. As in GPT-NeoX, value and gate of a gated MLP together have two thirds of this width.",
     )
     mlp_multiple_of: Size = key(1, "Round the inner width of the MLP up to a multiple of this.")
     expansion_factor: Annotated[float, Field(gt=0.0, le=1024.0)] | None = key(
@@ -87,10 +87,10 @@ class ModelConfig(ConfigGroup):
     )
     opt_pos_emb_offset: WholeNumber = key(
         0,
-        "Offset that is added to the positions of pos_emb learned and sinusoidal, 2 in OPT. The table needs that many"
-        " more rows.",
+        "Offset that is added to the positions with pos_emb learned or sinusoidal; 2 in OPT. The learned table needs as"
+        " many additional rows.",
     )
-    vocab_size: Count | None = key(None, "Rows of the embedding before padding; null: the size of the tokenizer.")
+    vocab_size: Count | None = key(None, "Rows of the embedding before padding; null: the tokenizer's vocabulary size.")
     make_vocab_size_divisible_by: Size = key(128, "Pad the embedding to a multiple of this many rows.")
     no_weight_tying: bool = key(False, "Use a separate output head instead of tying it to the embedding.")
     attention_config: list[Any] | None = key(
@@ -111,11 +111,11 @@ class ModelConfig(ConfigGroup):
     use_bias_in_attn_linear: bool = key(True, "Use biases in the attention projections.")
     use_bias_in_qkv: bool = follows(
         "use_bias_in_attn_linear",
-        "Use biases for queries, keys and values; set it only if the output projection differs.",
+        "Use biases for queries, keys and values. Set this key only if the output projection differs.",
     )
     use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
-    gpt_j_tied: bool = key(False, "With gpt_j_residual: one norm for attention and MLP.")
+    gpt_j_tied: bool = key(False, "With gpt_j_residual: use the same norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")
     norm_position: Literal["pre", "post", "sandwich"] = key(
         "pre",
@@ -127,7 +127,7 @@ class ModelConfig(ConfigGroup):
     )
     qk_norm: Literal["head", "projection"] | None = key(
         None,
-        "RMSNorm on queries and on keys before rotation (with CoCA on T, before u is formed). head: for every head,"
+        "RMSNorm on queries and on keys before rotation (with CoCA: on T, before u is computed). head: for every head,"
         " with one weight per feature, as in Qwen 3; projection: for all heads together, as in OLMo 2.",
     )
     use_embedding_norm: bool = key(False, "Use a norm after the embedding, as in BLOOM.")
@@ -137,13 +137,13 @@ class ModelConfig(ConfigGroup):
         None, "Replace each attention score s by c tanh(s / c), with c the value of this key, as in Gemma 2."
     )
     final_logit_softcapping: Positive | None = key(
-        None, "As attn_logit_softcapping, for the logits of the output head."
+        None, "Like attn_logit_softcapping, but for the logits of the output head."
     )
     final_logit_scale: Positive = key(1.0, "Factor on the logits of the output head, as in Cohere's models.")
     use_qk_layernorm: bool = key(
         False,
-        "Use the norm of `norm` on queries and keys before rotation, as in GPT-NeoX (with CoCA on T, before u is"
-        " formed).",
+        "Apply the norm selected by `norm` to queries and keys before rotation, as in GPT-NeoX (with CoCA: to T, before"
+        " u is computed).",
     )
     layernorm_epsilon: Positive = key(1.0e-5, "Epsilon of layernorm.")
     rms_norm_epsilon: Positive = key(1.0e-8, "Epsilon of rmsnorm.")
@@ -164,7 +164,7 @@ class ModelConfig(ConfigGroup):
     )
     loss_chunk_size: WholeNumber | Literal["auto"] = key(
         "auto",
-        "The loss is computed in chunks of this many tokens, so that only their logits are in memory; 0: one chunk."
+        "Compute the loss in chunks of this many tokens, so that only one chunk's logits are in memory; 0: one chunk."
         " auto: 1,024 tokens, or with loss_kernel triton 1 GiB of logits if that is more.",
     )
     loss_kernel: Literal["auto", "torch", "triton"] = key(
@@ -175,21 +175,21 @@ class ModelConfig(ConfigGroup):
     torch_compile: bool | Literal["auto"] = key(
         "auto",
         "Compile the blocks with torch.compile for training. This needs a C++ compiler, and on a GPU also Triton. auto:"
-        " compile on a GPU if the model supports it; otherwise the log gives the reason.",
+        " compile on a GPU if the model supports it; otherwise the log states the reason.",
     )
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """Type of every layer; all are `global` without `attention_config`."""
+        """Type of every layer; without `attention_config`, all layers are `global`."""
         return layer_names(self.attention_config, self.num_layers)
 
     @property
     def gau_features(self) -> int:
-        """Features of gate and values of a gated attention unit."""
+        """Number of gate features, and of value features, in a gated attention unit."""
         return self.gau_width or 2 * self.hidden_size
 
     def of_type(self, name: str) -> "ModelConfig":
-        """Return the shape of one type of layers. A gated attention unit has one head of gau_key_width features."""
+        """Return the shape of one layer type. A gated attention unit has one head of gau_key_width features."""
         one = {"num_attention_heads": 1, "num_kv_heads": 1, "kv_channels": self.gau_key_width}
         return self.model_copy(update=one) if name == GAU else self
 
@@ -240,10 +240,10 @@ class ModelConfig(ConfigGroup):
 
 
 def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[str, ...]:
-    """Return the type of every layer; `flash` is another name of `global`.
+    """Return the type of every layer; `flash` is another name for `global`.
 
     Raises:
-        ValueError: the list has another form, or does not cover num_layers layers.
+        ValueError: the list is malformed, or does not cover num_layers layers.
     """
     names: list[str] = []
     for item in [[[GLOBAL], "all"]] if attention_config is None else attention_config:
@@ -253,13 +253,15 @@ def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[st
             case [[*group], "all"] if group and num_layers % len(group) == 0:
                 names += group * (num_layers // len(group))
             case [[*group], "all"] if group:
-                raise ValueError(f"the {len(group)} layers repeated by all do not divide num_layers {num_layers}")
+                raise ValueError(
+                    f"a group of {len(group)} layers, repeated by `all`, does not divide num_layers {num_layers}"
+                )
             case [[*group], int(repeats)] if group:
                 names += group * max(min(repeats, num_layers + 1), 0)
             case _:
                 raise ValueError('expected a list such as [[["global"], 12]]')
     if len(names) != num_layers:
-        raise ValueError(f"covers {len(names)} layers, but num_layers is {num_layers}; leave it out")
+        raise ValueError(f"covers {len(names)} layers, but num_layers is {num_layers}; change it or leave it out")
     return tuple(GLOBAL if name == "flash" else str(name) for name in names)
 
 

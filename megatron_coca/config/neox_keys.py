@@ -11,19 +11,19 @@ INERT: dict[str, str] = {key: row["reason"] for row in _TABLES["inert"] for key 
 """Keys that are accepted and have no effect, with the reason."""
 
 SAME: frozenset[str] = frozenset(_TABLES["meanings"]["same"].split())
-"""Keys of the schema and aliases with the same meaning as in GPT-NeoX."""
+"""Schema keys and aliases with the same meaning as in GPT-NeoX."""
 
 DIFFERENT: dict[str, str] = _TABLES["meanings"]["different"]
-"""Keys of the schema and aliases with another meaning in GPT-NeoX, each with the difference."""
+"""Schema keys and aliases with a different meaning in GPT-NeoX, each with the difference."""
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
-"""Aliases of keys; both may be set to the same value."""
+"""Aliases and their keys. An alias and its key may both be set to the same value."""
 
 ALIAS_VALUES: dict[str, dict[Any, Any]] = {"fp32_allreduce": {True: "fp32", False: None}}
-"""Values of an alias, each with the value of its key."""
+"""Aliases with other values than their keys: the key's value for each value of the alias."""
 
 HUGGING_FACE: dict[str, str] = _TABLES["hugging_face"]
-"""Hugging Face names of keys (TrainingArguments and model configurations), for the error of an unknown key."""
+"""Hugging Face names of keys (TrainingArguments and model configurations), for messages about unknown keys."""
 
 MISPLACED: dict[str, str] = _TABLES["misplaced"]
 """Keys at the wrong level of the file, in another unit, or without a counterpart, each with the remedy."""
@@ -31,7 +31,7 @@ MISPLACED: dict[str, str] = _TABLES["misplaced"]
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     key: (row["default"], row["feature"]) for row in _TABLES["unsupported"] for key in row["keys"].split()
 }
-"""Keys of unsupported features: the default of GPT-NeoX, which is accepted, and the feature."""
+"""Keys of unsupported features: GPT-NeoX's default, which is accepted, and the feature."""
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = _TABLES["unsupported_choices"]
 """Unsupported values of supported keys, in lower case, with the feature."""

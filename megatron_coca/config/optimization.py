@@ -48,7 +48,7 @@ class OptimizerConfig(ConfigGroup):
     gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
     trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
-        "List of the parts of the model to train; null trains everything. All other weights are frozen. `key` is also"
+        "Parts of the model to train, as a list; null trains everything. All other weights are frozen. `key` is also"
         " CoCA's T projection, `attention_output` is the output projection, and `positions` are the weights of the"
         " position method. `embedding` includes the output head if they are tied.",
     )
@@ -86,7 +86,7 @@ class BatchConfig(ConfigGroup):
         """Return the sizes for `data_parallel_size` ranks.
 
         Raises:
-            ConfigError: neither size is set, or train_batch_size is not the product of the others.
+            ConfigError: neither batch size is set, or train_batch_size is not the product of the other factors.
         """
         micro, total = self.train_micro_batch_size_per_gpu, self.train_batch_size
         steps = self.gradient_accumulation_steps
@@ -129,17 +129,17 @@ class Bf16(TypedDict, total=False):
 
 
 class PrecisionConfig(ConfigGroup):
-    """dtype of forward and backward pass; the optimizer state is fp32."""
+    """dtype of the forward and backward passes; the optimizer state is fp32."""
 
     precision: Literal["fp16", "fp32", "bfloat16"] | None = key(
-        None, "dtype; null: the one that the fp16 or bf16 section enables, else fp32."
+        None, "dtype of the run; null: the dtype that the fp16 or bf16 section enables, else fp32."
     )
     fp16: Fp16 | None = key(None, "DeepSpeed's fp16 section (loss scaling).")
     bf16: Bf16 | None = key(None, "DeepSpeed's bf16 section.")
 
     @property
     def requested(self) -> frozenset[Dtype]:
-        """Every dtype that one of the three keys selects. More than one is an error."""
+        """The dtypes that the three keys select. More than one is an error."""
         named: dict[str | None, Dtype] = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
         dtypes: set[Dtype] = {named[self.precision]} if self.precision in named else set()
         dtypes |= {"fp16"} if (self.fp16 or {}).get("enabled") else set()

@@ -1,4 +1,4 @@
-"""Keys of ZeRO, of tensor, pipeline and sequence parallelism, and of the launch of the processes."""
+"""Keys of ZeRO, of tensor, pipeline and sequence parallelism, and of launching the processes."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,10 +20,10 @@ class ParallelConfig(ConfigGroup):
     """Data, tensor, pipeline and sequence parallelism."""
 
     zero_optimization: Annotated[dict[str, Any], AfterValidator(_with_valid_stage)] | None = key(
-        None, "DeepSpeed's section of ZeRO, passed through; `stage` is 0 to 3."
+        None, "DeepSpeed's ZeRO section, passed through; `stage` is 0 to 3."
     )
     pipe_parallel_size: Annotated[int, Field(ge=0, le=2**20)] = key(
-        0, "Pipeline stages; 0 and 1 both disable the pipeline."
+        0, "Number of pipeline stages; 0 and 1 both disable the pipeline."
     )
     pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
         "type:transformer|mlp",
@@ -31,10 +31,12 @@ class ParallelConfig(ConfigGroup):
         " count as one).",
     )
     model_parallel_size: Size = key(
-        1, "Tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."
+        1, "Number of tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."
     )
     sequence_parallel_size: Size = key(
-        1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide num_attention_heads, num_kv_heads and seq_length."
+        1,
+        "Number of sequence-parallel ranks (DeepSpeed-Ulysses); must divide num_attention_heads, num_kv_heads and"
+        " seq_length.",
     )
     sequence_parallel: bool = key(
         False,
@@ -44,13 +46,13 @@ class ParallelConfig(ConfigGroup):
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: Literal["nccl", "gloo"] | None = key(
         None,
-        "nccl: train on GPUs (an error if there are none); gloo: train on the CPU; null: as nccl if num_gpus is set,"
-        " else on GPUs if the host has any, else on the CPU.",
+        "nccl: train on GPUs (an error if there are none); gloo: train on the CPU; null: like nccl if num_gpus is set,"
+        " otherwise on GPUs if the host has any, else on the CPU.",
     )
 
     @property
     def model_copies(self) -> int:
-        """Ranks that together hold the weights of one model."""
+        """Number of ranks that together store the weights of one model."""
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
 
     @property
@@ -66,7 +68,7 @@ class ParallelConfig(ConfigGroup):
 
 
 MOST_SLOTS = 9999
-"""Most processes of one host."""
+"""Maximum number of processes on one host."""
 
 
 class LaunchConfig(ConfigGroup):
@@ -80,12 +82,12 @@ class LaunchConfig(ConfigGroup):
     )
     num_gpus: Annotated[int, Field(ge=1, le=MOST_SLOTS)] | None = key(
         None,
-        "Processes per host, one on each GPU, or on the CPU with distributed_backend gloo; null: one, or with a"
+        "Processes per host, one per GPU, or on the CPU with distributed_backend gloo; null: one process, or with a"
         " hostfile one per slot.",
     )
     master_addr: str | None = key(None, "Address of rank 0.")
     master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
-    join_timeout: Seconds = key(600.0, "Seconds to wait for all processes at the start.")
+    join_timeout: Seconds = key(600.0, "Seconds to wait for all processes at startup.")
     launcher: Literal["pdsh", "slurm"] = key("pdsh", "Multi-host launcher; docs/launch.md compares them.")
     no_ssh_check: bool = key(False, "pdsh: skip the check that the hosts are reachable.")
     comment: str | None = key(None, "Comment of the Slurm job.")

@@ -1,4 +1,4 @@
-"""Keys of the position method: choices that `megatron_coca.methods` declares, and types of layers."""
+"""Keys of the position method: the choices that `megatron_coca.methods` declares, and layer types."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -28,13 +28,13 @@ KINDS: dict[str, Any] = {
     "flag": bool,
     "positives": list[Positive],
 }
-"""Types of declared options."""
+"""Type of a declared option, by its kind."""
 DEFAULTS = {"rope_scaling": "default"}
-"""The choice of a mapping that does not name one."""
+"""The choice of a key if its mapping does not name one."""
 
 
 class Selected(ConfigGroup):
-    """A choice with its options. `rope_type` or `type` has the name of the choice."""
+    """A choice with its options. The field `rope_type` or `type` contains the name of the choice."""
 
     declaration: ClassVar[methods.Choice]
 
@@ -53,7 +53,7 @@ class Selected(ConfigGroup):
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def settings(self, training_length: int) -> dict[str, Any]:
-        """Return the options, with their defaults for the training length."""
+        """Return the options; options that are not set have their defaults for the training length."""
         return self.declaration.resolved(self.given, training_length)
 
 
@@ -83,10 +83,10 @@ def _error(*faults: InitErrorDetails) -> ValidationError:
 
 
 def read_choice(key: str, value: Any) -> Any:
-    """Validate a choice that is given as a mapping or only by its name.
+    """Validate a choice, given as a mapping or only as a name.
 
     Raises:
-        ValidationError: the choice is not declared, or an option is unknown, out of range, or of another choice.
+        ValidationError: the choice is unknown, or an option is unknown, out of range, or belongs to another choice.
     """
     if value is None or isinstance(value, Selected):
         return value
@@ -123,7 +123,7 @@ def _name(key: str, value: Any) -> Any:
 
 
 def _scaling(value: Any) -> Any:
-    """Validate a logit scaling. One without options becomes its name."""
+    """Validate a logit scaling, and return it, or only its name if it has no options."""
     chosen = read_choice("logit_scaling", "none" if value is None else value)
     return chosen if chosen.declaration.options else chosen.type
 
@@ -134,7 +134,7 @@ def _gate(value: Any) -> Any:
 
 
 def _options(value: Any, info: ValidationInfo) -> Any:
-    """Validate the options of the position embedding, which is an earlier field."""
+    """Validate the options of the position embedding, which an earlier field names."""
     if value is None or isinstance(value, Selected) or "pos_emb" not in info.data:
         return value if isinstance(value, Selected) else None
     if not isinstance(value, Mapping):
@@ -150,7 +150,7 @@ class PositionKeys(ConfigGroup):
 
     pos_emb: Annotated[str, BeforeValidator(partial(_name, "pos_emb"))] = key(
         "learned",
-        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). `coca` is"
+        "Position method. Positions start at 0, as in the CoCA authors' code (at 1 in their paper). `coca` is"
         " CoCA-Slack. Its scores depend on the first position; all other rotary methods are shift-invariant.",
     )
     pos_emb_options: Annotated[Optional, BeforeValidator(_options)] = key(
@@ -167,7 +167,7 @@ class PositionKeys(ConfigGroup):
         None, "Distance map beyond a window; options below."
     )
     logit_scaling: Annotated[str | SerializeAsAny[Selected], BeforeValidator(_scaling)] = key(
-        "none", "Factor on the attention scores of each query by its position; options below."
+        "none", "Factor on the attention scores of each query, which depends on the query's position; options below."
     )
     sliding_window_width: WholeNumber | None = key(
         None, "Largest distance of attention, as in GPT-NeoX: a query sees itself and this many tokens before it."
@@ -184,8 +184,8 @@ class PositionKeys(ConfigGroup):
     )
     forgetting_gate: Annotated[str | None, BeforeValidator(_gate)] = key(
         None,
-        "Every head computes a gate between 0 and 1 for every token from its hidden state. The logarithms of the gates"
-        " of the tokens after the key, up to the query, are added to a score.",
+        "Every head computes a gate between 0 and 1 from the hidden state of every token. The score of a query and a"
+        " key gets a bias: the sum of the gate logarithms of the tokens after the key, up to the query.",
     )
     attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
@@ -193,7 +193,7 @@ class PositionKeys(ConfigGroup):
 
 
 class LayerType(PositionKeys):
-    """Position keys of one type of layers. A key that is not set has the value of the model."""
+    """Position keys of one layer type. A key that is not set has the model's value."""
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class PositionConfig(PositionKeys):
     )
     layer_types: dict[str, LayerType] = key(
         {},
-        "Types of layers for `attention_config`, each with the position keys that differ from the model's:"
+        "Layer types for `attention_config`, each with the position keys that differ from the model's:"
         " `{sliding: {sliding_window_width: 511, rotary_emb_base: 1.0e+6}}`.",
     )
     imports: list[PathName] = key(
@@ -223,10 +223,10 @@ class PositionConfig(PositionKeys):
     )
 
     def of_type(self, name: str) -> "PositionConfig":
-        """Return the keys of one type of layers: those of the model, changed by those of the type.
+        """Return the keys of one layer type: the model's keys, overridden by those of the type.
 
-        A type without rotation does not inherit rope_scaling and relative_positions, which need it. A type with a
-        window or chunks does not inherit relative_positions, which has a window of its own.
+        A type without rotation does not inherit rope_scaling and relative_positions, which need rotation. A type with
+        a window or chunks does not inherit relative_positions, which has its own window.
         """
         own = self.layer_types.get(name, LayerType())
         values = {key: getattr(own, key) for key in own.model_fields_set}
@@ -240,7 +240,7 @@ class PositionConfig(PositionKeys):
         return self.model_copy(update=dict.fromkeys(dropped) | values | {"layer_types": {}})
 
     def of_types(self, layer_names: Iterable[str]) -> dict[str, "PositionConfig"]:
-        """Return the keys of every type of layers, in the order of their first layers."""
+        """Return the keys of every layer type, in the order in which the types first occur."""
         return {name: self.of_type(name) for name in dict.fromkeys(layer_names)}
 
     def original_length(self, seq_length: int) -> int:
@@ -277,7 +277,7 @@ class PositionConfig(PositionKeys):
 
     @property
     def _embedding_options(self) -> dict[str, Any]:
-        """Options of the position embedding: GPT-NeoX's are keys of this group, others are in `pos_emb_options`."""
+        """Options of the position embedding: GPT-NeoX's are keys of this group, others come from `pos_emb_options`."""
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
         return given | {name: getattr(self, name) for name in names}
@@ -292,7 +292,7 @@ class PositionConfig(PositionKeys):
         return seen * (length - (seen - 1) / 2) / length
 
     def choices(self) -> Iterator[tuple[methods.Choice, dict[str, Any]]]:
-        """Yield every choice with the given options."""
+        """Yield every selected choice with the options that are set."""
         yield self.embedding, self._embedding_options
         for choice, selected in (
             (self.extension, self.rope_scaling),
@@ -304,7 +304,7 @@ class PositionConfig(PositionKeys):
                 yield choice, selected.given if isinstance(selected, Selected) else {}
 
     def refusal(self, key: str, seq_length: int, head_dim: int) -> str | None:
-        """Return why the choice of a key cannot be used with the others in a model of this shape, or None."""
+        """Return the reason why the choice of a key does not work with the others in a model of this shape, or None."""
         chosen = {choice.key: (choice, given) for choice, given in self.choices()}
         if key not in chosen:
             return None

@@ -1,4 +1,4 @@
-"""Training stages of a run: consecutive steps that differ in length, data, batch, rate or position extension.
+"""Training stages of a run: they can differ in length, data, batch size, learning rate or position extension.
 
 A stage lists the keys that differ from the rest of the configuration. Learning rate and data order depend only on the
 step and the list of stages.
@@ -23,18 +23,18 @@ STAGE_KEYS = (
     | {"optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "weight_decay", "gradient_clipping"}
     | {"trainable", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
 )
-"""Groups of keys, and single keys, that a stage may change. Weights and optimizer states remain valid with them."""
+"""Key groups and single keys that a stage may change, because weights and optimizer states remain valid."""
 FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "vocab_file", "merge_file"})
 """Keys in these groups that a stage may not change."""
 OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
 """Keys that only stages have."""
 MOST_STAGES = 500
-"""Most stages of a run. Each has its own configuration, and the validation of one takes milliseconds."""
+"""Maximum number of stages in a run. Each has its own configuration, which takes milliseconds to validate."""
 NEVER = {
-    "stages": "a stage has no stages of its own; list them one after the other",
+    "stages": "not supported inside a stage; list all stages one after the other",
     "imports": "cannot differ between stages; set it for the whole run",
 }
-"""Keys that are an error in a stage before its configuration is validated, with the message."""
+"""Keys that are an error inside a stage, with the message. They are checked before the stage is validated."""
 
 
 C = TypeVar("C", bound=Settings)
@@ -47,12 +47,12 @@ class RunStage(Generic[C]):
     """Consecutive steps with one configuration.
 
     Attributes:
-        first, last: completed steps at its start and at its end.
-        config: the configuration of its steps, without `stages`.
-        schedule: the schedule of its learning rate. If it restarts, `train_iters` is the number of steps of the stage.
-        restart_schedule: the schedule counts from the start of the stage.
-        reset_optimizer: the stage starts with a new state of the optimizer.
-        changes: the given keys of the stage, without `until`.
+        first, last: number of completed steps at the start and at the end of the stage.
+        config: the configuration of the stage, without `stages`.
+        schedule: the learning-rate schedule. If it restarts, its `train_iters` is the number of steps of the stage.
+        restart_schedule: whether the schedule counts from the start of the stage.
+        reset_optimizer: whether the stage starts with a new optimizer state.
+        changes: the keys that the stage sets, without `until`.
     """
 
     first: int
@@ -70,19 +70,19 @@ class RunStage(Generic[C]):
 
     @property
     def text(self) -> str:
-        """The changes on one line."""
+        """The changes of the stage on one line."""
         return ", ".join(f"{key}={value}" for key, value in self.changes.items()) or "the configuration unchanged"
 
 
 def stage_at(stages: Sequence[RunStage[C]], step: int) -> int:
-    """Return the index of the stage that trains step number `step`, counted from 0; later steps have the last stage."""
+    """Return the index of the stage that trains step number `step`, counted from 0; for later steps, the last stage."""
     return next((index for index, stage in enumerate(stages) if step < stage.last), len(stages) - 1)
 
 
 def resolve_stages(config: C, override: Override[C], known: Sequence[C] = ()) -> list[RunStage[C]]:
-    """Return the stages of a valid configuration. Without `stages` there is one, with the configuration itself.
+    """Return the stages of a valid configuration; without `stages`, one stage with the configuration itself.
 
-    `known` has the configurations of the stages if the caller has them, because each takes milliseconds to build.
+    `known` contains the stages' configurations if the caller has already built them, which takes milliseconds each.
     """
     train_iters, schedule = config.schedule.train_iters or 0, config.schedule
     if schedule.stages is None:
@@ -108,7 +108,7 @@ def _border(until: Any, train_iters: int) -> int:
     """Return the step at which a stage ends, from a number of steps or a share of `train_iters` such as `80%`.
 
     Raises:
-        ValueError: `until` is neither of them.
+        ValueError: `until` is neither a number of steps nor a share.
     """
     if isinstance(until, str) and until.endswith("%"):
         return round(Fraction(until[:-1].strip()) / 100 * train_iters)
@@ -118,7 +118,7 @@ def _border(until: Any, train_iters: int) -> int:
 
 
 def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tuple[str, str]]:
-    """Yield key and message of every error in the stages of a configuration."""
+    """Yield the key and the message of every error in the stages of a configuration."""
     given, iters = config.schedule.stages, config.schedule.train_iters
     if given is None:
         return
@@ -150,7 +150,7 @@ def _border_faults(given: Sequence[Mapping[str, Any]], train_iters: int) -> Iter
     for number, entry in enumerate(given):
         key, last = f"stages[{number}].until", number == len(given) - 1
         if "until" not in entry and not last:
-            yield key, "missing; only the last stage can leave it out"
+            yield key, "missing; set it, because only the last stage may leave it out"
             continue
         try:
             border = _border(entry.get("until", "100%"), train_iters)
@@ -162,12 +162,15 @@ def _border_faults(given: Sequence[Mapping[str, Any]], train_iters: int) -> Iter
         elif last and border != train_iters:
             yield key, f"step {border} is not train_iters {train_iters}, the end of the last stage; leave it out"
         elif border >= train_iters and not last:
-            yield key, f"step {border} leaves no step of train_iters {train_iters} for the later stages; lower it"
+            yield (
+                key,
+                f"step {border} leaves no steps for the later stages, because train_iters is {train_iters}; lower it",
+            )
         before = max(before, border)
 
 
 def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iterator[tuple[str, str]]:
-    """Yield the changes that a stage cannot make, because weights or optimizer states would not remain valid."""
+    """Yield the changes that no stage can make, because weights or optimizer states would become invalid."""
     lengths = {stage.config.model.seq_length for stage in stages}
     for number, stage in enumerate(stages):
         fixed = [key for key in KEYS if _differs(key, config, stage.config)]
@@ -178,13 +181,13 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
                 f"stages[{number}]",
                 "changes a key that the learned weights of pos_emb or rope_scaling depend on (seq_length,"
                 " rotary_emb_base, "
-                "max_position_embeddings or an option); start another run from these weights with finetune=true",
+                "max_position_embeddings or an option); start a new run from these weights with finetune=true",
             )
         scaling = stage.config.position.rope_scaling
         if scaling is not None and scaling.original_max_position_embeddings is None and len(lengths) > 1:
             yield (
                 f"stages[{number}].rope_scaling",
-                "the stages have several lengths; set original_max_position_embeddings to the length that is extended",
+                "the stages differ in seq_length; set original_max_position_embeddings to the length that is extended",
             )
         before = stages[max(0, number - 1)].config.optimizer
         added = [part for part in get_args(TrainablePart) if stage.config.optimizer.trains(part) > before.trains(part)]
@@ -197,7 +200,7 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
 
 
 def _differs(key: str, config: Settings, own: Settings) -> bool:
-    """Return True if a key that stages may not change differs."""
+    """Return True if the values of a key differ and stages may not change it."""
     group, field = KEYS[key]
     if key == "stages" or key in STAGE_KEYS or (group in STAGE_GROUPS and key not in FIXED):
         return False
@@ -205,7 +208,7 @@ def _differs(key: str, config: Settings, own: Settings) -> bool:
 
 
 def _learned(config: Settings) -> list[Any]:
-    """Return the values that the learned weights of the position methods depend on, by type of layers."""
+    """Return, for every layer type, the values that the learned weights of its position method depend on."""
     found = []
     for kind in config.position.of_types(config.model.layer_names).values():
         rows = config.model.max_position_embeddings if kind.pos_emb == "learned" else None

@@ -11,12 +11,12 @@ from megatron_coca.config.data import TrainingPositions
 class CheckpointConfig(ConfigGroup):
     """Saving and loading checkpoints."""
 
-    save: PathName | None = key(None, "Folder or URL (s3://, gs://) to save checkpoints in; null disables checkpoints.")
+    save: PathName | None = key(None, "Folder or URL (s3://, gs://) for checkpoints; null disables checkpoints.")
     load: PathName | None = key(None, "Folder or URL to resume from.")
     checkpoint_factor: Count | Annotated[float, Field(gt=0.0, le=MAX_COUNT)] | None = key(
         None,
-        "checkpoint_scale linear: steps between checkpoints, a whole number; log: checkpoints at the powers of this"
-        " number, rounded down, for 1.5 at 1, 2, 3, 5, 7, 11, ...",
+        "With checkpoint_scale linear: steps between checkpoints, a whole number. With log: checkpoints are saved at"
+        " the powers of this number, rounded down; for 1.5, these are 1, 2, 3, 5, 7, 11, ...",
     )
     checkpoint_scale: Literal["linear", "log"] = key("linear", "Spacing of the checkpoints.")
     extra_save_iters: list[WholeNumber] | None = key(
@@ -36,8 +36,8 @@ class CheckpointConfig(ConfigGroup):
     )
     object_store_timeout: Annotated[float, Field(ge=0, le=7 * 86400)] = key(
         1800.0,
-        "Seconds for which a transfer is repeated if the object store does not answer. Then the run exits with status"
-        " 69.",
+        "Time in seconds to retry a transfer if the object store does not answer. After this time, the run exits with"
+        " status 69.",
     )
     auto_resume: bool = key(
         False, "Resume from the latest valid checkpoint in `save`; start at step 0 if there is none."
@@ -45,21 +45,22 @@ class CheckpointConfig(ConfigGroup):
     finetune: bool = key(False, "Load only the weights and start at step 0.")
     no_load_optim: bool = key(
         False,
-        "Continue from `load` with a new state of the optimizer, which may be of another type. `save` must be another"
+        "Continue from `load` with a new optimizer state; the optimizer may be of another type. `save` must be another"
         " folder.",
     )
     iteration: WholeNumber | None = key(None, "Step to load; null: the latest.")
 
 
 class FaultConfig(ConfigGroup):
-    """Hanging processes and bad steps. A skipped step does not change the weights."""
+    """Reactions to hanging processes and bad steps. A skipped step does not change the weights."""
 
     watchdog_timeout: Seconds | None = key(
-        1200.0, "Seconds without progress after which the run logs its stacks and exits; null disables the watchdog."
+        1200.0, "Seconds without progress after which the run logs stack traces and exits; null disables the watchdog."
     )
     nonfinite_policy: Literal["stop", "skip"] = key(
         "skip",
-        "Reaction to a NaN or infinite loss or gradient norm: stop the run, or continue. The step is always skipped.",
+        "Reaction to a NaN or infinite loss or gradient norm: stop the run, or continue. In both cases, the step does"
+        " not change the weights.",
     )
     loss_spike_policy: Literal["off", "warn", "skip"] = key(
         "off", "Reaction to a spike of the loss or the gradient norm: nothing, a warning, or a skipped step."
@@ -68,7 +69,7 @@ class FaultConfig(ConfigGroup):
         6.0, "Threshold of a spike, in standard deviations above the median of the window."
     )
     loss_spike_window: Annotated[int, Field(ge=4, le=2**20)] = key(
-        128, "Number of recent steps in the window. No spikes are detected before it is half full."
+        128, "Number of recent steps in the window. No spikes are detected before the window is half full."
     )
     max_consecutive_skips: WholeNumber = key(10, "Maximum number of consecutive skipped steps. One more stops the run.")
 
@@ -76,7 +77,7 @@ class FaultConfig(ConfigGroup):
     def collective_timeout(self) -> float | None:
         """Timeout of collectives in seconds, or None for the library's default.
 
-        It is longer than the watchdog's, so that a rank that waits for a hanging rank still exists to log its stacks.
+        It is longer than the watchdog's timeout, so that a rank that waits for a hanging rank can still log its stacks.
         """
         return None if self.watchdog_timeout is None else 2.0 * self.watchdog_timeout
 
@@ -84,16 +85,14 @@ class FaultConfig(ConfigGroup):
 class LoggingConfig(ConfigGroup):
     """Logging and validation. Intervals are in steps."""
 
-    log_interval: Count = key(
-        100, "Steps between log lines. A line has the mean loss of the steps since the last line."
-    )
+    log_interval: Count = key(100, "Steps between log lines. Each line contains the mean loss since the previous line.")
     eval_interval: Count = key(1000, "Steps between validations.")
     eval_iters: WholeNumber = key(100, "Batches per validation.")
     eval_per_source: bool = key(True, "Also validate each validation source separately, if there are several.")
     eval_windows: Annotated[list[int | str], Field(min_length=1)] | None = key(
         None,
-        "Windows for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as 4L. All"
-        " windows score the same tokens. The longest takes about as long as the validation loss.",
+        "Window lengths for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as"
+        " 4L. All windows score the same tokens. The longest window takes about as long as the validation loss.",
     )
     exit_interval: Count | None = key(
         None,
@@ -102,7 +101,7 @@ class LoggingConfig(ConfigGroup):
     )
     log_dir: PathName | None = key(
         None,
-        "Folder for log files; null: `save`, or runs/unsaved if `save` is not set. Runs at the same time need different"
+        "Folder for log files; null: `save`, or runs/unsaved if `save` is not set. Concurrent runs need different"
         " folders.",
     )
     tensorboard_dir: PathName | None = key(None, "Folder for TensorBoard files.")
@@ -113,15 +112,15 @@ class LoggingConfig(ConfigGroup):
     wandb_team: str | None = key(None, "Weights & Biases team.")
     wandb_host: str | None = key(None, "Weights & Biases server; null: the library's default.")
     peak_theoretical_tflops: Positive | None = key(
-        None, "Peak TFLOP/s of one device, for MFU; null: the value of the data sheet (bfloat16, dense) if known."
+        None, "Peak TFLOP/s of one device, for MFU; null: the data sheet's value (bfloat16, dense) if known."
     )
-    profile: bool = key(False, "Record a trace of the PyTorch profiler in the folder `profile` in the log folder.")
+    profile: bool = key(False, "Record a PyTorch profiler trace in the folder `profile` inside the log folder.")
     profile_step_start: WholeNumber = key(10, "The trace starts after this many optimizer steps of the launch.")
     profile_step_stop: Count = key(12, "The trace ends after this many optimizer steps of the launch.")
     profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
 
     def last_step(self, start: int, end: int) -> int:
-        """Return the last step of a launch that begins after `start` steps: `end`, or an earlier multiple."""
+        """Return the last step of a launch that begins after `start` steps: `end`, or an exit_interval step before."""
         interval = self.exit_interval
         return end if interval is None else min(end, start - start % interval + interval)
 
@@ -132,8 +131,8 @@ class GeneralConfig(ConfigGroup):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(1234, "Seed of initialization, dropout and data order.")
     deterministic: bool = key(
         False,
-        "Compute the same bits in every run on the same GPUs. Slower, and an error if an operation does not support"
-        " it.",
+        "Produce bitwise identical results in every run on the same GPUs. This is slower, and an operation without a"
+        " deterministic version is an error.",
     )
     training_positions: TrainingPositions | None = key(
         None, "Positions of training samples, drawn for each sample (docs/recall.md); null: 0, 1, ..."

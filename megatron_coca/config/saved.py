@@ -1,6 +1,6 @@
-"""Load the configuration beside a checkpoint.
+"""Load the configuration that is saved with a checkpoint.
 
-A checkpoint may come from anybody, and `imports` in its configuration names Python files. Those are never run. Users
+Checkpoints may be untrusted, and `imports` in their configurations names Python files. These files are never run. Users
 name the files to run in their own configuration or in an override.
 """
 
@@ -24,7 +24,7 @@ class SavedConfig(NamedTuple):
 
     Attributes:
         config: the configuration, with the user's files as `imports`.
-        changed: files of the user with contents that differ from those recorded in the checkpoint.
+        changed: the user's files that differ from the files recorded in the checkpoint.
     """
 
     config: Config
@@ -44,8 +44,8 @@ def load_saved_config(
 
     Args:
         source: the file of the configuration, or its keys and values.
-        overrides, files: those of the user. Only `imports` is read, which is required if the checkpoint has `imports`.
-        same: raise an error, instead of a warning, if the contents of a file differ from the recorded ones.
+        overrides, files: the user's. Only their `imports` is read; it is required if the checkpoint has `imports`.
+        same: raise an error, instead of logging a warning, if a file differs from the recorded file.
 
     Raises:
         ConfigError: all errors.
@@ -68,8 +68,8 @@ def load_saved_config(
     changed = tuple(name for name in config.position.imports if digests and name.partition(MARK)[2] not in digests)
     if changed:
         before = ", ".join(recorded)
-        message = f"{label}: {IMPORTS}: {changed[0]}: is not the file that the weights were trained with ({before})"
+        message = f"{label}: {IMPORTS}: {changed[0]}: not the file that the weights were trained with ({before})"
         if same:
             raise ConfigError(f"{message}; restore it, or start a new run from the weights with finetune=true")
-        logger.warning("%s; the run uses it nevertheless", message)
+        logger.warning("%s; the run uses it anyway", message)
     return SavedConfig(config, changed)

@@ -14,15 +14,14 @@ class ScheduleConfig(ConfigGroup):
 
     train_iters: Count | None = key(None, "Number of optimizer steps.")
     train_epochs: Count | None = key(
-        None, "Passes over the training shards, instead of train_iters, which is computed from it when the run starts."
+        None, "Number of passes over the training shards. Replaces train_iters, which the run then computes at startup."
     )
     min_lr: NotNegative = key(0.0, "Minimum learning rate after the warm-up.")
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "linear_to_min_lr", "wsd"] = key(
         "linear",
         "linear: linear towards 0, but not below min_lr; linear_to_min_lr: linear to min_lr at the horizon;"
-        " exponential:"
-        " half of the rate at the horizon; wsd: constant, then a decay to min_lr over the last steps before the"
-        " horizon.",
+        " exponential: half of the peak rate at the horizon; wsd: constant, then a decay to min_lr over the last steps"
+        " before the horizon.",
     )
     lr_decay_iters: Count | None = key(None, "Horizon of the decay in steps; null: train_iters.")
     lr_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = key(
@@ -37,7 +36,7 @@ class ScheduleConfig(ConfigGroup):
     warmup: Fraction = key(0.01, "Linear warm-up as a fraction of the horizon.")
     lr_warmup_init: NotNegative = key(0.0, "Learning rate at step 0 of the warm-up.")
     stages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = key(
-        None, "Consecutive training stages, each with the keys that it changes (docs/stages.md)."
+        None, "List of consecutive training stages, each with the keys that it changes (docs/stages.md)."
     )
 
     @property
@@ -61,8 +60,8 @@ DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
     "exponential": lambda progress, peak, low: peak * 0.5**progress,
 }
-"""Functions of the progress from 0 (end of the warm-up) to 1 (horizon), the peak and the minimum. They return the
-learning rate, which is then raised to the minimum if it is below.
+"""Functions of the progress from 0 (end of the warm-up) to 1 (horizon), the peak rate and the minimum rate. They return
+the learning rate; a result below the minimum is raised to it.
 """
 WSD_DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "linear": DECAYS["linear_to_min_lr"],
@@ -70,14 +69,14 @@ WSD_DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "exponential": lambda progress, peak, low: low + (peak - low) * (2.0 * 0.5**progress - 1.0),
     "minus_sqrt": lambda progress, peak, low: low + (peak - low) * (1.0 - math.sqrt(progress)),
 }
-"""As DECAYS, for the last steps of `wsd`, with Megatron-LM's shapes."""
+"""Like DECAYS, but for the last steps of `wsd`, with Megatron-LM's shapes."""
 
 
 def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of the optimizer step after `step` completed ones.
+    """Return the learning rate of the optimizer step after `step` completed steps.
 
     The warm-up is linear from `lr_warmup_init` to `peak` over warmup * horizon steps. After the horizon the rate keeps
-    its last value, where GPT-NeoX's cosine rises again.
+    its last value, whereas GPT-NeoX's cosine rises again.
     """
     count, horizon = step + 1, schedule.decay_iters
     warmup = schedule.warmup * horizon

@@ -1,4 +1,4 @@
-"""All groups of keys in one model, and the location of every key in them."""
+"""One model with all key groups, and the location of every key in it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from megatron_coca.config.schedule import ScheduleConfig
 
 
 class Settings(BaseModel):
-    """All groups of a resolved configuration. YAML is flat: group names never appear in it."""
+    """All key groups of a resolved configuration. YAML is flat: it does not contain group names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +57,7 @@ KEYS: dict[str, KeyLocation] = {
 
 
 def default_of(key: str, flat: Mapping[str, Any]) -> Any:
-    """Return the default of a key in a configuration with the values `flat`, which it may follow."""
+    """Return the default of a key. If the key follows another key, the default is that key's value in `flat`."""
     declared = GROUPS[KEYS[key].group].model_fields[KEYS[key].field]
     extra = declared.json_schema_extra
     return flat[str(extra["follows"])] if isinstance(extra, dict) and "follows" in extra else declared.default
@@ -77,12 +77,12 @@ COMPUTE_KEYS = frozenset(
 )
 """Keys that change how a model is computed, but neither the model nor its training data."""
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
-"""Mappings of keys that are themselves keys of the schema: `optimizer` and `optimizer.params`."""
+"""Mappings in which the names are keys of the schema: `optimizer` and `optimizer.params`."""
 
 SELECTORS: dict[str, str] = {"rope_scaling": "rope_type", "relative_positions": "type", "logit_scaling": "type"}
-"""Keys that select a declared choice, each with the name that selects it in the mapping of the key."""
+"""Keys that select a declared choice, each with the field of its mapping that names the choice."""
 MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
-"""Keys with a mapping that has the same names for every choice."""
+"""Keys with a mapping of fixed names, each with the model of the mapping."""
 
 CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"fp16", "bf16"}
 """Mappings with only known names. All other mappings are passed through unchanged."""

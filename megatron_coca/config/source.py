@@ -28,7 +28,7 @@ _REPLACED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
 
 
 class _Loader(LimitedLoader):
-    """YAML 1.1, except that `1e-4` is a number and dates are strings."""
+    """YAML 1.1 loader, except that `1e-4` is a number and dates are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -39,7 +39,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the strings that _Loader would read as another type."""
+    """YAML writer that quotes exactly the strings that _Loader would read as another type."""
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
@@ -63,8 +63,8 @@ class YamlReader:
     """Reader of one YAML document.
 
     Attributes:
-        where: `label:line` by dotted path; only the label if `numbered` is false.
-        problems: errors, with a line for each.
+        where: the location of every key by dotted path: `label:line`, or only the label if `numbered` is false.
+        problems: error messages of one line each.
         failed: True if the text is not valid YAML.
     """
 
@@ -106,7 +106,7 @@ class YamlReader:
         self._loader.flatten_mapping(node)
         entries = {normalise(_name(name_node), path): (name_node, value_node) for name_node, value_node in node.value}
         values: dict[str, Any] = {}
-        for name, (name_node, value_node) in entries.items():  # a key of the mapping replaces a merged one
+        for name, (name_node, value_node) in entries.items():  # the mapping's own keys replace merged keys
             inner = _join(path, name)
             first = self._scalars.setdefault(inner, name_node) if isinstance(value_node, yaml.ScalarNode) else name_node
             if first is not name_node:  # `optimizer.params.lr` beside `optimizer: {params: {lr: ...}}`
@@ -143,7 +143,7 @@ def _name(node: yaml.Node) -> str:
 
 
 class Layer(NamedTuple):
-    """Values of a file or an override, or of several after a merge.
+    """Values of a file or an override, or the merged values of several.
 
     Attributes:
         label: the name of the source.
@@ -240,7 +240,7 @@ def given_values(overrides: Overrides, files: Sequence[str | Path] = ()) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Convert Python values to values of YAML: tuples to lists, paths to strings."""
+    """Convert Python values to YAML values: tuples to lists, paths to strings."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def mapping_layer(values: Mapping[str, Any]) -> Layer:
-    """Return the layer of keys and values from Python."""
+    """Return a layer with keys and values from Python."""
     plain = _plain(values)
     where = {path: MAPPING for key, value in plain.items() for path in _paths(value, key)}
     return _expand(Layer(MAPPING, plain, where))
@@ -300,7 +300,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
             if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
                 continue
             if new.get(name, old[name]) != old[name]:
-                del values[key]  # another choice has other options and another original length
+                del values[key]  # a different choice has different options and a different original length
                 chosen = f"{key}.{name} is {new[name]} in {layer.where.get(f'{key}.{name}', layer.label)}"
                 options = [f"{key}.{option}" for option in old if option not in (name, *new)]
                 dropped += [f"{option} of {where.get(option, 'before')} ({chosen})" for option in options]

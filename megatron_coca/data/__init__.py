@@ -1,4 +1,4 @@
-"""Data: corpora, tokenizers, shards on disk, and the order in which training reads them."""
+"""Data: corpora, tokenizers, shards on disk, and the order in which training reads the shards."""
 
 from megatron_coca.data.blend import Blend, Samples, SourceShare
 from megatron_coca.data.builtin import ensure_builtin, prepare_builtin

@@ -1,4 +1,4 @@
-"""The order of the training data: a pure function of the seed and the sample number, so no state has to be saved."""
+"""The order of the training data: a pure function of seed and sample number, so that no state has to be saved."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,21 +14,22 @@ from megatron_coca.data.permutation import derive_key, permute
 from megatron_coca.data.shards import MASKED, Shard
 
 ANSWER_BLOCK = 1 << 22
-"""Labels read at a time in the search for documents without an answer."""
-PATTERN_SLOTS = 65536  # fixed: if it depended on the length of a run, a longer run would see another order
+"""Number of labels that the search for documents without an answer reads at a time."""
+# Fixed, because a number that depended on the run length would give a longer run a different order.
+PATTERN_SLOTS = 65536
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """The share of one source in the first samples of a blend.
+    """The share of one source in the first samples of a `Blend`.
 
     Attributes:
-        source: prefix of the shard.
-        weight: requested share of the samples; the weights of a blend sum to 1.
-        samples: samples taken.
-        fraction: achieved share of the samples.
-        tokens: tokens read as inputs, `samples * seq_length`.
-        epochs: passes over the source's samples.
+        source: name of the shard (its prefix or URL).
+        weight: requested share of the samples; the weights of all sources sum to 1.
+        samples: number of samples taken from this source.
+        fraction: actual share of the samples.
+        tokens: number of input tokens, `samples * seq_length`.
+        epochs: number of passes over the samples of this source.
     """
 
     source: str
@@ -41,12 +42,13 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """The samples of a batch that one source provides.
+    """The samples in a batch that come from one source.
 
     Attributes:
         source: number of the source.
-        rows: their rows of the batch, int64 [n].
-        starts: their first tokens in the shard, int64 [n]; for samples of whole documents, their numbers.
+        rows: the rows of the batch that contain these samples, int64 [n].
+        starts: for each sample, the offset of its first token in the shard, int64 [n]. If samples consist of whole
+            documents, the number of the sample instead.
     """
 
     source: int
@@ -55,12 +57,12 @@ class SourceSamples:
 
 
 class UncheckedBatch(NamedTuple):
-    """Samples as read from the shards.
+    """Samples as read from the shards. Their token ids are not checked yet.
 
     Attributes:
         tokens: int64 [n, seq_length + 1].
-        begins: the inputs that start a document, bool [n, seq_length], or None.
-        loss_mask: the inputs that count in the loss, bool [n, seq_length], or None.
+        begins: mask of the inputs that start a document, bool [n, seq_length], or None.
+        loss_mask: mask of the inputs with a target that counts in the loss, bool [n, seq_length], or None.
     """
 
     tokens: np.ndarray
@@ -74,17 +76,19 @@ class _SampledShard:
     def __init__(self, shard: Shard, number: int, seq_length: int, seed: int) -> None:
         if shard.len_tokens < seq_length + 1:
             raise DataError(
-                f"{shard.prefix}: {shard.len_tokens} tokens do not fill a sample of seq_length + 1 = {seq_length + 1}; "
-                "leave the shard out, join it with another one, or set a smaller seq_length"
+                f"{shard.prefix}: only {shard.len_tokens} tokens, fewer than one sample of seq_length + 1 = "
+                f"{seq_length + 1}; leave the shard out, merge it with another shard, or set a smaller seq_length"
             )
         self.shard, self._seq_length, self._stride = shard, seq_length, seq_length
         self._identity = (seed, number)
-        # The same number in every epoch, at any offset, so that an epoch is found by one division.
+        # Every epoch has the same number of samples at any offset, so that one division finds the epoch of a sample.
         self.samples = max(1, (shard.len_tokens - seq_length) // seq_length)
         self._offsets = min(seq_length, shard.len_tokens - self.samples * seq_length)
 
     def starts(self, running: np.ndarray) -> np.ndarray:
-        """Map the running numbers of samples in this source, int64 [n], to their first tokens, int64 [n]."""
+        """Map the running numbers of samples in this source, int64 [n], to the offsets of their first tokens, int64
+        [n].
+        """
         epochs, within = np.divmod(running, self.samples)
         starts = np.empty_like(running)
         for epoch in np.unique(epochs):
@@ -95,16 +99,16 @@ class _SampledShard:
         return starts
 
     def tokens(self, starts: np.ndarray) -> np.ndarray:
-        """The samples at `starts` int64 [n]: [n, seq_length + 1]."""
+        """Read the samples that begin at `starts`, int64 [n]. Returns [n, seq_length + 1]."""
         return self.shard.windows(starts, self._seq_length + 1)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
-        """Mask of the inputs of these samples that start a document: bool [n, seq_length]."""
+        """Return a mask of the inputs of these samples that start a document, bool [n, seq_length]."""
         return self.shard.document_begins(starts, self._seq_length)
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
-        """Mask of the inputs with a target that counts in the loss, bool [n, seq_length]; None if all do. `tokens` is
-        the result of `tokens(starts)`.
+        """Return a mask of the inputs with a target that counts in the loss, bool [n, seq_length], or None if all
+        targets count. `tokens` is the result of `tokens(starts)`.
         """
         labels = self.shard.labels
         return None if labels is None else self._answers(labels.windows(starts, self._seq_length + 1), tokens)
@@ -114,16 +118,16 @@ class _SampledShard:
         if (labels != tokens)[kept].any():
             assert self.shard.labels is not None
             raise DataError(
-                f"{self.shard.labels.prefix}: a label is neither negative nor the token of {self.shard.prefix} at "
-                "its position; prepare both shards together"
+                f"{self.shard.labels.prefix}: a label is neither negative nor equal to the token at the same "
+                f"position in {self.shard.prefix}; prepare both shards together"
             )
         return kept[:, 1:]
 
 
 class _WholeDocuments(_SampledShard):
-    """One shard with samples of whole documents in a fixed random order: one document each, or with `together` as many
-    as fit. Documents that are too long are cut, or left out without `allow_chopped`. Documents in which only the first
-    token counts in the loss are left out.
+    """One shard with samples of whole documents in a fixed random order. Each sample has one document or, with
+    `together`, as many documents as fit. Documents that are too long are cut; without `allow_chopped` they are left
+    out. Documents without a target that counts in the loss are left out.
     """
 
     def __init__(
@@ -138,8 +142,8 @@ class _WholeDocuments(_SampledShard):
         chosen = np.flatnonzero(usable)
         if not chosen.size:
             raise DataError(
-                f"{shard.prefix}: no document fits seq_length {seq_length} and has an unmasked token to predict; "
-                "set pack_impl=packed, allow_chopped=true or a larger seq_length"
+                f"{shard.prefix}: no document fits into seq_length {seq_length} and has an unmasked token to "
+                "predict; set pack_impl=packed, allow_chopped=true or a larger seq_length"
             )
         self._documents = chosen[permute(np.arange(chosen.size), chosen.size, derive_key("pack", *self._identity))]
         ends = np.concatenate(([0], np.cumsum(np.minimum(lengths[self._documents], seq_length + 1))))
@@ -150,7 +154,7 @@ class _WholeDocuments(_SampledShard):
         self._edges, self.samples = np.array(edges), len(edges) - 1
 
     def _parts(self, starts: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the row, first column, end column and document of each part of the samples `starts`."""
+        """Yield (row, first column, end column, document) for each document in the samples `starts`."""
         for row, sample in enumerate(starts.tolist()):
             column = 0
             for document in self._documents[self._edges[sample] : self._edges[sample + 1]].tolist():
@@ -166,18 +170,18 @@ class _WholeDocuments(_SampledShard):
         return rows
 
     def tokens(self, starts: np.ndarray) -> np.ndarray:
-        """The samples `starts`, padded with zeros as in GPT-NeoX."""
+        """Read the samples `starts`, padded with zeros as in GPT-NeoX."""
         return self._filled(self.shard, starts, 0)
 
     def begins(self, starts: np.ndarray) -> np.ndarray:
-        """As in the base class. Padding is a document of its own."""
+        """As in the base class. The padding counts as a separate document."""
         begins = np.zeros((len(starts), self._seq_length + 2), dtype=bool)
         for row, column, end, _ in self._parts(starts):
             begins[row, [column, end]] = True
         return begins[:, : self._seq_length]
 
     def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """As in the base class. Padding does not count in the loss."""
+        """As in the base class. The padding does not count in the loss."""
         if self.shard.labels is not None:
             return self._answers(self._filled(self.shard.labels, starts, MASKED), tokens)
         kept = np.zeros((len(starts), self._seq_length), dtype=bool)
@@ -187,9 +191,12 @@ class _WholeDocuments(_SampledShard):
 
 
 def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Mask of the documents, bool [documents], with a non-negative label among their second to `longest`-th tokens."""
+    """Return a mask of the documents, bool [documents], that have a non-negative label among their second to
+    `longest`-th tokens.
+    """
     ends = np.cumsum(lengths)
-    blocks = np.searchsorted(ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK))  # of documents
+    # For each block of labels, the number of the document in which it begins.
+    blocks = np.searchsorted(ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK))
     found = np.zeros(len(lengths), dtype=bool)
     for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
         begin = int(ends[first] - lengths[first])
@@ -202,18 +209,18 @@ def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
 
 
 class Blend:
-    """Several shards mixed by weight, in an order that depends only on the arguments.
+    """A mixture of shards by weight, in an order that depends only on the arguments.
 
     Args:
-        shards: the sources.
-        weights: positive, one per shard; normalised to sum 1.
-        seq_length: tokens of a model's input; a sample has one more, the last target.
+        shards: the shards to mix; each is one source.
+        weights: one positive weight per shard; they are normalised to sum to 1.
+        seq_length: number of input tokens of a sample; the sample has one more token, the last target.
         seed: determines the order.
         pack_impl, allow_chopped: GPT-NeoX's keys. `packed` cuts the concatenated documents into samples,
-            `pack_until_overflow` fills samples with whole documents, `unpacked` puts one document into each sample.
+            `pack_until_overflow` fills each sample with whole documents, `unpacked` puts one document into each sample.
 
-    Raises `DataError` if a shard is too short for one sample, a weight is not positive, or there is not one weight per
-    shard.
+    Raises `DataError` if a shard is too short for one sample, if a weight is not positive, or if the number of weights
+    differs from the number of shards.
     """
 
     def __init__(
@@ -226,7 +233,7 @@ class Blend:
         allow_chopped: bool = True,
     ) -> None:
         if not shards or len(shards) != len(weights):
-            raise DataError(f"weights: {len(weights)} for {len(shards)} shards; give one for each shard")
+            raise DataError(f"weights: {len(weights)} weights for {len(shards)} shards; give one weight for each shard")
         if not all(math.isfinite(w) and w > 0 for w in weights):
             raise DataError(f"weights: must be positive numbers, not {list(weights)}")
         if seq_length < 1:
@@ -244,12 +251,13 @@ class Blend:
             else _WholeDocuments(shard, number, seq_length, seed, together, allow_chopped)
             for number, shard in enumerate(shards)
         ]
-        # Slots per source in proportion to the weights, by largest remainder: int64 [sources].
+        # The number of slots of each source, int64 [sources], in proportion to the weights (largest remainder method).
         exact = np.asarray(weights, dtype=np.float64) / math.fsum(weights) * PATTERN_SLOTS
         self._quotas = np.floor(exact).astype(np.int64)
         missing = PATTERN_SLOTS - int(self._quotas.sum())
         self._quotas[np.argsort(self._quotas - exact, kind="stable")[:missing]] += 1
-        # For each slot: its source, and its number among that source's slots, which are evenly spread.
+        # For each slot, its source and its number among the slots of that source. The slots of a source are evenly
+        # spread.
         source = np.repeat(np.arange(len(self._quotas)), self._quotas)
         number = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.lexsort((source, (number + 0.5) / self._quotas[source]))
@@ -257,27 +265,26 @@ class Blend:
         self._rare = self._share_slots(exact)
 
     def _share_slots(self, exact: np.ndarray) -> list[tuple[int, int, float]]:
-        """Give the sources that are too rare for a slot of their own a share of a slot: (source, slot, samples per
-        block).
+        """Assign each source that is too rare to have its own slot a share of a slot. Returns a list of (source, slot,
+        samples per block).
 
-        In some blocks such a source takes a slot of the largest source, which then provides one sample fewer. `exact`,
-        float64 [sources], are the slots per block.
+        In some blocks such a source takes a slot from the largest source, which then provides one sample fewer.
+        `exact`, float64 [sources], is the exact number of slots per block for each source.
         """
         rare, largest = np.flatnonzero(self._quotas == 0), int(np.argmax(self._quotas))
         lent = np.flatnonzero(self._slot_source == largest)
         if len(rare) > len(lent):
             raise DataError(
-                f"{self.shards[int(rare[0])].prefix}: one of {len(rare)} shards with a weight below "
-                f"1/{PATTERN_SLOTS} of the blend, which is more than can be mixed; join shards of one source, "
-                "or "
-                "raise weights"
+                f"{self.shards[int(rare[0])].prefix}: is one of {len(rare)} shards with a weight below "
+                f"1/{PATTERN_SLOTS} of the sum, which are too many to mix; merge the shards of a source, or raise "
+                "their weights"
             )
         slots = lent[np.arange(len(rare)) * len(lent) // max(1, len(rare))]
         return list(zip(rare.tolist(), slots.tolist(), exact[rare].tolist(), strict=True))
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
-        """Return the same blend with sample numbers from `first` on. Each source continues after the `tokens` already
-        read from it, given by prefix.
+        """Return the same blend with sample numbers that start at `first`. Each source continues after the tokens
+        already read from it; `tokens` maps the name of each shard to the number of these tokens.
         """
         later = copy(self)
         read = [-(-tokens.get(shard.name, 0) // self.seq_length) for shard in self.shards]
@@ -285,7 +292,9 @@ class Blend:
         return later
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Map global sample numbers, int64 [n], to sources and to running numbers within them, each int64 [n]."""
+        """Map global sample numbers, int64 [n], to (source numbers, running sample numbers within the source), each
+        int64 [n].
+        """
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and indices.min() < self.first:
             raise DataError(f"sample {indices.min()}: does not exist; sample numbers start at {self.first}")
@@ -300,28 +309,28 @@ class Blend:
         return source, running
 
     def by_source(self, indices: np.ndarray | Sequence[int]) -> list[SourceSamples]:
-        """Locate samples by global number. There is one entry for each source that has any of them."""
+        """Locate samples by global number. Returns one entry for each source that provides any of them."""
         sources, running = self.locate(np.asarray(indices, dtype=np.int64))
         rows = [(int(number), np.flatnonzero(sources == number)) for number in np.unique(sources)]
         return [SourceSamples(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
 
     def tokens(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """The `located` samples: int64 [samples, seq_length + 1]."""
+        """Read the `located` samples. Returns int64 [samples, seq_length + 1]."""
         tokens = np.empty((sum(len(samples.rows) for samples in located), self.seq_length + 1), dtype=np.int64)
         for samples in located:
             tokens[samples.rows] = self._sources[samples.source].tokens(samples.starts)
         return tokens
 
     def document_begins(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """Mask of the inputs of the `located` samples that start a document: bool [samples, seq_length]."""
+        """Return a mask of the inputs of the `located` samples that start a document, bool [samples, seq_length]."""
         begins = np.empty((sum(len(samples.rows) for samples in located), self.seq_length), dtype=bool)
         for samples in located:
             begins[samples.rows] = self._sources[samples.source].begins(samples.starts)
         return begins
 
     def loss_mask(self, located: Sequence[SourceSamples], tokens: np.ndarray) -> np.ndarray | None:
-        """Mask of the inputs with a target that counts in the loss, bool [samples, seq_length]; None if all do.
-        `tokens` is the result of `tokens(located)`.
+        """Return a mask of the inputs with a target that counts in the loss, bool [samples, seq_length], or None if all
+        targets count. `tokens` is the result of `tokens(located)`.
         """
         found = [self._sources[samples.source].loss_mask(samples.starts, tokens[samples.rows]) for samples in located]
         if all(rows is None for rows in found):
@@ -332,34 +341,36 @@ class Blend:
         return mask
 
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
-        """Read samples by global number; with `boundaries` also which inputs start a document."""
+        """Read samples by global number. With `boundaries`, the result also has the mask of the inputs that start a
+        document.
+        """
         located = self.by_source(indices)
         tokens = self.tokens(located)
         begins = self.document_begins(located) if boundaries else None
         mask = self.loss_mask(located, tokens)
-        if mask is None and self._labelled:  # other batches have a mask, so all do
+        if mask is None and self._labelled:  # other batches have a mask, so this batch needs one too
             mask = np.ones((len(tokens), self.seq_length), dtype=bool)
         return UncheckedBatch(tokens, begins, mask)
 
     def origin(self, index: int) -> str:
-        """Name the source of a sample."""
+        """Return the name of the shard that provides a sample."""
         return self.shards[self.by_source([index])[0].source].name
 
     def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Samples by global number: int64 [len(indices), seq_length + 1]."""
+        """Read samples by global number. Returns int64 [len(indices), seq_length + 1]."""
         return self.tokens(self.by_source(indices))
 
     def sample(self, index: int) -> np.ndarray:
-        """One sample: int64 [seq_length + 1]."""
+        """Read one sample by global number. Returns int64 [seq_length + 1]."""
         return self.batch([index])[0]
 
     @property
     def epoch_samples(self) -> list[int]:
-        """Samples of each source in one pass over it."""
+        """Number of samples in one pass over each source."""
         return [source.samples for source in self._sources]
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """The shares of the sources in the `n_samples` samples from `first` on."""
+        """Return the share of each source in the `n_samples` samples that start at `first`."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         for rare, slot, share in self._rare:
@@ -379,7 +390,9 @@ class Blend:
 
 
 class Samples(Protocol):
-    """The order of the training data: a `Blend`, or `SyntheticSamples`. Sample numbers start at `first`."""
+    """The interface that `Blend` and `SyntheticSamples` share: training samples in a fixed order. Sample numbers start
+    at `first`.
+    """
 
     seq_length: int
     seed: int

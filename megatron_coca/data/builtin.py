@@ -1,8 +1,8 @@
 """The built-in corpus: English and code from the running Python installation, without a download.
 
-It is written as JSONL and then prepared like any other corpus. The split key is the name of the top-level package in
-both sources, so that neighbouring modules, which share passages, are in the same split. The topics of `help()` quote
-one another and share one key.
+The corpus is written as JSONL and then prepared like any other corpus. In both sources, the split key is the name of
+the top-level package, so that neighbouring modules, which often contain the same passages, are in the same split. The
+topics of `help()` quote one another, so they all have the same key.
 """
 
 import ast
@@ -26,21 +26,22 @@ from megatron_coca.data.tokenizers import train_sentencepiece
 from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.support.console import Progress
 
-# Tests and demos, packages of other projects, and packages that some builds or the next version of Python lack.
+# Tests, demos, packages of other projects, and packages that are missing from some builds or from the next version of
+# Python.
 SKIPPED_FOLDERS = frozenset(
     (
         *("test", "tests", "turtledemo", "dist-packages", "site-packages", "__pycache__"),
         *("distutils", "idlelib", "lib2to3", "tkinter", "pydoc_data"),
     )
 )
-# Generated tables and settings.
+# Generated tables and build settings.
 SKIPPED_FILES = ("encodings/cp*", "encodings/mac_*", "encodings/iso8859_*", "encodings/koi8*", "_sysconfigdata*")
 
 FOLDER = "builtin"
 SOURCES = ("text", "code")
-WEIGHTS = (0.75, 0.25)  # by tokens: the paper's mixture
+WEIGHTS = (0.75, 0.25)  # shares of the training tokens, as in the paper
 VOCAB_SIZE = 1024
-TEST_FRACTION = 0.1  # larger than for a large corpus, so that long documents are held out in both sources
+TEST_FRACTION = 0.1  # a larger fraction than for a large corpus, so that long documents are held out in both sources
 _TOKENIZER_CHARACTERS = 2_000_000
 _MIN_CHARACTERS = 200
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -56,13 +57,13 @@ def _docstring_nodes(tree: ast.Module) -> Iterator[tuple[_Documented, ast.Expr]]
 
 
 def docstrings(tree: ast.Module) -> str:
-    """All docstrings of a module in source order, separated by blank lines."""
+    """Return all docstrings of a module in source order, separated by blank lines."""
     by_line = sorted((statement.lineno, ast.get_docstring(node)) for node, statement in _docstring_nodes(tree))
     return "\n\n".join(text.strip() for _, text in by_line if text and text.strip())
 
 
 def without_docstrings(source: str, tree: ast.Module) -> str:
-    """Remove every docstring from the source; an otherwise empty body gets `pass`."""
+    """Remove every docstring from the source. A body that becomes empty gets `pass`."""
     lines = source.encode().split(b"\n")
     offsets = [0]
     for line in lines:
@@ -91,12 +92,14 @@ def without_docstrings(source: str, tree: ast.Module) -> str:
 
 
 def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
-    """Return (docstrings, source without them) of a file; two empty strings if it does not parse, which is reported."""
+    """Return (docstrings, source without docstrings) of a file. A file that does not parse is added to `problems`, and
+    the result is two empty strings.
+    """
     try:
         with tokenize.open(path) as stream:
             source = stream.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the standard library
+            warnings.simplefilter("ignore", SyntaxWarning)  # the standard library contains invalid escapes
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(source)
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
@@ -106,13 +109,15 @@ def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
 
 
 def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (source, record) of every document: the language reference behind `help()`, then the standard library."""
+    """Yield (source, record) for every document: first the language reference behind `help()`, then the standard
+    library.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            "built-in corpus: this Python lacks pydoc_data, a part of the standard library; install the "
-            "full Python, or prepare your own corpus with `megatron-coca prepare --input`"
+            "built-in corpus: this Python installation lacks pydoc_data, a part of the standard library; install "
+            "the complete Python, or prepare your own corpus with `megatron-coca prepare --input`"
         ) from error
     origin = {"python": platform.python_version()}
     for name, text in sorted(topics.items()):
@@ -133,7 +138,7 @@ def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[st
 
 
 def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
-    """Write `<source>.jsonl`, without very short documents and exact duplicates."""
+    """Write `<source>.jsonl` for each source, without very short documents and without exact duplicates."""
     seen: set[bytes] = set()
     problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
@@ -146,15 +151,15 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
                 seen.add(digest)
                 streams[source].write(json.dumps(record) + "\n")
     for line in problems.named:
-        _LOGGER.warning("left out of the built-in corpus, which does not need it: %s", line)
+        _LOGGER.warning("left out of the built-in corpus, which is complete without this file: %s", line)
     return [
         CorpusSource(SourceSpec(name, [paths[name]]), weight) for name, weight in zip(SOURCES, WEIGHTS, strict=True)
     ]
 
 
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
-    """Create `<root>/builtin` with text.jsonl, code.jsonl, tokenizer.model and shards/. The folder appears only when it
-    is complete.
+    """Create `<root>/builtin` with text.jsonl, code.jsonl, tokenizer.model and shards/. The folder appears only after
+    it is complete.
 
     Returns the path of the manifest, `<root>/builtin/shards/manifest.json`. Raises `DataError` if `<root>/builtin`
     exists or cannot be written.
@@ -171,8 +176,8 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
 
 
 def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
-    """Return the manifest of the built-in corpus under `root`, which is prepared first if it is missing. If several
-    processes ask, one prepares it.
+    """Return the path of the manifest of the built-in corpus under `root`. A missing corpus is prepared first; if
+    several processes call this function, only one of them prepares the corpus.
 
     Raises `DataError` if the existing corpus has a different vocabulary size or is damaged.
     """
@@ -189,11 +194,13 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     try:
         manifest = read_manifest(path)
     except DataError as error:
-        raise DataError(f"{folder}: damaged ({error}); remove the folder, it is recreated on demand") from error
+        raise DataError(
+            f"{folder}: damaged ({error}); remove the folder, which is recreated when it is needed"
+        ) from error
     prepared = manifest["tokenizer"]["vocab_size"]
     if prepared != vocab_size:
         raise DataError(
-            f"{folder}: prepared with a vocabulary of {prepared}, not {vocab_size}; remove the folder, or set "
-            "vocab_size"
+            f"{folder}: prepared with a vocabulary size of {prepared}, not {vocab_size}; remove the folder, or set "
+            f"vocab_size to {prepared}"
         )
     return path

@@ -1,4 +1,4 @@
-"""Inspect prepared data: find shards, decode samples, count document lengths."""
+"""Inspect prepared data: find shards, decode samples, compute statistics of document lengths."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,14 +20,14 @@ BLOCK_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard and its entry in the manifest. Without a manifest `split` is empty and the facts are None.
+    """A shard and its entry in the manifest. If there is no manifest, `split` is empty and the other facts are None.
 
     Attributes:
-        source: name in the manifest, or the name of the files.
+        source: name of the source in the manifest, or the file name if there is no manifest.
         split: train, valid or test.
         prefix: path of the files without their suffix.
         sha256: SHA-256 of the .bin file, hexadecimal.
-        labels, labels_sha256: prefix of the label shard, if there is one, and the SHA-256 of its .bin file.
+        labels, labels_sha256: prefix of the label shard and SHA-256 of its .bin file, if there is a label shard.
     """
 
     source: str
@@ -45,7 +45,7 @@ class ShardEntry:
 
 
 def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
-    """Find shards by prefix, by one of their files, or by folder.
+    """Find shards, given their prefixes, one of their files, or their folders.
 
     Raises `DataError` for a folder without shards, a missing shard or a damaged manifest.
     """
@@ -55,7 +55,7 @@ def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
         for entry in _folder_entries(name) if name.is_dir() else [shard_entry(prefix)]:
             entries.setdefault(entry.prefix.resolve(), entry)
     if not entries:
-        raise DataError("shards: none given; give a prefix (the path without .bin or .idx) or a folder")
+        raise DataError("shards: no path given; give a prefix (the path without .bin or .idx) or a folder")
     return list(entries.values())
 
 
@@ -71,7 +71,9 @@ def _folder_entries(folder: Path) -> list[ShardEntry]:
 
 
 def shard_entry(prefix: Path) -> ShardEntry:
-    """The shard at `prefix` with its entry in the folder's manifest. Raises `DataError` for a damaged manifest."""
+    """Return the shard at `prefix` with its entry in the manifest of its folder. Raises `DataError` for a damaged
+    manifest.
+    """
     known = manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
     return next((entry for entry in known if entry.prefix == prefix), ShardEntry(prefix.name, "", prefix))
 
@@ -90,16 +92,18 @@ def manifest_entries(folder: Path) -> list[ShardEntry]:
 
 
 def document_lengths(shard: Shard) -> Iterator[np.ndarray]:
-    """Yield the token counts of successive documents, separators included: int64 [up to BLOCK_DOCUMENTS]."""
+    """Yield the token counts of successive documents, separators included, as int64 arrays of up to BLOCK_DOCUMENTS
+    counts.
+    """
     for begin in range(0, shard.documents, BLOCK_DOCUMENTS):
         yield shard.document_lengths(begin, min(begin + BLOCK_DOCUMENTS, shard.documents))
 
 
 def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield blocks of whole documents: (tokens in the shard's dtype, length of each document).
+    """Yield blocks of whole documents as (tokens in the shard's dtype, length of each document).
 
-    A block has up to BLOCK_TOKENS tokens, or one longer document. The file is read, not mapped: mapped pages would
-    count as memory of the process. `show` shows progress with the shard's `label`.
+    A block has up to BLOCK_TOKENS tokens, or a single longer document. The file is not memory-mapped, because mapped
+    pages would count as memory of the process. With `show`, a progress bar with the shard's `label` is shown.
     """
     path, total = shard_paths(shard.prefix)[0], shard.len_tokens * shard.dtype.itemsize
     with path.open("rb", buffering=0) as stream, Progress(f"reading {label}", total, "B", show=show) as progress:
@@ -110,24 +114,24 @@ def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[
                 count = int(ends[end - 1]) - read
                 tokens = np.fromfile(stream, dtype=shard.dtype, count=count)
                 if len(tokens) < count:
-                    raise DataError(f"{path}: truncated while it was read; restore the file")
+                    raise DataError(f"{path}: the file was truncated while it was read; restore the file")
                 progress.advance(tokens.nbytes)
                 yield tokens, lengths[begin:end]
                 begin, read = end, int(ends[end - 1])
 
 
-MAX_SAMPLES = 1 << 62  # sample numbers are int64
+MAX_SAMPLES = 1 << 62  # sample numbers must fit into int64
 ANSWER = ("⟦", "⟧")
 SAMPLE_BOUNDARY = "──────── document ends ────────"
 
 
 def _check_sample_number(number: int) -> None:
     if number > MAX_SAMPLES:
-        raise DataError(f"sample {number}: numbers end at 2^62; give a smaller number")
+        raise DataError(f"sample {number}: the largest sample number is 2^62; give a smaller number")
 
 
 def mixture(blend: Blend, samples: int) -> list[dict[str, Any]]:
-    """The size of each source in tokens, and its share of the first `samples` samples of a run."""
+    """Return the size of each source in tokens and its share of the first `samples` samples of a run."""
     _check_sample_number(samples)
     shares = blend.mixture(samples)
     return [
@@ -140,13 +144,13 @@ class SampleView:
     """One sample of a run.
 
     Attributes:
-        number: its number in the order of the run.
+        number: number of the sample in the order of the run.
         source: prefix of the shard.
-        epoch: pass over the source, from 1.
-        first_token: offset in the shard.
-        parts: tokens of each document in it, int64 [any].
-        starts_document: the sample begins with the first token of a document.
-        counted: for data with labels, the tokens that count in the loss, bool, divided as `parts`.
+        epoch: the pass over the source in which the sample is read, counted from 1.
+        first_token: offset of the first token in the shard.
+        parts: for each document in the sample, its tokens, int64.
+        starts_document: whether the sample begins with the first token of a document.
+        counted: for data with labels, masks of the tokens that count in the loss, bool, one for each item of `parts`.
     """
 
     number: int
@@ -158,7 +162,7 @@ class SampleView:
     counted: list[np.ndarray] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """All attributes except the tokens, for JSON."""
+        """Return all attributes except the tokens, as a mapping for JSON."""
         lengths = [len(part) for part in self.parts]
         values = {name: value for name, value in vars(self).items() if name not in ("parts", "counted")}
         labelled = {} if self.counted is None else {"tokens_in_loss": int(np.concatenate(self.counted).sum())}
@@ -166,7 +170,7 @@ class SampleView:
 
 
 def view_sample(blend: Blend, number: int) -> SampleView:
-    """Sample `number` as training reads it. Raises `DataError` if the number is below 0 or above `MAX_SAMPLES`."""
+    """Return sample `number` as training reads it. Raises `DataError` if `number` is not in 0 .. `MAX_SAMPLES`."""
     _check_sample_number(number)
     located = blend.by_source([number])[0]
     shard, start, count = blend.shards[located.source], int(located.starts[0]), blend.seq_length + 1
@@ -182,31 +186,31 @@ def view_sample(blend: Blend, number: int) -> SampleView:
 
 
 def sample_text(view: SampleView, tokenizer: Tokenizer | None, pieces: bool = False) -> str:
-    """Format a sample: a heading and the text, or with `pieces` each token, with a line between documents.
+    """Format a sample: a heading, then the text or, with `pieces`, every token. A line separates the documents.
 
-    Raises `DataError` without a tokenizer.
+    Raises `DataError` if `tokenizer` is None.
     """
     if tokenizer is None:
         raise DataError(
-            "tokenizer: none is saved with the shards; set vocab_file in the configuration to the one "
-            "they were made with"
+            "tokenizer: not saved with the shards; set vocab_file in the configuration to the tokenizer that the "
+            "shards were prepared with"
         )
     tokens = sum(map(len, view.parts))
     heading = (
         f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
-        f"{view.first_token + tokens:,} ({tokens:,}), of {len(view.parts)} document(s), starting "
-        f"{'at the beginning of' if view.starts_document else 'within'} the first"
+        f"{view.first_token + tokens:,} ({tokens:,} tokens) from {len(view.parts)} document(s), starting "
+        f"{'at the beginning of' if view.starts_document else 'within'} the first document"
     )
     if view.counted is None:
         texts = [_decoded(part, tokenizer, pieces) for part in view.parts]
     else:
-        heading += f"; {ANSWER[0]}{ANSWER[1]} around the {view.facts()['tokens_in_loss']:,} tokens in the loss"
+        heading += f"; {ANSWER[0]}{ANSWER[1]} mark the {view.facts()['tokens_in_loss']:,} tokens that count in the loss"
         texts = [_with_answers(*part, tokenizer, pieces) for part in zip(view.parts, view.counted, strict=True)]
     return f"{heading}\n\n" + f"\n{SAMPLE_BOUNDARY}\n".join(texts)
 
 
 def _with_answers(tokens: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
-    """The text of a document with marks around the tokens that count in the loss."""
+    """Return the text of a document with marks around the tokens that count in the loss."""
     edges = np.flatnonzero(np.diff(counted)) + 1
     runs = [_decoded(run, tokenizer, pieces) for run in np.split(tokens, edges)]
     first = bool(counted[0]) if len(counted) else False
@@ -225,9 +229,10 @@ THRESHOLDS = (512, 2048, 8192, 32768)
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
-    """Size, quantiles and shares of document lengths, int32 [documents], as a mapping for JSON.
+    """Return statistics of document lengths, int32 [documents], as a mapping for JSON: counts, quantiles, and the share
+    of the tokens in documents above each of `THRESHOLDS`.
 
-    A quantile is the smallest length for which at least this share of the documents is not longer.
+    A quantile q is the smallest length such that at least the share q of the documents is not longer.
     """
     tokens = int(lengths.sum(dtype=np.int64))
     longer = {str(length): lengths[lengths > length].sum(dtype=np.int64) / max(1, tokens) for length in THRESHOLDS}
@@ -244,7 +249,7 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, dict[str, Any]]:
-    """`length_facts` of each source over all its splits. Raises `DataError` for a damaged shard."""
+    """Return `length_facts` for each source, over all its splits. Raises `DataError` for a damaged shard."""
     blocks: dict[str, list[np.ndarray]] = {}
     for entry in entries:
         of_source = blocks.setdefault(entry.source, [])

@@ -1,4 +1,4 @@
-"""The loader: reads the samples of every step, and cuts them into the micro-batches of one rank."""
+"""The loader reads the samples of every step and cuts them into the micro-batches of one rank."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +13,16 @@ from megatron_coca.data.errors import DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples with their documents, positions and loss mask; None stands for the model's default.
+    """Samples with their documents, positions and loss mask. For an attribute that is None, the model uses its default.
 
     Attributes:
-        tokens: int64 [samples, seq_length + 1], inputs and, shifted by one, targets.
-        documents: int32 [samples, seq_length]: inputs attend only to inputs with the same number; None if attention
-            crosses documents.
-        positions: int64 [samples, seq_length]; None for 0, 1, ... within the sample or, with `documents`, within each
-            document.
-        loss_mask: the inputs with a target that counts in the loss, bool [samples, seq_length]; None for all of them.
-            Either all batches of a data set have a mask or none has.
+        tokens: int64 [samples, seq_length + 1]. All but the last are inputs; all but the first are targets.
+        documents: int32 [samples, seq_length]. Inputs attend only to inputs with the same number. None if attention
+            crosses document boundaries.
+        positions: int64 [samples, seq_length]. None for positions 0, 1, ... within the sample or, with `documents`,
+            within each document.
+        loss_mask: mask of the inputs with a target that counts in the loss, bool [samples, seq_length]. None if all
+            targets count. Either all batches of a data set have a mask, or none of them has.
     """
 
     tokens: np.ndarray
@@ -31,7 +31,7 @@ class Batch:
     loss_mask: np.ndarray | None = None
 
     def split(self, size: int) -> Iterator["Batch"]:
-        """Yield batches of `size` samples, views of the same memory."""
+        """Yield batches of `size` samples. They are views of the same memory."""
         for begin in range(0, len(self.tokens), size):
             rows = slice(begin, begin + size)
             rest = (self.documents, self.positions, self.loss_mask)
@@ -40,13 +40,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packing:
-    """Treatment of document boundaries within a sample, with Megatron's names.
+    """How document boundaries within a sample are treated. The first two names are Megatron's.
 
     Attributes:
         reset_attention_mask: attention does not cross from one document into another.
         reset_position_ids: positions start at 0 in every document.
-        masked_token: targets of this input id do not count in the loss (`eod_mask_loss` in Megatron and GPT-NeoX: the
-            first token of a document is not predicted from the end of another); None to count all.
+        masked_token: the target that follows this input id does not count in the loss, or None if all targets count.
+            Megatron and GPT-NeoX call this `eod_mask_loss`: the first token of a document is not predicted from the end
+            of the previous document.
     """
 
     reset_attention_mask: bool = False
@@ -59,8 +60,9 @@ class Packing:
         return self.reset_attention_mask or self.reset_position_ids
 
     def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
-        """Make a batch of samples [samples, seq_length + 1]. `begins`, bool [samples, seq_length], marks the inputs
-        that start a document; it may be None without `needs_documents`. `mask` is the loss mask of the data, if any.
+        """Make a batch from tokens [samples, seq_length + 1]. `begins`, bool [samples, seq_length], marks the inputs
+        that start a document; it may be None unless `needs_documents`. `mask` is the loss mask of the data, if the data
+        has one.
         """
         if self.masked_token is not None:
             kept = tokens[:, :-1] != self.masked_token
@@ -69,7 +71,8 @@ class Packing:
             return Batch(tokens, loss_mask=mask)
         documents = np.cumsum(begins, axis=1, dtype=np.int32) if self.reset_attention_mask else None
         positions = None
-        if not (self.reset_attention_mask and self.reset_position_ids):  # with both, the model's default
+        # If both are reset, the model's default is correct.
+        if not (self.reset_attention_mask and self.reset_position_ids):
             positions = np.broadcast_to(np.arange(begins.shape[1]), begins.shape).copy()
             if self.reset_position_ids:
                 positions -= np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
@@ -77,32 +80,34 @@ class Packing:
 
 
 class PositionDraw(Protocol):
-    """Draws positions of samples: `DrawnPositions`."""
+    """The interface of `DrawnPositions`, which draws the positions of samples."""
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Draw positions, int64 [n, length], for the samples with these numbers, int64 [n], of `step`. With `begins`
-        each document has its own.
+        """Draw positions, int64 [n, length], for the samples of `step` with these numbers, int64 [n]. With `begins`,
+        the positions of each document are drawn separately.
         """
 
 
 class Loader:
-    """Cuts the global batch of each step into this rank's micro-batches. A context manager.
+    """A context manager that reads the global batch of each step and cuts it into the micro-batches of this rank.
 
-    Sample `i` of accumulation step `a` on rank `r` is number `step * global_batch + (a * world_size + r) * micro_batch
-    + i` of the blend: all ranks together read the same samples regardless of their number. `start` is the first step
-    that exists, and its first sample: earlier steps had other batches.
+    Sample `i` of accumulation step `a` on rank `r` has the number `step * global_batch + (a * world_size + r) *
+    micro_batch + i` in the blend. All ranks together therefore read the same samples, regardless of the number of
+    ranks.
 
     Args:
-        blend: the order of the data, or the samples of a synthetic task.
+        blend: a `Blend`, or the samples of a synthetic task.
         global_batch: samples per step, over all ranks and accumulation steps.
         micro_batch: samples per rank and accumulation step.
         rank: rank of this process among the data-parallel processes.
         world_size: number of data-parallel processes.
-        vocab_size: a token id outside it is an error when it is read; None disables the check.
-        packing: treatment of document boundaries; by default they are ignored.
-        num_workers: threads; each reads one step ahead. With 0 a step is read when it is requested.
-        length: use only this many last inputs of each sample; None for all.
-        positions: draws the positions of the inputs; None for those of `packing`.
+        vocab_size: vocabulary size of the model. Reading a token id outside the vocabulary is an error; None disables
+            this check.
+        packing: how document boundaries are treated; by default they are ignored.
+        num_workers: number of threads, and of steps that are read ahead. With 0 a step is read when it is requested.
+        length: use only this many inputs at the end of each sample; None uses all inputs.
+        positions: draws the positions of the inputs; None leaves the positions to `packing`.
+        start: the first step, and the number of its first sample. Earlier steps had other batch sizes.
 
     Raises `DataError` if the global batch is not a multiple of `micro_batch * world_size`, or if the rank is not below
     `world_size`.
@@ -124,10 +129,11 @@ class Loader:
     ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
-                f"train_batch_size: {global_batch} is not a multiple of {micro_batch} samples x {world_size} ranks"
+                f"train_batch_size: {global_batch} is not a multiple of {micro_batch} samples x {world_size} ranks; "
+                "set it to a multiple"
             )
         if not 0 <= rank < world_size:
-            raise DataError(f"rank: {rank} must be below the number of ranks, {world_size}")
+            raise DataError(f"rank: must be at least 0 and below the number of ranks, {world_size}, not {rank}")
         self._start = start
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
         self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
@@ -143,17 +149,17 @@ class Loader:
         self.close()
 
     def indices(self, step: int) -> np.ndarray:
-        """Global sample numbers of this rank at `step`: int64 [accumulation, micro_batch]."""
+        """Return the global sample numbers of this rank at `step`, int64 [accumulation, micro_batch]."""
         first, sample = self._start
         if step < first:
-            raise DataError(f"step {step}: must be at least {first}")
+            raise DataError(f"step {step}: must be at least {first}, the first step")
         samples = np.arange(self._global_batch, dtype=np.int64) + sample + (step - first) * self._global_batch
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The micro-batches of `step`, in the order of accumulation; starts reading the following steps.
+        """Return the micro-batches of `step` in the order of accumulation, and start to read the following steps.
 
-        An error in a reading thread is raised here, at the step that it belongs to.
+        If a thread fails to read a step, the error is raised here when that step is requested.
         """
         wanted = range(step, step + self._num_workers + 1)
         for passed in self._ahead.keys() - set(wanted):
@@ -165,7 +171,7 @@ class Loader:
         return ready
 
     def close(self) -> None:
-        """Stop reading ahead; waits for a read in progress."""
+        """Stop reading ahead. Waits for a read in progress."""
         self._ahead.clear()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -177,7 +183,8 @@ class Loader:
     def _read(self, step: int) -> list[Batch]:
         numbers, first = self.indices(step).ravel(), self._first
         tokens, begins, mask = self._blend.read(numbers, self._packing.needs_documents)
-        # As unsigned numbers, so that one comparison finds negative ids as well.
+        # Viewed as unsigned numbers, negative ids are large, so that one comparison finds all ids outside the
+        # vocabulary.
         if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
             raise self._outside(numbers, tokens, self._vocab_size)
         tokens, begins = tokens[:, first:], None if begins is None else begins[:, first:]
@@ -191,8 +198,7 @@ class Loader:
         wrong = (tokens < 0) | (tokens >= vocab_size)
         row = int(np.flatnonzero(wrong.any(axis=1))[0])
         return DataError(
-            f"{self._blend.origin(int(numbers[row]))}: token id {tokens[row][wrong[row]][0]} lies outside "
-            f"the model's vocabulary, vocab_size={vocab_size}; use shards made with the model's tokenizer, "
-            "or "
-            "raise vocab_size"
+            f"{self._blend.origin(int(numbers[row]))}: token id {tokens[row][wrong[row]][0]} is outside the model's "
+            f"vocabulary, vocab_size={vocab_size}; use shards prepared with the model's tokenizer, or increase "
+            "vocab_size"
         )

@@ -1,4 +1,4 @@
-"""Permutations and random words that depend only on a key, the same on every machine; they store nothing."""
+"""Permutations and random words that depend only on a key. They are the same on every machine and store nothing."""
 
 import hashlib
 
@@ -9,7 +9,9 @@ _MASK64 = (1 << 64) - 1
 
 
 def derive_key(*parts: int | str) -> int:
-    """Derive a 64-bit key from integers and strings. It is the same on every machine and with every Python."""
+    """Derive a 64-bit key from integers and strings. The key is the same on every machine and with every Python
+    version.
+    """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
 
 
@@ -22,15 +24,17 @@ def _mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def random_words(numbers: np.ndarray, count: int, key: int, first: int = 0) -> np.ndarray:
-    """Random uint64 [n, count]: column c of row i depends only on the 64-bit `key`, on `numbers[i]` (int64 [n]) and on
-    `first` + c.
+    """Return random words, uint64 [n, count]. Column c of row i depends only on the 64-bit `key`, on `numbers[i]`
+    (int64 [n]) and on `first` + c.
     """
     rows = _mix(numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), key)
     return _mix(rows[:, None] + np.arange(first, first + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03), key)
 
 
 def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """Permute `[0, 2**bits)`. The halves may differ in width, because each round changes one of them in place."""
+    """Permute `[0, 2**bits)`. The two halves of the bits may differ in width, because each round changes only one half,
+    in place.
+    """
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -45,14 +49,15 @@ def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Permute [0, n), n up to 2^62, by a 64-bit `key`: return the images of `indices` (any shape).
+    """Return the images of `indices` (any shape) under a permutation of [0, n) that a 64-bit `key` determines; n is at
+    most 2^62.
 
-    Returns int64 of the same shape. Nothing of size `n` is stored: a Feistel network permutes the next power of two,
-    and is applied again to images outside the range (cycle walking).
+    The result is int64 with the shape of `indices`. No array of size `n` is stored: a Feistel network permutes the
+    range up to the next power of two, and it is applied again to images outside [0, n) (cycle walking).
     """
     given = np.asarray(indices)
     if not 1 <= n <= 1 << 62 or (given.size and (given.min() < 0 or given.max() >= n)):
-        raise ValueError(f"indices must lie in [0, {n}), and that range must have 1 to 2**62 elements")
+        raise ValueError(f"indices must be in [0, {n}), and n must be between 1 and 2**62")
     bits = max(2, (n - 1).bit_length())
     images = _feistel(given.astype(np.uint64).ravel(), bits, key)
     outside = np.flatnonzero(images >= n)

@@ -1,8 +1,10 @@
-"""Shards on object stores: indices and tokenizer are copied, tokens are read in ranges when samples need them.
+"""Shards on object stores. Indices and tokenizer are copied to the host; tokens are read as byte ranges when samples
+need them.
 
-The order of a run is a shuffle of the whole shard, so two samples that are read together lie anywhere in it. A cache of
-blocks would fetch megabytes for each sample's few kilobytes, and a copy of the shards for every host would need their
-size on its disk. So the loader's threads, which read steps ahead, request exactly the tokens of a step, all at once.
+The order of a run is a shuffle of the whole shard, so the samples of a step come from all over the shard. A block cache
+would fetch megabytes for each sample of a few kilobytes, and a full copy of the shards would need their whole size on
+the disk of every host. Instead, the loader's threads, which read ahead, request exactly the tokens of a step, all at
+once.
 """
 
 import functools
@@ -18,16 +20,17 @@ from megatron_coca.support.plain_text import masked
 from megatron_coca.support.remote_files import is_url, local_folder
 
 SMALL_BYTES = 256 << 20
-"""Files beside the shards (manifest, tokenizer) are copied if they are not larger than this."""
+"""The files next to the shards (manifest, tokenizer) are copied if they have at most this many bytes."""
 NOTE = ".remote"
-"""Suffix of the file that stands for tokens on a store: `<prefix>.bin.remote`, JSON."""
+"""Suffix of a local JSON file, `<prefix>.bin.remote`, that describes tokens on a store."""
 
 
 def local_prefix(prefix: str, root: str | Path = "data") -> str:
-    """Return the local prefix of a shard. A shard on a store is copied below `root`/remote, except for its tokens.
+    """Return the local prefix of a shard. If the shard is on a store, everything except its tokens is first copied to a
+    folder below `root`/remote.
 
-    The processes of a host share the copy. A file is fetched again if it has changed on the store. Raises `DataError`
-    if a file is missing.
+    All processes of a host share this copy. A file is fetched again if it has changed on the store. Raises `DataError`
+    if a file is missing on the store.
     """
     if not is_url(prefix):
         return prefix
@@ -45,7 +48,7 @@ def local_prefix(prefix: str, root: str | Path = "data") -> str:
 
 @functools.cache
 def _copied_folder(url: str, cache: Path) -> Path:
-    """The local folder for a folder of shards, with copies of its small files. A process checks it once."""
+    """Copy the small files of a folder of shards and return the local folder. A process does this once per folder."""
     folder, files = local_folder(url, cache, DataError), DataFiles(url)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder / ".lock", DataError, busy=None):
@@ -57,7 +60,7 @@ def _copied_folder(url: str, cache: Path) -> Path:
 
 
 def _copy(files: DataFiles, name: str, folder: Path) -> None:
-    """Copy a file unless the copy is up to date: a file beside the copy records the state of the object."""
+    """Copy a file unless the copy is up to date. A file next to the copy records the state of the copied object."""
     if (facts := files.facts(name)) is None:
         raise _missing(f"{files.url}/{name}")
     state, local, known = json.dumps(facts), folder / name, folder / f"{name}.state"
@@ -66,7 +69,7 @@ def _copy(files: DataFiles, name: str, folder: Path) -> None:
     known.unlink(missing_ok=True)
     files.get(name, local)
     if local.stat().st_size != facts[0]:
-        raise DataError(f"{files.url}/{name}: changed while it was copied; run the same command again")
+        raise DataError(f"{files.url}/{name}: the file changed while it was copied; run the same command again")
     write_file(known, state)
 
 
@@ -75,7 +78,7 @@ def _missing(url: str) -> DataError:
 
 
 class RemoteTokens:
-    """The tokens of a shard on a store, described by the local file that stands for them."""
+    """The tokens of a shard on a store. The local file `<prefix>.bin.remote` describes them."""
 
     def __init__(self, note: Path, dtype: np.dtype) -> None:
         facts = json.loads(note.read_text())
@@ -90,19 +93,21 @@ class RemoteTokens:
         return self._size // self._dtype.itemsize
 
     def windows(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """`count` tokens from each of `starts`, int64 [n]: [n, count] in the shard's dtype.
+        """Read `count` tokens from each of `starts`, int64 [n]. Returns [n, count] in the shard's dtype.
 
-        Raises `DataError` if the object has become shorter.
+        Raises `DataError` if the object on the store has become shorter.
         """
         begins = starts * self._dtype.itemsize
         ends = begins + count * self._dtype.itemsize
         read = self._files.read_ranges(self._name, begins.tolist(), ends.tolist())
         if any(len(piece) != count * self._dtype.itemsize for piece in read):
-            raise DataError(f"{self._files.url}/{self._name}: truncated while it was in use; upload it again")
+            raise DataError(
+                f"{self._files.url}/{self._name}: the file was truncated while it was in use; upload it again"
+            )
         return np.frombuffer(b"".join(read), dtype=self._dtype).reshape(len(read), count)
 
 
 def remote_size(bin_path: Path) -> int | None:
-    """Bytes of the tokens on a store; None if the tokens are local."""
+    """Return the size of the tokens in bytes if they are on a store, or None if they are local."""
     note = bin_path.with_name(bin_path.name + NOTE)
     return json.loads(note.read_text())["size"] if note.is_file() else None

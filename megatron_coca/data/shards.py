@@ -1,4 +1,4 @@
-"""Shards: tokenized documents on disk as `.bin`/`.idx` pairs, in the format of Megatron and GPT-NeoX."""
+"""Shards: tokenized documents on disk in `.bin`/`.idx` pairs, the format of Megatron and GPT-NeoX."""
 
 import copy
 import errno
@@ -23,24 +23,24 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entr
 INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 SUFFIXES = (".bin", ".idx")
 MASKED = -100
-"""The label of a token that does not count in the loss, as in GPT-NeoX and PyTorch; every negative label means the
-same.
+"""The label of a token that does not count in the loss, as in GPT-NeoX and PyTorch. All negative labels have this
+meaning.
 """
 
 
 def shard_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """The two files of a shard."""
+    """Return the paths of the `.bin` and `.idx` files of a shard."""
     tokens, index = (Path(f"{prefix}{suffix}") for suffix in SUFFIXES)
     return tokens, index
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
-    """uint16 for fewer than 65,500 ids, else int32: GPT-NeoX's rule."""
+    """Return uint16 for fewer than 65,500 ids, else int32, as in GPT-NeoX."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """The code of a dtype in the header."""
+    """Return the code that stands for a dtype in the header of an index file."""
     return next(code for code, known in INTEGER_CODES.items() if np.dtype(known) == dtype.newbyteorder("="))
 
 
@@ -51,62 +51,63 @@ _REBUILD = "prepare the corpus again, or copy both files again"
 class ShardHeader(NamedTuple):
     """The header of an index file."""
 
-    dtype: np.dtype  # of the tokens
-    sequences: int  # entries of the lengths and of the pointers
-    entries: int  # of the document index, one more than there are documents
+    dtype: np.dtype  # dtype of the tokens
+    sequences: int  # number of lengths, and of pointers
+    entries: int  # number of entries of the document index, which is the number of documents plus one
 
     @property
     def pointers_at(self) -> int:
-        """Offset of the pointers, int64 [sequences]."""
+        """Offset in bytes of the pointers, int64 [sequences], in the file."""
         return HEADER.size + 4 * self.sequences
 
     @property
     def boundaries_at(self) -> int:
-        """Offset of the document index, int64 [entries]."""
+        """Offset in bytes of the document index, int64 [entries], in the file."""
         return self.pointers_at + 8 * self.sequences
 
     @property
     def size(self) -> int:
-        """Bytes of the index file."""
+        """Size in bytes of the index file."""
         return self.boundaries_at + 8 * self.entries
 
 
 def read_header(prefix: str | Path) -> ShardHeader:
-    "Read the header of a shard. Raises `DataError` for a file that is missing, of another format, truncated or empty."
+    """Read the header of a shard. Raises `DataError` if a file is missing, in another format, truncated or empty."""
     bin_path, idx_path = shard_paths(prefix)
     remote = remote_size(bin_path)
     for path in (idx_path,) if remote is not None else (bin_path, idx_path):
         if not path.is_file():
             if Path(prefix).suffix in SUFFIXES and Path(prefix).is_file():
                 raise DataError(
-                    f"{prefix}: one of the two files of a shard; give the path without {Path(prefix).suffix}"
+                    f"{prefix}: is one of the two files of a shard, not its prefix; give the path without "
+                    f"{Path(prefix).suffix}"
                 )
-            place = "" if path.is_absolute() else f" in {Path.cwd()}, the base of relative data paths"
+            place = "" if path.is_absolute() else f" (relative data paths start at {Path.cwd()})"
             raise DataError(
-                f"{path}: no such file{place}; give the path of a shard without .bin or .idx, or prepare the "
-                "corpus first (megatron-coca prepare --help)"
+                f"{path}: no such file{place}; give the path of a shard without .bin or .idx, or prepare the corpus "
+                "first (megatron-coca prepare --help)"
             )
     with idx_path.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
         raise DataError(
-            f"{idx_path}: not an MMIDIDX index; use shards in the format of Megatron and GPT-NeoX (data_impl mmap)"
+            f"{idx_path}: not an MMIDIDX index file; use shards in the format of Megatron and GPT-NeoX (data_impl mmap)"
         )
     if len(raw) < HEADER.size:
-        raise DataError(f"{idx_path}: header is truncated; {_REBUILD}")
+        raise DataError(f"{idx_path}: the header is truncated; {_REBUILD}")
     _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != 1 or code not in INTEGER_CODES:
         raise DataError(
-            f"{idx_path}: version {version} with dtype code {code} is not supported for tokens; use version 1 "
-            "with an integer dtype"
+            f"{idx_path}: version {version} with dtype code {code} is not supported; use shards of version 1 with an "
+            "integer dtype"
         )
     header, actual = ShardHeader(np.dtype(INTEGER_CODES[code]), sequences, entries), idx_path.stat().st_size
     if header.size != actual:
         raise DataError(
-            f"{idx_path}: truncated or of another format, {actual} bytes instead of {header.size}; {_REBUILD}"
+            f"{idx_path}: truncated or in another format ({actual} bytes instead of {header.size}); {_REBUILD}"
         )
     if not sequences or entries < 2 or not _bin_size(bin_path):
-        raise DataError(f"{prefix}: contains no token; {_REBUILD}")
+        raise DataError(f"{prefix}: contains no tokens; {_REBUILD}")
     return header
 
 
@@ -116,9 +117,10 @@ def _bin_size(path: Path) -> int:
 
 
 def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
-    """Check that the documents fill the `.bin` file without gaps; return True if each of them is one sequence.
+    """Check that the documents fill the `.bin` file without gaps. Return True if each document is a single sequence.
 
-    Raises `DataError` if they do not, or if the file differs in size from what the index records.
+    Raises `DataError` if there is a gap, or if the size of the `.bin` file differs from the size that the index
+    records.
     """
     bin_path, idx_path = shard_paths(prefix)
     end = 0
@@ -129,10 +131,10 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
         ends *= header.dtype.itemsize
         ends += end
         if length.min() < 0 or pointer[0] != end or not np.array_equal(pointer[1:], ends[:-1]):
-            raise DataError(f"{idx_path}: the documents do not follow one another without gaps; {_REBUILD}")
+            raise DataError(f"{idx_path}: there are gaps or overlaps between the documents; {_REBUILD}")
         end = int(ends[-1])
     if end != (actual := _bin_size(bin_path)):
-        raise DataError(f"{bin_path}: {actual} bytes, but its index records {end}; {_REBUILD}")
+        raise DataError(f"{bin_path}: has {actual} bytes, but its index records {end} bytes; {_REBUILD}")
     # The document index must not decrease, and must run from 0 to the number of sequences.
     first, last, one_sequence_each = 0, 0, header.entries == header.sequences + 1
     blocks = _read_array(idx_path, np.dtype("<i8"), header.boundaries_at, header.entries)
@@ -149,29 +151,29 @@ def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
 
 
 def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
-    """Yield `count` numbers from byte `offset` on, in blocks.
+    """Yield blocks of the `count` numbers that begin at byte `offset` of a file.
 
-    The file is read, not mapped: mapped pages would count as memory of the process, and the format puts the numbers at
-    odd addresses, which makes arithmetic slow.
+    The file is not memory-mapped, because mapped pages would count as memory of the process, and because the numbers
+    would be at odd addresses, which makes arithmetic slow.
     """
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
         for begin, stop in pairwise([*range(0, count, _BLOCK), count]):
             block = np.fromfile(stream, dtype=dtype, count=stop - begin)
             if len(block) < stop - begin:
-                raise DataError(f"{path}: truncated while it was read; {_REBUILD}")
+                raise DataError(f"{path}: the file was truncated while it was read; {_REBUILD}")
             yield block
 
 
 class Shard:
     """A `.bin`/`.idx` pair, opened for reading and checked.
 
-    Opening reads the whole index once, in blocks. After that index and tokens are memory maps. Opening checks only the
-    size of the `.bin` file; `megatron-coca inspect verify` finds altered tokens.
+    Opening a shard reads the whole index once, in blocks; afterwards index and tokens are memory maps. Of the `.bin`
+    file, only the size is checked; `megatron-coca inspect verify` detects altered tokens.
 
-    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a shard with the same
-    documents, in which negative ids mark the tokens without loss. Raises `DataError` if a file is missing, truncated or
-    of another format, or if the two files do not belong together.
+    `prefix` is the path of the pair without `.bin` and `.idx`. `labels` is the prefix of a label shard: it has the same
+    documents, and negative ids mark the tokens that do not count in the loss. Raises `DataError` if a file is missing,
+    truncated or in another format, or if the files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, labels: str | Path | None = None) -> None:
@@ -184,7 +186,9 @@ class Shard:
             raise DataError(f"{prefix}: {TOO_MANY_FILES}") from error
         self.labels = None if labels is None else Shard(labels)
         if self.labels is not None and not self._same_documents(self.labels):
-            raise DataError(f"{labels}: documents differ in length from those of {prefix}; prepare both together")
+            raise DataError(
+                f"{labels}: the document lengths differ from those of {prefix}; prepare both shards together"
+            )
 
     def _open(self) -> None:
         prefix = self.prefix
@@ -203,7 +207,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The prefix, or the URL of a shard on a store."""
+        """The prefix of the shard, or its URL if it is on a store."""
         return self._tokens.prefix if isinstance(self._tokens, RemoteTokens) else str(self.prefix)
 
     def _same_documents(self, other: "Shard") -> bool:
@@ -213,9 +217,11 @@ class Shard:
         return np.array_equal(self.document_lengths(*every), other.document_lengths(*every))
 
     def part(self, first: int, last: int) -> Self:
-        """Documents `first` to `last` (exclusive) as a shard on the same memory map."""
+        """Return documents `first` to `last` (exclusive) as a shard that shares the memory map."""
         if not 0 <= first < last <= self.documents:
-            raise DataError(f"{self.prefix}: documents {first} to {last} are out of range; it has {self.documents}")
+            raise DataError(
+                f"{self.prefix}: documents {first} to {last} are out of range; the shard has {self.documents} documents"
+            )
         begin, end = self._document_offset(first), self._document_offset(last)
         view = copy.copy(self)
         view._first_document = self._first_document + first
@@ -228,26 +234,30 @@ class Shard:
         return f"Shard({str(self.prefix)!r}: {self.documents} documents, {self.len_tokens} tokens)"
 
     def document(self, index: int) -> np.ndarray:
-        """Tokens of one document, int64 [length], including its separator if the shard has separators."""
+        """Return the tokens of one document, int64 [length], including its separator if the shard has separators."""
         if not 0 <= index < self.documents:
-            raise DataError(f"{self.prefix}: no document {index}; it has {self.documents}")
+            raise DataError(f"{self.prefix}: document {index} does not exist; the shard has {self.documents} documents")
         self._check_size()
         begin, end = self._document_offset(index), self._document_offset(index + 1)
         return self.tokens(begin, end - begin)
 
     def document_lengths(self, first: int, last: int) -> np.ndarray:
-        """Lengths of documents `first` to `last` (exclusive) in tokens, separators included: int64 [last - first]."""
+        """Return the lengths of documents `first` to `last` (exclusive) in tokens, separators included, int64 [last -
+        first].
+        """
         self._check_size()
         return np.diff(self._document_starts(self._first_document + np.arange(first, last + 1)))
 
     def tokens(self, offset: int, count: int) -> np.ndarray:
-        """`count` tokens from `offset` on, across documents: int64 [count], a copy."""
+        """Return a copy of the `count` tokens that start at `offset`, int64 [count]. They may span documents."""
         if count < 0:
-            raise DataError(f"{self.prefix}: cannot read {count} tokens; give a count of at least 0")
+            raise DataError(f"{self.prefix}: the number of tokens to read must be at least 0, not {count}")
         return self.windows(np.array([offset]), count)[0].astype(np.int64)
 
     def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """`count` tokens from each of `offsets` [n], across documents: [n, count] in the shard's dtype, a copy."""
+        """Return a copy of the `count` tokens that start at each of `offsets` [n]: [n, count] in the shard's dtype.
+        They may span several documents.
+        """
         starts = self._within_file(offsets, count)
         if not count:
             return np.empty((len(starts), 0), dtype=self.dtype)
@@ -258,8 +268,8 @@ class Shard:
         return sliding_window_view(self._tokens, count)[starts]
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
-        """Ask the kernel for the pages of several windows at once; page faults would wait for the disk one after the
-        other.
+        """Ask the operating system for the pages of several windows at once. Page faults would wait for the disk one at
+        a time.
         """
         if len(starts) < 2 or self._map is None:
             return
@@ -269,9 +279,10 @@ class Shard:
             self._map.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Mask of the document starts among `count` tokens from each of `offsets` [n] on: bool [n, count].
+        """Return a mask of the document starts among the `count` tokens that start at each of `offsets` [n], bool [n,
+        count].
 
-        The index has them; shards of other programs may have no separators.
+        The document starts come from the index, because shards written by other programs may have no separators.
         """
         starts = self._within_file(offsets, count)
         self._check_size()
@@ -284,33 +295,36 @@ class Shard:
         return begins
 
     def _check_size(self) -> None:
-        """Raise `DataError` if a file was truncated since it was opened: reading beyond its end through the memory map
-        would kill the process with SIGBUS. This costs two system calls per batch.
+        """Raise `DataError` if a file was truncated after it was opened. Reading beyond the end of the file through the
+        memory map would kill the process with SIGBUS. This check costs two system calls per batch.
         """
         for path, mapped in zip(shard_paths(self.prefix), (self._map, self._index_map), strict=True):
             if mapped is not None and (size := mapped.size()) < len(mapped):
                 raise DataError(
-                    f"{path}: truncated while it was in use, from {len(mapped)} to {size} bytes; copy the shard "
-                    "again, then resume"
+                    f"{path}: the file was truncated from {len(mapped)} to {size} bytes while it was in use; copy "
+                    "the shard again, then resume"
                 )
 
     def _within_file(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Turn offsets in this part into offsets in the file; `count` tokens from each must lie in the part."""
+        """Convert offsets in this part to offsets in the file. Raises `DataError` unless the part contains `count`
+        tokens from each offset on.
+        """
         outside = np.flatnonzero((offsets < 0) | (offsets + count > self.len_tokens))
         if outside.size:
             offset = int(offsets[outside[0]])
             raise DataError(
-                f"{self.prefix}: tokens {offset} to {offset + count} lie outside its {self.len_tokens} tokens"
+                f"{self.prefix}: tokens {offset} to {offset + count} are out of range; the shard has "
+                f"{self.len_tokens} tokens"
             )
         return offsets + self._first_token
 
     def _document_offset(self, index: int) -> int:
-        """Offset of a document in this part; for `index` == `documents` the end of the part."""
+        """Return the offset of a document in this part, or the end of the part if `index` == `documents`."""
         return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
     def _document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """First tokens of documents by their number in the file, int64 [n]; for one past the last document, the file's
-        end.
+        """Return the offsets in the file of the first tokens of documents, int64 [n], given the document numbers in the
+        file. For the number after the last document, the offset is the end of the file.
         """
         sequences = documents if self._one_sequence_each else self._boundaries[documents]
         last = len(self._starts) - 1
@@ -318,9 +332,9 @@ class Shard:
         return np.where(sequences > last, self._file_tokens, starts)
 
     def _documents_before(self, tokens: np.ndarray) -> np.ndarray:
-        """Number of documents of the file that begin before each token: int64 [n] to int64 [n].
+        """Return how many documents of the file begin before each of `tokens`, int64 [n] for offsets int64 [n].
 
-        Bisects for all tokens together. np.searchsorted would copy the unaligned index at every call.
+        The bisection runs for all tokens together. np.searchsorted would copy the unaligned index in every call.
         """
         low = np.zeros(len(tokens), dtype=np.int64)
         high = np.full(len(tokens), self._file_documents, dtype=np.int64)
@@ -332,7 +346,7 @@ class Shard:
 
 
 def _token_map(path: Path, dtype: np.dtype) -> tuple[mmap.mmap | None, np.ndarray | RemoteTokens]:
-    """The map of a `.bin` file and its tokens. Tokens on a store have no map."""
+    """Return (memory map, tokens) of a `.bin` file. The map is None for tokens on a store."""
     if remote_size(path) is not None:
         return None, RemoteTokens(path.with_name(path.name + NOTE), dtype)
     mapped = _mapped(path)
@@ -340,7 +354,7 @@ def _token_map(path: Path, dtype: np.dtype) -> tuple[mmap.mmap | None, np.ndarra
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Map a file that is not empty. The map keeps the file open and reports its current size."""
+    """Memory-map a non-empty file. The map keeps the file open and can report its current size."""
     with path.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -350,10 +364,11 @@ DIGEST_TOKENS = 4096
 
 
 def sampled_digest(shard: Shard) -> str:
-    """SHA-256 of tokens and document starts in `DIGEST_WINDOWS` windows spread evenly over a shard or its part.
+    """Return the SHA-256 of the tokens and document starts in `DIGEST_WINDOWS` windows that are spread evenly over a
+    shard.
 
-    It reads at most 2 MB, so it distinguishes corpora but misses a change between the windows. It does not depend on
-    dtype, name or manifest.
+    At most 2 MB are read, so the digest distinguishes corpora but misses a change between the windows. The digest does
+    not depend on the dtype, name or manifest.
     """
     count = min(DIGEST_TOKENS, shard.len_tokens)
     offsets = np.unique(np.linspace(0, shard.len_tokens - count, DIGEST_WINDOWS).astype(np.int64))
@@ -364,20 +379,20 @@ def sampled_digest(shard: Shard) -> str:
 
 
 LABELS_SUFFIX = "_label"
-"""Added to the prefix of a shard for the label shard beside it."""
+"""Suffix that turns the prefix of a shard into the prefix of its label shard."""
 _LENGTH = np.dtype("<i4")
 
 
 class ShardWriter:
-    """Appends documents to one shard, which can be read after `finish`. It writes the same bytes as megatron-core's
-    builder.
+    """Writes a shard document by document. The shard can be read after `finish`, and its bytes are the same as those
+    that megatron-core's builder writes.
 
-    Document lengths are kept in a temporary file: a Python list would take gigabytes for 10^8 documents.
+    Document lengths are kept in a temporary file, because a Python list of 10^8 lengths would take gigabytes.
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`.
-        vocab_size: determines the dtype; ids at or above it are an error.
-        labels: write int32 labels, which may be `MASKED`.
+        vocab_size: vocabulary size, which determines the dtype; an id at or above it is an error.
+        labels: whether to write int32 labels, which may be `MASKED`, instead of tokens.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int, labels: bool = False) -> None:
@@ -395,14 +410,14 @@ class ShardWriter:
         self.extend(document, np.array([document.size]))
 
     def extend(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents given as concatenated tokens and the length of each.
+        """Append documents, given their concatenated tokens and the length of each document.
 
-        Raises `DataError` for an id outside the vocabulary, because the dtype may not hold it.
+        Raises `DataError` for an id outside the vocabulary, because the dtype may be too small for the id.
         """
         if tokens.size and (int(tokens.min()) < self._smallest or int(tokens.max()) >= self._vocab_size):
             raise DataError(
-                f"{self._bin_path}: a token id lies outside the vocabulary of {self._vocab_size}; prepare with "
-                "the tokenizer that made the ids"
+                f"{self._bin_path}: a token id is outside the vocabulary of {self._vocab_size} ids; prepare with the "
+                "tokenizer that encoded the text"
             )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         self._lengths.write(np.ascontiguousarray(lengths, dtype=_LENGTH).data)
@@ -410,7 +425,7 @@ class ShardWriter:
         self.tokens += tokens.size
 
     def finish(self) -> None:
-        """Write the index, and close."""
+        """Write the index and close the files."""
         with self._idx_path.open("wb") as index:
             index.write(HEADER.pack(MAGIC, 1, dtype_code(self._dtype), self.documents, self.documents + 1))
             for lengths in self._stored_lengths():
@@ -425,7 +440,7 @@ class ShardWriter:
         self.close()
 
     def close(self) -> None:
-        """Close both files without writing an index."""
+        """Close the files without writing an index."""
         self._bin.close()
         self._lengths.close()
 

@@ -1,10 +1,10 @@
-"""Synthetic tasks as training data: samples computed from the seed and the sample number, without files.
+"""Synthetic tasks as training data. Samples are computed from the seed and the sample number, without files.
 
-Every task makes the tokens of a sample and a mask of the inputs that an answer follows. Random numbers are hashes of
-(seed, split, sample number), so that a resumed run reads the same samples.
+Every task generates the tokens of a sample and a mask of the inputs that are followed by an answer. Random numbers are
+hashes of (seed, split, sample number), so that a resumed run reads the same samples.
 
-Token ids: filler, then one token for each pair of a key and a value (a fact), then keys, then values, or for the tasks
-without facts filler and one separator. `ordered_recall` has more tokens that ask, after the values.
+Token ids come in this order: filler, one token for each pair of a key and a value (a fact), keys, values. Tasks without
+facts have only filler and one separator. `ordered_recall` has further question tokens after the values.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,9 @@ from megatron_coca.data.permutation import derive_key, random_words
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """A task and its sizes, as in the configuration. The first `filler_tokens` ids are random filler or text."""
+    """A task and its sizes, as in the configuration. The first `filler_tokens` token ids are used for random filler or
+    text.
+    """
 
     task: str = "recall"
     facts: int = 8
@@ -34,7 +36,7 @@ class TaskSettings:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of the task."""
+        """Number of token ids of the task."""
         if not self.has_facts:
             return self.filler_tokens + 1
         ordered = self.keys + self.facts if self.task == ORDERED else 0
@@ -42,19 +44,19 @@ class TaskSettings:
 
     @property
     def has_facts(self) -> bool:
-        """True for tasks on facts, which need keys and values."""
+        """True for tasks that ask for facts. Only these tasks use keys and values."""
         return self.task in FACT_TASKS
 
     def fact(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Tokens that name a key and its value."""
+        """Return the tokens that state facts, each a key with its value."""
         return self.filler_tokens + keys * self.values + values
 
     def key(self, keys: np.ndarray) -> np.ndarray:
-        """Tokens that ask for the value of a key."""
+        """Return the tokens that ask for the values of keys."""
         return self.filler_tokens + self.keys * self.values + keys
 
     def value(self, values: np.ndarray) -> np.ndarray:
-        """Tokens that answer."""
+        """Return the tokens that answer with values."""
         return self.filler_tokens + self.keys * self.values + self.keys + values
 
     def first(self, keys: np.ndarray) -> np.ndarray:
@@ -67,7 +69,7 @@ class TaskSettings:
 
 
 class Draws:
-    """Random numbers of samples. Each call returns new columns, which depend only on (seed, split, sample number,
+    """Random numbers for samples. Each call returns new columns, which depend only on (seed, split, sample number,
     column).
     """
 
@@ -75,22 +77,23 @@ class Draws:
         self.numbers, self._key, self._column = numbers, derive_key("synthetic", seed, split), 0
 
     def uniform(self, count: int) -> np.ndarray:
-        """float64 [samples, count] in [0, 1)."""
+        """Return random numbers in [0, 1), float64 [samples, count]."""
         words = random_words(self.numbers, count, self._key, self._column)
         self._column += count
         return (words >> np.uint64(11)) * 2.0**-53
 
     def integers(self, count: int, below: int | np.ndarray) -> np.ndarray:
-        """int64 [samples, count] in [0, below)."""
+        """Return random integers in [0, below), int64 [samples, count]."""
         return (self.uniform(count) * below).astype(np.int64)
 
     def subset(self, count: int, of: int) -> np.ndarray:
-        """`count` different integers of 0 .. of-1 in random order: int64 [samples, count]."""
+        """Return `count` different integers from 0 .. of-1 in random order, int64 [samples, count]."""
         return np.argsort(self.uniform(of), axis=1)[:, :count]
 
 
 Made = tuple[np.ndarray, np.ndarray]
-"""Tokens int64 [samples, length + 1], and a mask of the inputs that an answer follows, bool [samples, length]."""
+"""Tokens, int64 [samples, length + 1], and a mask of the inputs that are followed by an answer, bool [samples, length].
+"""
 
 
 def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np.ndarray:
@@ -100,17 +103,18 @@ def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np
 
 
 def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Facts in random places, each asked for once later: a key token, then its value.
+    """Generate facts at random positions, and one question for each fact after it: a key token, then the value.
 
-    The `facts` facts (one token each) and as many questions (two tokens each) take random slots between filler. Slots
-    are paired at random; the fact takes the earlier slot of a pair. Keys are different within a sample.
+    The `facts` facts (one token each) and the same number of questions (two tokens each) occupy random slots between
+    filler tokens. Slots are paired at random, and the fact takes the earlier slot of a pair. The keys of a sample are
+    distinct.
     """
     samples, width = filler.shape
     facts = settings.facts
     keys, values = draws.subset(facts, settings.keys), draws.integers(facts, settings.values)
     slots = np.sort(draws.subset(2 * facts, width - facts), axis=1)
     pairs = np.sort(draws.subset(2 * facts, 2 * facts).reshape(samples, facts, 2), axis=2)
-    # A question takes one token more than its slot, which moves everything after it.
+    # A question is one token longer than its slot, so it shifts everything after it by one token.
     asked = np.zeros((samples, 2 * facts), dtype=np.int64)
     np.put_along_axis(asked, pairs[:, :, 1], 1, axis=1)
     places = slots + np.cumsum(asked, axis=1) - asked
@@ -124,10 +128,10 @@ def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
 def recall_question(
     settings: TaskSettings, filler: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Evaluation inputs of `recall`: facts in random places, and one question at the end.
+    """Generate evaluation inputs for `recall`: facts at random positions, and one question at the end.
 
-    Returns the inputs int64 [samples, length] of filler of that shape, the token that answers, and the place of the
-    fact, int64 [samples]. The length must be larger than the number of facts.
+    Returns (inputs int64 [samples, length], correct answer tokens int64 [samples], positions of the facts in question
+    int64 [samples]). `filler` is int64 [samples, length], and the length must be larger than the number of facts.
     """
     samples, length = filler.shape
     keys, values = draws.subset(settings.facts, settings.keys), draws.integers(settings.facts, settings.values)
@@ -214,9 +218,10 @@ def _order_questions(
 
 
 def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Between 1 and `facts` facts in random places, and at the end questions on all of them in random order.
+    """Generate between 1 and `facts` facts at random positions, and questions on all of them at the end, in random
+    order.
 
-    Every further fact adds one distractor to each question.
+    Every additional fact is one more distractor for each question.
     """
     samples, width = filler.shape
     counts, facts = 1 + draws.integers(1, settings.facts)[:, 0], settings.facts
@@ -242,17 +247,17 @@ def _copied(settings: TaskSettings, filler: np.ndarray, draws: Draws, step: int)
 
 
 def copy(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Random tokens, a separator, the same tokens."""
+    """Generate random tokens, a separator, and the same tokens again."""
     return _copied(settings, filler, draws, 1)
 
 
 def reverse(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Random tokens, a separator, the same tokens from last to first."""
+    """Generate random tokens, a separator, and the same tokens in reverse order."""
     return _copied(settings, filler, draws, -1)
 
 
 def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
-    """Random tokens, which end with an n-gram that occurred before. Its last token is the answer."""
+    """Generate random tokens that end with a repeated n-gram. The last token of the n-gram is the answer."""
     samples, width = filler.shape
     size = settings.ngram
     source = draws.integers(1, width - 2 * size + 1) + np.arange(size)
@@ -269,22 +274,22 @@ TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Made]] = {
     "reverse": reverse,
     "ngram": ngram,
 }
-"""By the name of the task: (settings, filler int64 [samples, length + 1], random numbers) -> samples."""
+"""Functions by task name: (settings, filler int64 [samples, length + 1], random numbers) -> (tokens, answer mask)."""
 
 ORDERED = "ordered_recall"
 FACT_TASKS = frozenset({"recall", ORDERED, "multi_query"})
 
 
 class SyntheticSamples:
-    """The samples of a synthetic task, with the interface of `Blend`: an order that depends only on the arguments.
+    """The samples of a synthetic task, with the interface of `Blend`. The order depends only on the arguments.
 
     Args:
-        settings: the task.
-        seq_length: tokens of a model's input; a sample has one more.
-        seed: determines the samples, together with `split`.
-        text: the filler, if `settings.text` is set.
+        settings: the task and its sizes.
+        seq_length: number of input tokens of a sample; the sample has one more token, the last target.
+        seed, split: determine the samples.
+        text: the blend that provides the filler if `settings.text` is set.
 
-    Raises `DataError` if a sample has no room for the task.
+    Raises `DataError` if `seq_length` is too short for the task.
     """
 
     shards, weights, first = (), (), 0
@@ -294,24 +299,26 @@ class SyntheticSamples:
     ) -> None:
         needed = {"ngram": 2 * settings.ngram}.get(settings.task, 3 * settings.facts if settings.has_facts else 3)
         if seq_length + 1 < needed:
-            raise DataError(f"seq_length: {seq_length} is too short for {settings.task}; set at least {needed - 1}")
+            raise DataError(
+                f"seq_length: {seq_length} is too short for the task {settings.task}; set it to at least {needed - 1}"
+            )
         self.settings, self.seq_length, self.seed = settings, seq_length, seed
         self._split, self.text = split, text
 
     @property
     def description(self) -> dict[str, Any]:
-        """The settings, for the identity of a run's data."""
+        """The settings as a mapping, which is part of the identity of a run's data."""
         return {name: value for name, value in asdict(self.settings).items() if value is not None}
 
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
-        """Samples by global number, int64 [n]; there are no documents."""
+        """Generate samples by global number, int64 [n]. The result has no document boundaries."""
         draws = Draws(np.asarray(indices, dtype=np.int64), self.seed, self._split)
         if self.text is not None:
             filler = self.text.batch(indices)
             if filler.max() >= self.settings.filler_tokens:
                 raise DataError(
-                    f"filler_tokens: {self.settings.filler_tokens} is too small for token id {filler.max()} of the "
-                    "text; set it to the size of the text's vocabulary"
+                    f"filler_tokens: {self.settings.filler_tokens} is too small for token id {filler.max()} in the "
+                    "text; set it to the vocabulary size of the text's tokenizer"
                 )
         else:
             filler = draws.integers(self.seq_length + 1, self.settings.filler_tokens)
@@ -319,16 +326,16 @@ class SyntheticSamples:
         return UncheckedBatch(tokens, None, answers if self.settings.loss == "answers" else None)
 
     def origin(self, index: int) -> str:
-        """Name the source of a sample."""
+        """Return a description of the task, in place of the name of a shard."""
         return f"synthetic task {self.settings.task}"
 
     def after(self, first: int, tokens: Mapping[str, int]) -> "SyntheticSamples":
-        """Return the same samples, for numbers from `first` on."""
+        """Return the same samples with sample numbers that start at `first`."""
         later = type(self)(self.settings, self.seq_length, self.seed, self._split, self.text)
         later.first = first
         return later
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """The task as the only source of `n_samples` samples, all of which are new."""
+        """Return a single share: the task provides all `n_samples` samples, and no sample repeats."""
         name = f"synthetic {self.settings.task}"
         return [SourceShare(name, 1.0, n_samples, 1.0, n_samples * self.seq_length, 0.0)]

@@ -1,9 +1,10 @@
-"""Positions of training samples other than 0, 1, ..., so that a model sees larger positions than its training length.
+"""Random positions for training samples instead of 0, 1, ..., so that a model sees positions beyond its training
+length.
 
-Randomised positions are those of Ruoss et al. (2023), "Randomized Positional Encodings Boost Length Generalization of
-Transformers", `pose` those of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
-Skip-wise Training", and `stretched` those of Chen et al. (2024), "CLEX: Continuous Length Extrapolation for Large
-Language Models". They are drawn on the host, and depend only on the seed and the sample number.
+`randomized` is the method of Ruoss et al. (2023), "Randomized Positional Encodings Boost Length Generalization of
+Transformers", `pose` is that of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
+Skip-wise Training", and `stretched` is that of Chen et al. (2024), "CLEX: Continuous Length Extrapolation for Large
+Language Models". Positions are drawn on the host and depend only on the seed, the step and the sample number.
 """
 
 from collections.abc import Callable
@@ -15,23 +16,25 @@ from megatron_coca.data.permutation import derive_key, random_words
 
 
 def _subset(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """A sorted random subset of 0 .. largest-1; `words` has a random word for each of these numbers."""
+    """Return a sorted random subset of 0 .. largest-1. `words` contains one random word for each of these numbers."""
     return np.sort(np.argpartition(words, length - 1)[:length] if length < largest else np.arange(largest))
 
 
 def _shifted(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """One random offset: r, r+1, ..."""
+    """Return consecutive positions that start at a random offset r: r, r+1, ..."""
     return np.arange(length) + int(words[0] % np.uint64(largest - length + 1))
 
 
 def _pose(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """Two chunks, cut at a random place; the second is shifted by a random offset."""
+    """Return consecutive positions, cut at a random place into two chunks; a random offset is added to the second
+    chunk.
+    """
     cut = 1 + int(words[0] % np.uint64(max(length - 1, 1)))
     return np.arange(length) + (np.arange(length) >= cut) * int(words[1] % np.uint64(largest - length + 1))
 
 
 def _stretched(words: np.ndarray, length: int, largest: int) -> np.ndarray:
-    """A sorted random subset of 0 .. largest-1 that contains both ends."""
+    """Return a sorted random subset of 0 .. largest-1 that contains 0 and largest-1."""
     inner = _subset(words[: largest - 2], length - 2, largest - 2) + 1 if length > 2 else np.arange(0)
     return np.concatenate(([0], inner, [largest - 1]))[-length:] if length > 1 else np.arange(length)
 
@@ -42,8 +45,8 @@ DRAWN: dict[str, tuple[Callable[[int], int], Callable[[np.ndarray, int, int], np
     "pose": (lambda largest: 2, _pose),
     "stretched": (lambda largest: largest, _stretched),
 }
-"""By `training_positions.type`: the number of random words for positions below a bound, and (words, tokens, bound) ->
-increasing positions, int64 [tokens].
+"""For each `training_positions.type`, two functions: bound -> number of random words that positions below the bound
+need, and (words, tokens, bound) -> increasing positions, int64 [tokens].
 """
 
 
@@ -53,9 +56,10 @@ class DrawnPositions:
 
     Attributes:
         type: a key of `DRAWN`.
-        largest: bound of the positions, at least the length of a sample. With `stretched` it is a multiple of that
-            length, and the positions of a step reach t times their length, for one integer t drawn for the step.
-        seed: seed of the run.
+        largest: all positions are below this bound, which is at least the sample length. With `stretched`, the bound is
+            a multiple of the sample length, and an integer t is drawn for every step: the positions of the step are
+            below t times the sample length.
+        seed: the seed of the run.
     """
 
     type: str
@@ -63,10 +67,10 @@ class DrawnPositions:
     seed: int
 
     def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None, step: int = 0) -> np.ndarray:
-        """Draw positions, int64 [n, length], for the samples with these global numbers, int64 [n], of `step`.
+        """Draw positions, int64 [n, length], for the samples of `step` with these global numbers, int64 [n].
 
-        With `begins`, bool [n, length], every document of a sample has its own draw; the bound of `stretched` remains
-        that of the step.
+        With `begins`, bool [n, length], the positions of each document in a sample are drawn separately. All documents
+        of a step have the same bound, also with `stretched`.
         """
         (words_for, make), largest = DRAWN[self.type], self.largest
         if self.type == "stretched":

@@ -1,4 +1,4 @@
-"""Verify shards: compare their files with the manifest and with one another."""
+"""Verify shards: compare their files with the manifest and with each other."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 
 @dataclass
 class Verified:
-    """The result for one shard, or for the tokenizer and the manifest of a folder.
+    """The result for one shard, or for the tokenizer and manifest of a folder.
 
     Attributes:
         place: the prefix of the shard, or the folder.
-        tokens: tokens of the shard, if it could be opened.
-        content: True if the .bin file was compared with the SHA-256 of the manifest; otherwise only index and sizes
-            were checked.
-        faults: one message for each fault.
+        tokens: number of tokens in the shard, or None if it could not be opened.
+        content: whether the .bin file was compared with the SHA-256 in the manifest. If False, only the index and the
+            file sizes were checked.
+        faults: error messages, one for each fault.
     """
 
     place: Path
@@ -34,11 +34,11 @@ class Verified:
 
 
 def verify_shards(entries: Sequence[ShardEntry], show: bool = False) -> list[Verified]:
-    """Read all files of all shards and their tokenizers once. A fault in one shard does not stop the check of the
-    others.
+    """Read the files of all shards and their tokenizers once. A fault in one shard does not stop the check of the other
+    shards.
 
-    With a manifest every document must also end with the separator, which detects an altered index. Raises `DataError`
-    for a damaged manifest.
+    If there is a manifest, every document must also end with the separator; this detects an altered index. Raises
+    `DataError` for a damaged manifest.
     """
     folders = {entry.prefix.parent: _verify_folder(entry.prefix.parent) for entry in entries}
     results = [result for result, _ in folders.values() if result.faults]
@@ -53,7 +53,7 @@ def verify_shards(entries: Sequence[ShardEntry], show: bool = False) -> list[Ver
 
 
 def _verify_folder(folder: Path) -> tuple[Verified, int | None]:
-    """Return (result, separator) of a folder; the separator is None if it is unknown."""
+    """Return (result, separator token) for a folder. The separator is None if there is no manifest."""
     result, tokenizer = Verified(folder), None
     try:
         tokenizer = load_saved_tokenizer(folder) if (folder / DESCRIPTION).is_file() else None
@@ -65,29 +65,30 @@ def _verify_folder(folder: Path) -> tuple[Verified, int | None]:
     listed = manifest_entries(folder)
     in_manifest = {prefix.name for entry in listed for prefix in (entry.prefix, entry.labels) if prefix is not None}
     result.faults += [
-        f"{path.with_suffix('')}: not listed in the {MANIFEST} of its folder; prepare the corpus again, "
-        "or move the file away"
+        f"{path.with_suffix('')}: not listed in the {MANIFEST} of its folder; prepare the corpus again, or move the "
+        "shard to another folder"
         for path in sorted(folder.glob("*.idx"))
         if path.stem not in in_manifest
     ]
     if tokenizer and recorded["fingerprint"] != tokenizer.fingerprint:
         result.faults.append(
-            f"{folder}: the tokenizer is not the one that {MANIFEST} names; restore it, or prepare the corpus again"
+            f"{folder}: the tokenizer differs from the one recorded in {MANIFEST}; restore the tokenizer, or prepare "
+            "the corpus again"
         )
     return result, recorded["eod"]
 
 
 def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bool) -> None:
-    """Check one shard and add to `result`. Raises `DataError` if it cannot be opened."""
+    """Check one shard and add the findings to `result`. Raises `DataError` if the shard cannot be opened."""
     shard = Shard(entry.prefix, entry.labels)
     result.tokens, path = shard.len_tokens, shard_paths(entry.prefix)[0]
     if entry.documents is not None and entry.sha256 is None:
-        result.faults.append(f"{entry.prefix}: listed in {MANIFEST} without a SHA-256; prepare the corpus again")
+        result.faults.append(f"{entry.prefix}: {MANIFEST} has no SHA-256 for this shard; prepare the corpus again")
     counts = (("documents", entry.documents, shard.documents), ("tokens", entry.tokens, shard.len_tokens))
     for name, expected, actual in counts:
         if expected is not None and expected != actual:
             result.faults.append(
-                f"{entry.prefix}: {actual:,} {name}, but {MANIFEST} records {expected:,}; restore the shard, or "
+                f"{entry.prefix}: has {actual:,} {name}, but {MANIFEST} records {expected:,}; restore the shard, or "
                 "prepare the corpus again"
             )
     if entry.sha256 is None:
@@ -100,8 +101,8 @@ def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bo
     _compare_content(path, digest.hexdigest(), entry.sha256, result)
     if unended and eod is not None:
         result.faults.append(
-            f"{path}: {unended:,} documents of the index do not end with the separator, {eod}: the .bin or "
-            "the .idx file has changed; restore both, or prepare the corpus again"
+            f"{path}: {unended:,} documents do not end with the separator {eod}, so the .bin or .idx file has "
+            "changed; restore both files, or prepare the corpus again"
         )
     if shard.labels is not None and entry.labels_sha256 is not None:
         labels = shard_paths(shard.labels.prefix)[0]
@@ -112,6 +113,6 @@ def _verify_shard(entry: ShardEntry, eod: int | None, result: Verified, show: bo
 def _compare_content(path: Path, digest: str, recorded: str, result: Verified) -> None:
     if digest != recorded:
         result.faults.append(
-            f"{path}: content has changed since it was written (SHA-256 {digest[:12]}, {MANIFEST} has "
-            f"{recorded[:12]}); restore the file, or prepare the corpus again"
+            f"{path}: the content has changed since the file was written (SHA-256 {digest[:12]}, but {MANIFEST} "
+            f"records {recorded[:12]}); restore the file, or prepare the corpus again"
         )

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint at its training length and far beyond it."""
+"""Evaluation of checkpoints at their training length and far beyond it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

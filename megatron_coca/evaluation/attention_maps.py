@@ -1,4 +1,4 @@
-"""Observation of a model's attention: the inputs of its backends, and scores and weights of every layer and head."""
+"""Inspection of a model's attention: backend inputs, and the scores and weights of every layer and head."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,16 +17,16 @@ from megatron_coca.attention.method import PositionMethod
 from megatron_coca.model.layers import soft_capped
 
 Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
-"""A function of one layer's q [batch, heads, length, head_dim], its k [batch, kv_heads, length, head_dim] (both before
-rotation; for CoCA k is the T projection), and the inputs of its backend."""
+"""A callback that receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim]
+before rotation (for CoCA k is the T projection), and the inputs of the layer's backend."""
 
 
 @contextmanager
 def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
-    """A context in which a forward pass without a cache calls `visit` for one attention layer after the other.
+    """Call `visit` for each attention layer in turn during a forward pass without a cache in this context.
 
-    With `of`, it does so only for the layers with this method. Only one layer's tensors are alive at a time, unless
-    `visit` keeps them.
+    With `of`, only the layers with this position method are visited. Only one layer's tensors are in memory at a time,
+    unless `visit` keeps them.
     """
     found = (module for module in model.modules() if isinstance(module, SelfAttention))
     layers = [layer for layer in found if of is None or layer.method is of]
@@ -52,8 +52,8 @@ def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -
 class AttentionMap(NamedTuple):
     """Scores of one layer, -inf for hidden keys, and their softmax: [batch, heads, length, length] each.
 
-    Scores are the input of the softmax: scaled, capped, with the bias. A row of weights sums to 1, less the weight of
-    a sink.
+    Scores are the softmax input: scaled, soft-capped and with the bias added. Each row of weights sums to 1, or to
+    less than 1 in a layer with attention sinks.
     """
 
     scores: Tensor
@@ -61,10 +61,9 @@ class AttentionMap(NamedTuple):
 
 
 def attention_maps(model: nn.Module, *inputs: Any, **options: Any) -> list[AttentionMap]:
-    """Return the maps of every attention layer of a model, or of any module with an `Attention`.
+    """Run `model(*inputs, **options)` without gradients and return the map of every attention layer, in call order.
 
-    The order is that of the calls in `model(*inputs, **options)`, a forward pass without gradients. Memory grows with
-    the square of the length.
+    `model` may be any module that contains a `SelfAttention`. Memory grows with the square of the length.
     """
     found: list[AttentionMap] = []
 
@@ -80,7 +79,7 @@ def attention_maps(model: nn.Module, *inputs: Any, **options: Any) -> list[Atten
 
 
 def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
-    """Return a mask of the `keys`, by their positions, that a band contains for queries at these distances."""
+    """Return a mask of the key positions `keys` that are inside the band of queries at these distances."""
     apart = band.apart(keys + distance, keys)
     inside = (distance >= 0) & (apart >= band.low)
     inside = inside if band.high is None else inside & (apart < band.high)
@@ -90,7 +89,7 @@ def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
 def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
     """Return the scores of the queries at token indices `queries` [n] with all keys, as in `AttentionMap`.
 
-    They are [batch, heads, n, length], in float32 or better.
+    The result is [batch, heads, n, length], in float32 or float64.
     """
     queries = queries.to(inputs.value.device)
     key = torch.arange(inputs.value.shape[2], device=queries.device)

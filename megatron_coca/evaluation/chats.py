@@ -1,4 +1,4 @@
-"""Prompts as chats: the options, the record in result files, and the checks of the template."""
+"""Chat-formatted prompts: their record in result files, and checks of their options and template."""
 
 import datetime
 import hashlib
@@ -9,17 +9,17 @@ from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import EvaluationError, Record
 
 DIGITS = 12
-"""Digits of a template's hash in reports; result files have all of them."""
+"""Number of digits of a template's hash in reports; result files contain the whole hash."""
 
 
 class ChatRecord(Record):
-    """The chat template of a measurement; part of its identity."""
+    """The chat settings of a measurement, which are part of its identity."""
 
     template_sha256: str
-    symbols: dict[str, str] | None = None  # names and texts that the template may print; None in earlier files
+    symbols: dict[str, str] | None = None  # special tokens that the template can print, by name; None in older files
     system: str | None = None
-    multiturn: bool | None = None  # examples are turns of the chat; None for a task without examples
-    date: str | None = None  # of today if the template prints it, so that prompts of two days are not mixed
+    multiturn: bool | None = None  # whether examples are turns of the chat; None for a task without examples
+    date: str | None = None  # today's date if the template prints it, so that prompts of two days are not mixed
 
     def __str__(self) -> str:
         system = "" if self.system is None else f", system message {self.system!r}"
@@ -29,19 +29,21 @@ class ChatRecord(Record):
 
 
 def chat_record(args: Namespace, tokenizer: Tokenizer) -> ChatRecord | None:
-    """Return the record of `--apply-chat-template`, or None. Raises EvaluationError for options that need it."""
+    """Return the chat settings, or None without `--apply-chat-template`. Raises EvaluationError for its options."""
     multiturn = getattr(args, "fewshot_as_multiturn", None)
     if not args.apply_chat_template:
         given = {"--system-instruction": args.system_instruction is not None, "--fewshot-as-multiturn": multiturn}
         for option in (name for name, used in given.items() if used):
-            raise EvaluationError(f"{option}: has no effect without --apply-chat-template; add that, or leave it out")
+            raise EvaluationError(
+                f"{option}: has no effect without --apply-chat-template; add that option, or remove {option}"
+            )
         return None
     if tokenizer.chat is None:
         raise EvaluationError(
-            "--apply-chat-template: the tokenizer has no chat template; put the model's chat_template.jinja beside its "
+            "--apply-chat-template: the tokenizer has no chat template; put chat_template.jinja next to the model's "
             "tokenizer.json, or train on chats"
         )
-    tokenizer.turn_ends()  # raises for a tokenizer that cannot encode chats, and for a template with an error
+    tokenizer.turn_ends()  # raises if the tokenizer cannot encode chats or the template has an error
     digest = hashlib.sha256(tokenizer.chat.source.encode()).hexdigest()
     if hasattr(args, "fewshot_as_multiturn") and multiturn is None:
         multiturn = True  # the default of the harness

@@ -1,4 +1,4 @@
-"""The command line of evaluation: one subcommand for each task. Only the module of the task that runs is imported."""
+"""The `megatron-coca evaluate` command: one subcommand per task. Only the module of the requested task is imported."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 def show(result: Result) -> None:
-    """Print the tables of a result as in a report."""
+    """Print a result as the tables that a report shows."""
     from megatron_coca.evaluation.report import tables_of_result
 
     print(plain(tables_of_result(result)), end="\n\n", flush=True)
@@ -28,12 +28,12 @@ class Task:
     """One subcommand of `megatron-coca evaluate`.
 
     Attributes:
-        help: its line in the help.
-        add_arguments: declares its options.
-        example: options that the help shows.
-        module: the module of this package with its function, imported only when the subcommand runs.
-        function: gets the parsed options, and returns the exit status.
-        measures: the function also gets `show`, to call with every result.
+        help: description of the task in the command's help.
+        add_arguments: function that declares the task's options.
+        example: options for the example in the help.
+        module: module of this package that defines `function`; imported only when the subcommand runs.
+        function: name of the function that runs the task on the parsed options and returns the exit status.
+        measures: whether `function` also takes `show`, which it calls with every result.
     """
 
     help: str
@@ -58,27 +58,27 @@ MEASUREMENTS = {
         "tasks.perplexity",
     ),
     "passkey": Task(
-        "a number hidden in filler, by length",
+        "retrieval of a number hidden in filler, by length",
         options.add_passkey_options,
         f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
         "tasks.retrieval",
         "passkey",
     ),
     "recall": Task(
-        "key-value recall by length and shift, and the scores of the heads that retrieve",
+        "key-value recall by length and shift, and attention scores by head",
         options.add_recall_options,
         "--checkpoint runs/recall --output results",
         "tasks.recall",
     ),
     "needle": Task(
-        "a sentence hidden in text, by length and depth",
+        "retrieval of a sentence hidden in text, by length and depth",
         options.add_needle_options,
         f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
         "tasks.retrieval",
         "needle",
     ),
     "ruler": Task(
-        "RULER-style tasks: several facts, chains of facts",
+        "RULER-style retrieval of several facts or of a chain of facts",
         options.add_ruler_options,
         f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
         "tasks.retrieval",
@@ -91,13 +91,13 @@ MEASUREMENTS = {
         "tasks.lm_eval",
     ),
     "analyse": Task(
-        "angles, falling scores and entropy of a checkpoint's attention",
+        "initial angles, score decay and entropy of a checkpoint's attention",
         options.add_analyse_options,
         f"{CHECKPOINT} --lengths 512,2048 --output results",
         "tasks.attention_analysis",
     ),
 }
-"""Tasks of checkpoints that write result files; a suite may run any of them."""
+"""Tasks that measure a checkpoint and write result files. A suite can run any of them."""
 
 TASKS = {
     **MEASUREMENTS,
@@ -108,14 +108,14 @@ TASKS = {
         "tasks.speed",
     ),
     "report": Task(
-        "tables, plots and one page of many results, next to published ones",
+        "tables, plots and one page of results, next to published numbers",
         options.add_report_options,
         "results --output results/report",
         "report",
         measures=False,
     ),
     "suite": Task(
-        "all tasks of a file over all its checkpoints, and the report",
+        "all tasks of a suite file on all of its checkpoints, and the report",
         options.add_suite_options,
         "configs/evaluation/checkpoint.yml --checkpoint CoCA=runs/350M_roformer_coca --output results/coca",
         "suite",
@@ -130,10 +130,10 @@ def example(*tasks: str) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = ArgumentParser(
         prog="megatron-coca evaluate",
-        description="Evaluate a checkpoint of a run or of Hugging Face.",
+        description="Evaluate a checkpoint of a training run or from Hugging Face.",
         epilog=example(*TASKS),
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -154,18 +154,18 @@ def parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one task and return the exit status.
 
-    It is 2 for an error of the user or a missing result, and 69 if an object store does not answer.
+    The status is 2 after a user error or a missing result, and 69 if an object store does not answer.
     """
     args = parser().parse_args(arguments)
     return run_task(args, divided=args.task in MEASUREMENTS and getattr(args, "jobs", 1) > 1)
 
 
 def run_task(args: Namespace, divided: bool = False) -> int:
-    """Run the task of parsed options, report errors, and return the exit status.
+    """Run the task selected by the parsed options, report errors, and return the exit status.
 
-    `divided` shares the work among `args.jobs` processes.
+    If `divided` is set, `args.jobs` processes share the work.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries write carriage returns into logs
+    os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars would write carriage returns into logs
     try:
         if divided:
             return int(import_module("megatron_coca.evaluation.jobs").run_jobs(args, run_task))

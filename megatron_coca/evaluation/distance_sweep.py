@@ -1,8 +1,8 @@
 """Initial angles of pairs of tokens, and the scores of a pair at every distance.
 
-The paper's a(s) is a function of the distance only, for a fixed query and key. Text shows each pair at one distance.
-`DistanceSweep` moves the pair: it puts the query at the last position and the key before it, and rotates both with the
-model's own position method.
+The paper's a(s) depends only on the distance s between a fixed query and key, but in text each pair has one distance.
+`DistanceSweep` moves the pair: it puts the query at the last position and the key at any position before it, and
+rotates the query and the key with the model's own position method.
 """
 
 import math
@@ -22,10 +22,10 @@ ROTATED_FORMS = methods.names("pos_emb", rotary=True)
 
 
 def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the papers' q_j and k_j as complex numbers [..., d/2] complex128, of unrotated q and k [..., head_dim].
+    """Return the paper's complex q_j and k_j, each [..., d/2] complex128, for unrotated q and k [..., head_dim].
 
-    Feature i is the real and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and k_j = q_j * u_j
-    with u_j from t (the paper's equations 6 and 7).
+    Feature i is the real part and feature i + d/2 the imaginary part. For CoCA k is the T projection t, and
+    k_j = q_j * u_j, where u_j comes from t (the paper's equations 6 and 7).
     """
 
     def complex_pairs(x: Tensor) -> Tensor:
@@ -34,15 +34,15 @@ def planar(method: PositionMethod, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
 
     queries, block = complex_pairs(q), k[..., : method.rotary_dim].double()
     u = method.form.kept(block)
-    if u.shape == block.shape:  # the keys themselves, not one coefficient for each pair of features
+    if u.shape == block.shape:  # u contains the keys, not one coefficient per pair of features
         return queries, complex_pairs(k)
     return queries, torch.complex(queries.real * u, queries.imag * u)
 
 
 def initial_angles(method: PositionMethod, q: Tensor, k: Tensor) -> Tensor:
-    """Return Theta_j of pairs of tokens, [..., d/2] float64 in (-pi, pi]; NaN if q_j or k_j is zero.
+    """Return the initial angles Theta_j of token pairs, [..., d/2] float64 in (-pi, pi]; NaN if q_j or k_j is zero.
 
-    The arguments are those of `planar`.
+    Takes the same arguments as `planar`.
     """
     queries, keys = planar(method, q, k)
     product = queries * keys.conj()
@@ -51,7 +51,7 @@ def initial_angles(method: PositionMethod, q: Tensor, k: Tensor) -> Tensor:
 
 
 def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
-    """Return theta_j of a rotary method at an input length: radians per token, [d/2] float64 on the CPU."""
+    """Return a rotary method's theta_j at an input length: [d/2] float64 on the CPU, in radians per token."""
     rotary, clex = encoding.method.rotary, encoding.clex
     assert rotary is not None
     inverse = rotary.inverse_frequencies(length) if clex is None else clex.inverse_frequencies(clex.factor_for(length))
@@ -59,7 +59,7 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
 
 
 def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Tensor:
-    """Return the distances [keys] float64 between a query at position `last` [1] and `keys`, after the map."""
+    """Return the distances between a query at position `last` [1] and `keys` after the distance map: [keys] float64."""
     relative = torch.zeros_like(keys)
     for band in bands:
         distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
@@ -69,14 +69,14 @@ def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Te
 
 @dataclass(frozen=True)
 class SweptScores:
-    """Scores of pairs of tokens at all distances of a sweep, on the CPU."""
+    """Scores of token pairs at all distances of a sweep, on the CPU."""
 
-    scores: Tensor  # [pairs, heads, distances] float64, of the rotated features if there are any, otherwise of all
-    visible: Tensor  # [distances] bool: the method shows a key at that distance
+    scores: Tensor  # [pairs, heads, distances] float64; of the rotated features, or of all features if none is rotated
+    visible: Tensor  # [distances] bool: whether a key at that distance is visible
 
 
 class DistanceSweep:
-    """The scores of pairs of tokens at each of `distances` (ascending), as in an input of `length` tokens."""
+    """Scores of token pairs at each of the ascending `distances`, as in an input of `length` tokens."""
 
     def __init__(self, encoding: PositionEncoding, distances: list[int], length: int, device: torch.device) -> None:
         self.method: PositionMethod = encoding.method
@@ -88,8 +88,8 @@ class DistanceSweep:
     def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None, factor: Tensor | None = None) -> SweptScores:
         """Return the scores of unrotated q and k [pairs, heads, head_dim].
 
-        They include the layer's bias and its learned `factor` [heads] or [heads, 2]. They do not include forgetting
-        gates, which belong to the tokens between the two.
+        Scores include the layer's bias and its learned `factor` [heads] or [heads, 2]. They do not include forgetting
+        gates, which depend on the tokens between the query and the key.
         """
         q, k = q.double(), k.double()
         everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)

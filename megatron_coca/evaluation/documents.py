@@ -1,4 +1,4 @@
-"""Documents to score, from text or from prepared shards: those that are long enough, truncated."""
+"""Documents for evaluation, read from text or prepared shards, filtered by minimum length and truncated."""
 
 import hashlib
 import logging
@@ -27,20 +27,23 @@ logger = logging.getLogger(__name__)
 
 
 class DocumentsRecord(Record):
-    """The documents of a result file: `sha256` of lengths and token ids (little-endian int64), `tokens` in total."""
+    """The documents of a result file.
+
+    `sha256` covers their lengths and token ids (little-endian int64); `tokens` is their total number of tokens.
+    """
 
     sha256: str
     count: int
     tokens: int
-    max_length: int  # tokens of one document at most
-    repeated: int | None  # prefix length, tiled to max_length
-    start: int | None = None  # token put before every document
+    max_length: int  # maximum tokens per document
+    repeated: int | None  # length of the prefix that is tiled to max_length; None: documents are not tiled
+    start: int | None = None  # token id put before every document
     sources: list[str]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Token arrays (int64, one dimension, at most `max_length`) and their sources."""
+    """Documents as token arrays (int64, one-dimensional, at most `max_length` tokens), and their sources."""
 
     arrays: tuple[np.ndarray, ...]
     sources: tuple[str, ...]
@@ -66,18 +69,17 @@ class Documents:
 
 
 class DocumentSource(NamedTuple):
-    path: str  # of a text file, or a shard's prefix
+    path: str  # path of a text file, or prefix of a shard
     is_shard: bool
 
 
 def find_sources(names: Sequence[str]) -> list[DocumentSource]:
-    """Resolve each name: a shard prefix (or its .bin or .idx), a text file, or the text files of a folder, sorted.
+    """Resolve each name: a shard prefix (or its .bin or .idx file), a text file, or a folder of text files (sorted).
 
-    Raises EvaluationError without names, for a folder of shards and for a missing path; DataError for an unknown
-    format.
+    Raises EvaluationError for an empty list, a folder of shards or a missing path; DataError for an unknown format.
     """
     if not names:
-        raise EvaluationError("--data: no test data; name text files or shard prefixes")
+        raise EvaluationError("--data: no test data given; name text files or shard prefixes")
     sources = []
     for name in names:
         prefix = name.removesuffix(".bin").removesuffix(".idx")
@@ -93,7 +95,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
             )
         if shards := [str(path.with_suffix("")) for path in sorted(Path(name).rglob("*.idx"))]:
             raise EvaluationError(
-                f"{name}: is a folder of shards, maybe with training data; name the shards to evaluate with --data: "
+                f"{name}: is a folder of shards, which may include training data; name the test shards with --data: "
                 f"{' '.join(shards)}"
             )
         sources += [DocumentSource(str(file), False) for file in corpora.corpus_files([Path(name)])]
@@ -101,10 +103,10 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 
 
 def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | None) -> None:
-    """Check that shards were prepared with the checkpoint's tokenizer; one warning names those that cannot be checked.
+    """Check that the checkpoint's tokenizer prepared the shards; warn once about all shards that cannot be checked.
 
-    If two vocabularies have the same size, no other check finds the mistake, and the perplexity would be meaningless.
-    Raises EvaluationError for another tokenizer, DataError for a damaged manifest.
+    No other check notices a different tokenizer with the same vocabulary size, which makes the perplexity meaningless.
+    Raises EvaluationError for a different tokenizer, DataError for a damaged manifest.
     """
     unverified = []
     for path in (source.path for source in sources if source.is_shard):
@@ -118,17 +120,17 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
         else:
             unverified.append(path)
     if unverified:
-        reason = "the checkpoint has no tokenizer" if tokenizer is None else "no tokenizer saved with them"
+        reason = "the checkpoint has no tokenizer" if tokenizer is None else "no tokenizer was saved with these shards"
         logger.warning(
-            "%s: %s; cannot verify that they were made with the model's tokenizer", ", ".join(unverified), reason
+            "%s: %s; cannot verify that they were prepared with the model's tokenizer", ", ".join(unverified), reason
         )
 
 
 def _check_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
-    """Compare fingerprints, then token ids. Raises EvaluationError for another tokenizer.
+    """Compare fingerprints, then token ids. Raises EvaluationError for a different tokenizer.
 
-    An exported or imported checkpoint has other files for the same ids. A model of chats, such as Qwen 3, names another
-    end of text than `prepare` takes from its vocabulary.
+    An exported or imported checkpoint can have different tokenizer files that produce the same ids. A chat model, such
+    as Qwen 3, can declare a different end-of-text token from the one that `prepare` takes from its vocabulary.
     """
     if fingerprint == tokenizer.fingerprint:
         return
@@ -137,8 +139,8 @@ def _check_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer: Tokeni
         if saved.fingerprint == fingerprint and first_difference(saved, tokenizer) is None:
             return
     raise EvaluationError(
-        f"{shard}: prepared with another tokenizer ({fingerprint[:12]}, by {file}) than the checkpoint's "
-        f"({tokenizer.fingerprint[:12]}); name text with --data, or prepare the corpus with the checkpoint's"
+        f"{shard}: prepared with a different tokenizer ({fingerprint[:12]}, recorded in {file}) from the checkpoint's "
+        f"({tokenizer.fingerprint[:12]}); name text with --data, or prepare the corpus with the checkpoint's tokenizer"
     )
 
 
@@ -147,15 +149,15 @@ def tokens_of(
 ) -> Iterator[np.ndarray]:
     """Yield the documents of one source, in order. Each ends with the tokenizer's `eod`, as in prepared shards.
 
-    The beginning of each text is encoded and decoded for `sample`. Raises DataError for unreadable files,
-    EvaluationError for text without a tokenizer.
+    The beginning of each text is also encoded and decoded, and the outcome is merged into `sample`. Raises DataError
+    for unreadable files, EvaluationError for a text file if the checkpoint has no tokenizer.
     """
     if source.is_shard:
         shard = Shard(source.path)
         yield from (np.asarray(shard.document(index), dtype=np.int64) for index in range(shard.documents))
     elif tokenizer is None:
         raise EvaluationError(
-            f"{source.path}: is text, and the checkpoint has no tokenizer; name a shard prepared with the model's"
+            f"{source.path}: is a text file, but the checkpoint has no tokenizer; name a shard with --data"
         )
     else:
         for document in corpora.read_documents(Path(source.path)):
@@ -173,15 +175,15 @@ def collect_documents(
     repeated: int | None = None,
     start: int | None = None,
 ) -> Documents:
-    """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
+    """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to that length.
 
-    `start` is put before every document that does not begin with it; prepared documents may.
+    `start` is put before every document that does not begin with it already, as some prepared documents do.
 
-    With `repeated`, documents of at least that many tokens are long enough. Their first `repeated` tokens are tiled to
-    `max_length`, as in Su's pages on ReRoPE (kexue.fm/archives/9708).
+    With `repeated`, a document needs only that many tokens: its first `repeated` tokens are tiled to `max_length`, as
+    in Su's pages on ReRoPE (kexue.fm/archives/9708).
 
-    `names` are those of `find_sources`; text needs the tokenizer. Raises DataError for unreadable sources,
-    EvaluationError for token ids outside 0 .. vocab_size-1 and if no document is long enough.
+    `names` are those of `find_sources`; text files need the tokenizer. Raises DataError for unreadable sources,
+    EvaluationError for token ids outside 0 .. vocab_size-1 or if no document is long enough.
     """
     sources = find_sources(names)
     check_tokenizers(sources, tokenizer)
@@ -210,7 +212,7 @@ def collect_documents(
 
 
 def note_losses(names: Sequence[str], kept: Sequence[np.ndarray], sample: Sample, tokenizer: Tokenizer | None) -> None:
-    """Warn about unknown tokens and about text that the tokenizer loses: both are easier to predict."""
+    """Warn about unknown tokens and about text that the tokenizer loses, which make documents easier to predict."""
     if tokenizer is None:
         return
     if loss := sample.loss(tokenizer.vocab_size):
@@ -226,17 +228,17 @@ def _check_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: int) -> N
         invalid = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
         raise EvaluationError(
             f"{source.path}: token id {invalid} is outside the model's vocabulary of {vocab_size}, so the data was "
-            "prepared with another tokenizer; prepare it again with the tokenizer of the checkpoint"
+            "prepared with a different tokenizer; prepare it again with the checkpoint's tokenizer"
         )
 
 
 def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int) -> Documents:
-    """Read the documents of `add_document_options`, at least `longest` tokens each.
+    """Read the documents selected by the options of `add_document_options`, each at least `longest` tokens long.
 
-    Raises EvaluationError and DataError.
+    Raises EvaluationError or DataError.
     """
     if args.max_length is not None and args.max_length < longest:
-        raise EvaluationError(f"--max-length {args.max_length}: is shorter than the window {longest}; raise it")
+        raise EvaluationError(f"--max-length {args.max_length}: must be at least {longest}, the longest input")
     trained = evaluation.opened.trained
     documents = collect_documents(
         args.data or default_data(trained),
@@ -248,15 +250,15 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
         evaluation.chosen_start(args.start_token),
     )
     usual = evaluation.tokenizer.usual_start if evaluation.tokenizer is not None else None
-    if any(tokens[0] != usual for tokens in documents.arrays):  # prepared documents may begin with it
+    if any(tokens[0] != usual for tokens in documents.arrays):  # prepared documents may already begin with it
         evaluation.warn_of_start(args.start_token)
     return documents
 
 
 def default_data(config: Config) -> list[str]:
-    """Return the run's own test shards, or those of the built-in corpus if its config names no data.
+    """Return the run's test shards, or those of the built-in corpus if the run's config names no data.
 
-    Raises EvaluationError for a run with training data only, DataError if the built-in corpus cannot be made.
+    Raises EvaluationError if the config names only training data, DataError if the built-in corpus cannot be built.
     """
     if config.data.test_data_paths:
         return list(config.data.test_data_paths)

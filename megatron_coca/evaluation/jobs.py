@@ -1,7 +1,7 @@
 """One evaluation on several devices: `--jobs N`.
 
 The work is divided by variant and, if there are few variants, by length. Every process runs the ordinary command for
-its share. All fill the same result files (`results.Store`), so the files are the same as those of one process.
+its share. All processes write to the same result files (`results.Store`), which equal those of a single process.
 """
 
 import os
@@ -26,13 +26,13 @@ DIVIDED_BY = {
     "analyse": "lengths",
     "lm-eval": "tasks",
 }
-"""By task, the option with values that are measured independently. Other tasks are divided by variant only."""
+"""For each task, the option with values that can be measured independently. Other tasks are divided by variant only."""
 RunTask = Callable[[Namespace], int]
-"""A function that runs the command of the options. It is at the top of a module, so that processes can import it."""
+"""A function that runs the command for parsed options; defined at module level, so that processes can import it."""
 
 
 def shares(args: Namespace, processes: int) -> list[Namespace]:
-    """Return the options of every share of an evaluation, the longest inputs first. Raises EvaluationError."""
+    """Split an evaluation into shares and return the options of each, longest inputs first. Raises EvaluationError."""
     if args.output is None:
         raise EvaluationError("--jobs: needs --output, because the processes share the result files; add --output")
     by_variant = [[variant] for variant in args.variant] or [[]]
@@ -40,7 +40,7 @@ def shares(args: Namespace, processes: int) -> list[Namespace]:
     values: list[Any] | None = getattr(args, option, None)
     changes = {}
     if values is not None and option != "tasks" and getattr(args, "max_length", 0) is None:
-        changes["max_length"] = max(values)  # the documents of all shares are cut to it
+        changes["max_length"] = max(values)  # all shares truncate documents to the same length
     if values is None or len(by_variant) >= 2 * processes:
         return [_with(args, variant=variant, **changes) for variant in by_variant]
     ordered = values if option == "tasks" else sorted(values, reverse=True)
@@ -52,9 +52,9 @@ def _with(args: Namespace, **changes: object) -> Namespace:
 
 
 def run_jobs(args: Namespace, run_task: RunTask) -> int:
-    """Run all shares, `args.jobs` at a time; then run the whole command here, which measures the missing entries.
+    """Run all shares, `args.jobs` at a time, then the whole command in this process, which measures missing entries.
 
-    With `--device auto` or `cuda`, the processes take the GPUs in turn.
+    With `--device auto` or `cuda`, the shares are spread over all GPUs.
     """
     waiting = deque(shares(args, args.jobs))
     threads = [
@@ -88,7 +88,7 @@ def _run_shares(waiting: deque[Namespace], device: str, run_task: RunTask) -> No
 
 
 def _run_share(args: Namespace, run_task: RunTask) -> None:
-    """Run a share without printing its tables: the whole command prints them."""
+    """Run a share without printing its tables; the final run of the whole command prints them."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         sys.exit(run_task(args))

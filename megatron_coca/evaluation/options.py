@@ -1,4 +1,4 @@
-"""Command-line options of all tasks. Nothing here imports PyTorch, so that `--help` answers at once."""
+"""Command-line options of all tasks. Nothing here imports PyTorch, so that `--help` is fast."""
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
@@ -20,20 +20,20 @@ KINDS_OF_WORK: tuple[KindOfWork, ...] = get_args(KindOfWork)
 METHODS = tuple(methods.TABLES["pos_emb"])
 RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 TRAINED = "trained"
-"""The value of recall's `--seed` that means the seed of the model's training."""
+"""The value of recall's `--seed` that selects the seed of the model's training."""
 DYNAMIC_LENGTH = "current"
 DYNAMIC_LENGTHS = {
-    "current": "the tokens so far, step by step",
+    "current": "the number of tokens so far, at each step",
     "prompt": "the prompt's length at every step",
-    "total": "the length of prompt and new tokens together at every step",
+    "total": "the length of prompt and new tokens together, at every step",
 }
 """Descriptions of `model.DYNAMIC_LENGTHS`: the length that a length-dependent extension uses during generation."""
 
 MOST_TOKENS = 2**27
-"""Largest number of input tokens or of new tokens. It stops a mistyped number, which would run for days."""
+"""Largest number of input tokens or of new tokens. A mistyped number would otherwise run for days."""
 MOST_JOBS = 1024
 MAX_SLUG_BYTES = 120
-"""File systems allow 255 bytes in a name, and file names add a task and a suffix to a slug."""
+"""File systems limit names to 255 bytes, and file names add a task and a suffix to the slug."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The checkpoint with its variants, the device and the result files; from `subject_options`."""
+    """The checkpoint with its variants, the device and the result files, as returned by `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -98,7 +98,7 @@ def shift_list(text: str) -> list[int]:
 def percent_list(text: str) -> list[int]:
     percents = sorted(set(int_list(text, 0)))
     if percents[-1] > 100:
-        raise ArgumentTypeError(f"{text!r} is not a list of whole percents, 0 to 100")
+        raise ArgumentTypeError(f"{text!r} is not a list of whole percentages from 0 to 100")
     return percents
 
 
@@ -113,7 +113,7 @@ def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         if unknown := [name for name in names if name not in known]:
-            raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
         return names
 
     return parse
@@ -129,7 +129,8 @@ def label_and_path(text: str) -> tuple[str, str]:
 def slug(label: str) -> str:
     """Turn a label into a part of a file name, in lower case.
 
-    Each run of other characters than letters, digits, `.` and `-` becomes one `_`. A long label is cut and gets a hash.
+    Each run of characters other than letters, digits, `.` and `-` becomes one `_`. A long label is truncated and gets
+    a hash.
     """
     kept = "".join(character if character.isalnum() or character in ".-" else " " for character in label.lower())
     name = "_".join(kept.split()) or "unnamed"
@@ -145,7 +146,7 @@ def plot_text(label: str) -> str:
 
 
 def dynamic_length_text(name: str) -> str:
-    return f"dynamic length {name}: in generation an extension that depends on the length sees {DYNAMIC_LENGTHS[name]}"
+    return f"dynamic length {name}: in generation, a length-dependent extension uses {DYNAMIC_LENGTHS[name]}"
 
 
 def add_device_options(parser: ArgumentParser) -> None:
@@ -157,24 +158,24 @@ def add_device_options(parser: ArgumentParser) -> None:
 def add_subject_options(parser: ArgumentParser) -> None:
     """Declare the options that `subject_options` reads."""
     add = parser.add_argument
-    checkpoint = "a run's save folder, one step of it, or a Hugging Face folder"
+    checkpoint = "a run's save folder, one of its step folders, or a Hugging Face folder"
     add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
-    overrides = "config overrides at evaluation, for all variants, e.g. rope_scaling.rope_type=dynamic"
+    overrides = "config overrides for all variants, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
-    variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat it for each variant"
+    variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat the option for each variant"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variant)
-    add("--label", help="the model's name in reports; default: the checkpoint's folder and the overrides")
+    add("--label", help="the model's name in reports; default: the checkpoint folder's name and the overrides")
     add_device_options(parser)
-    output = "the result: a file NAME.json, or a folder that gets one file for each variant"
+    output = "the result file NAME.json, or a folder for one result file per variant"
     add("--output", type=local_path, metavar="FILE|DIR", help=output)
-    add("--overwrite", action="store_true", help="replace results of another measurement; the same one is resumed")
-    jobs = "processes that share the work, on all GPUs in turn; the result is that of one process; default: 1"
+    add("--overwrite", action="store_true", help="replace results of a different measurement; the same one is resumed")
+    jobs = "number of processes that share the work, spread over all GPUs; does not change results; default: 1"
     add("--jobs", type=job_count, default=1, metavar="N", help=jobs)
 
 
 def add_dynamic_length_option(parser: ArgumentParser) -> None:
     choices = "; ".join(f"{name}: {text}" for name, text in DYNAMIC_LENGTHS.items())
-    text = f"length that a length-dependent extension sees in generation: {choices}; default: {DYNAMIC_LENGTH}"
+    text = f"length that a length-dependent extension uses in generation: {choices}; default: {DYNAMIC_LENGTH}"
     parser.add_argument("--dynamic-length", choices=DYNAMIC_LENGTHS, default=DYNAMIC_LENGTH, help=text)
 
 
@@ -191,17 +192,17 @@ def truth(text: str) -> bool:
 
 
 def add_chat_options(parser: ArgumentParser, examples: bool = False) -> None:
-    """Declare the options that `chats.chat_record` reads, in our spelling and in that of the harness.
+    """Declare the options that `chats.chat_record` reads, spelled with hyphens or with underscores as in the harness.
 
-    `examples` adds the option for few-shot examples.
+    `examples`: whether to add the option for few-shot examples.
     """
     add = parser.add_argument
-    chat = "every prompt is the user's message of a chat, rendered by the tokenizer's template, and the answer follows"
+    chat = "send every prompt as a user message, rendered by the tokenizer's chat template"
     add("--apply-chat-template", "--apply_chat_template", action="store_true", help=chat)
-    system = "with --apply-chat-template: the system message, before a task's own"
+    system = "with --apply-chat-template: the system message, which precedes a task's own"
     add("--system-instruction", "--system_instruction", metavar="TEXT", help=system)
     if examples:
-        turns = "with --apply-chat-template: examples are turns of the chat, or (false) in one message; default: true"
+        turns = "with --apply-chat-template: whether examples are chat turns, or all in one message; default: true"
         known = {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
         add("--fewshot-as-multiturn", "--fewshot_as_multiturn", help=turns, **known)  # type: ignore[arg-type]
 
@@ -214,10 +215,10 @@ def add_start_option(parser: ArgumentParser, text: str) -> None:
 def add_document_options(parser: ArgumentParser) -> None:
     """Declare the options that `documents.read_subject_documents` reads."""
     add = parser.add_argument
-    data = "text files, JSONL files, folders of them, or shard prefixes; default: the run's test data"
+    data = "text files, JSONL files, folders of such files, or shard prefixes; default: the run's test data"
     add("--data", type=expanded, nargs="+", metavar="PATH", help=data)
     add("--num-documents", type=positive_int, metavar="N", help="use only the first N documents that are long enough")
-    max_length = "documents of at least N tokens, truncated to N; default: the largest window or length"
+    max_length = "use documents of at least N tokens, truncated to N; default: the largest window or length"
     add("--max-length", type=token_count, metavar="N", help=max_length)
     repeat = "use the first N tokens of each document, tiled to --max-length"
     add("--repeat", type=positive_int, metavar="N", help=repeat)
@@ -229,8 +230,8 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_document_options(parser)
     add = parser.add_argument
     add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
-    add("--stride", required=True, type=token_count, metavar="S", help="tokens scored by each window")
-    text = "softmax over the token ids below N only, such as those of text for a model that also learned facts"
+    add("--stride", required=True, type=token_count, metavar="S", help="number of tokens that each window scores")
+    text = "restrict the softmax to token ids below N, such as the text tokens of a model that also learned facts"
     add("--vocabulary", type=positive_int, metavar="N", help=text)
     add_batch_option(parser, 8192)
 
@@ -238,10 +239,10 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
 def add_retrieval_options(
     parser: ArgumentParser, cases: int, max_new_tokens: int = 64, has_haystack: bool = True
 ) -> None:
-    """Declare the options that passkey, needle and ruler share, with a task's own defaults."""
+    """Declare the options that passkey, needle and ruler share, with the defaults of one task."""
     add_subject_options(parser)
     add = parser.add_argument
-    lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # of the CoCA paper
+    lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # as in the CoCA paper
     text = "prompt lengths in tokens; default: 512,1024,..,32768"
     add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
     add(
@@ -249,11 +250,11 @@ def add_retrieval_options(
         type=positive_int,
         default=cases,
         metavar="N",
-        help=f"prompts for each length, and depth or task; default: {cases}",
+        help=f"number of prompts per length (and per depth or task); default: {cases}",
     )
     text = f"maximum tokens of an answer; default: {max_new_tokens}"
     add("--max-new-tokens", type=token_count, default=max_new_tokens, metavar="N", help=text)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the cases, the same for every model; default: 0")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the cases; all models get the same cases; default: 0")
     add_batch_option(parser, 16384)
     stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
     add("--answer-stub", action="store_true", help=stub)
@@ -261,7 +262,7 @@ def add_retrieval_options(
     add_chat_options(parser)
     add_dynamic_length_option(parser)
     if has_haystack:
-        text = "text files, JSONL files or folders, or builtin for the built-in corpus; default: the passkey's filler"
+        text = "filler: text files, JSONL files, folders, or builtin (the built-in corpus); default: passkey filler"
         add("--haystack", nargs="+", metavar="PATH", help=text)
 
 
@@ -272,26 +273,26 @@ def add_passkey_options(parser: ArgumentParser) -> None:
 def add_recall_options(parser: ArgumentParser) -> None:
     add_subject_options(parser)
     add = parser.add_argument
-    add("--lengths", type=int_list, metavar="N,N,...", help="input lengths in tokens; default: 1 to 16 times L")
-    shifts = "added to all positions of an input of the training length; default: 0,16,64,192,960"
+    add("--lengths", type=int_list, metavar="N,N,...", help="input lengths in tokens; default: L, 2L, 4L, 8L, 16L")
+    shifts = "offsets added to all positions of an input of the training length; default: 0,16,64,192,960"
     add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
-    add("--cases", type=positive_int, default=512, metavar="N", help="questions at each length; default: 512")
-    text = "questions for which attention heads are scored; default: 128"
+    add("--cases", type=positive_int, default=512, metavar="N", help="number of questions per length; default: 512")
+    text = "number of questions for which attention heads are scored; default: 128"
     add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
-    text = "seed of the questions; trained: the seed of the model's training; default: 0"
+    text = "seed of the questions, or trained for the seed of the model's training; default: 0"
     add("--seed", type=seed_or_trained, default=0, metavar="N", help=text)
     add_batch_option(parser, 32768)
 
 
 def add_needle_options(parser: ArgumentParser) -> None:
     add_retrieval_options(parser, cases=5)
-    text = "percent of the text before the needle; default: 0,10,..,100"
+    text = "depths of the needle: percent of the text before it; default: 0,10,..,100"
     parser.add_argument("--depths", type=percent_list, default=[*range(0, 101, 10)], metavar="P,P,...", help=text)
 
 
 def add_ruler_options(parser: ArgumentParser) -> None:
     add_retrieval_options(parser, cases=25, max_new_tokens=96)
-    text = f"some of {', '.join(RULER_NAMES)}; default: all"
+    text = f"tasks to run; choices: {', '.join(RULER_NAMES)}; default: all"
     parser.add_argument("--tasks", type=names_of(RULER_NAMES), default=[*RULER_NAMES], metavar="TASK,...", help=text)
 
 
@@ -305,32 +306,35 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
         type=local_path,
         default=[],
         metavar="DIR",
-        help="folders of more task files (*.yaml)",
+        help="folders with additional task files (*.yaml)",
     )
-    shots = "examples before each document; default: the task's own number"
+    shots = "few-shot examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
-    longest = "cut the beginning of longer prompts; default: cut none, and use rolling windows of the training length"
+    longest = (
+        "maximum input tokens; longer prompts lose their beginning; default: no limit, but rolling windows have the "
+        "training length"
+    )
     add("--max-length", type=token_count, metavar="N", help=longest)
-    start = "put this token before every text; '': none; default: as the model's own library does"
+    start = "put this token before every text; '' for none; default: the tokens that the model's own library adds"
     add("--start-token", metavar="TOKEN", help=start)
     add_chat_options(parser, examples=True)
-    logged = "write every sample with its prompts and answers to RESULT.samples/TASK.jsonl, as the harness does"
+    logged = "write every sample with its prompts and answers to RESULT.samples/TASK.jsonl, in the harness's format"
     add("--log-samples", "--log_samples", action="store_true", help=logged)
     add_batch_option(parser, 16384)
     add_dynamic_length_option(parser)
-    add("--seed", type=whole_number, default=1234, metavar="N", help="seed for the choice of few-shot examples")
+    add("--seed", type=whole_number, default=1234, metavar="N", help="seed for choosing few-shot examples")
 
 
 def add_suite_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("suite", type=local_path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
+    add("suite", type=local_path, metavar="SUITE.yml", help="file with checkpoints and tasks; see configs/evaluation/")
     output = "output folder for results/ and report/; rerunning resumes"
     add("--output", required=True, type=local_path, metavar="DIR", help=output)
-    checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
+    checkpoint = "path of a checkpoint of the suite, or of any if the suite accepts any; repeat the option for each"
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
-    add("--jobs", type=job_count, default=1, metavar="N", help="processes that share each task's work; default: 1")
+    add("--jobs", type=job_count, default=1, metavar="N", help="number of processes that share each task; default: 1")
     add_device_options(parser)
 
 
@@ -341,31 +345,31 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     lengths = "input lengths in tokens; may exceed the training length"
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
-    pairs = "pairs of tokens for the angles, over all documents; default: 1024"
+    pairs = "number of token pairs for the angles, over all documents; default: 1024"
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
-    queries = "positions of each document for entropy and scores; default: 128"
+    queries = "number of positions per document for entropy and scores; default: 128"
     add("--queries", type=positive_int, default=128, metavar="N", help=queries)
-    add("--seed", type=whole_number, default=1234, help="seed of the drawn pairs")
+    add("--seed", type=whole_number, default=1234, help="seed for drawing the token pairs")
 
 
 def add_speed_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     shape = parser.add_mutually_exclusive_group(required=True)
     shape.add_argument(
-        "--config", nargs="+", type=local_path, metavar="FILE", help="the model's shape: a run's YAML files"
+        "--config", nargs="+", type=local_path, metavar="FILE", help="YAML files of a run, which set the model's shape"
     )
-    checkpoint = "the model's shape: a checkpoint; its weights are not read"
+    checkpoint = "checkpoint that sets the model's shape; its weights are not read"
     shape.add_argument("--checkpoint", type=expanded, metavar="DIR", help=checkpoint)
     overrides = "config overrides for all methods"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
-    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="row lengths in tokens")
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="sequence lengths in tokens")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
-    variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"
+    variants = "an additional method: its name, then YAML overlays and KEY=VALUE; repeat the option for each"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
-    add("--what", type=names_of(KINDS_OF_WORK), help="some of " + ", ".join(KINDS_OF_WORK) + "; default: all")
-    add("--batch-size", type=positive_int, default=1, metavar="N", help="rows; default: 1")
-    add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default: 9")
-    add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
+    add("--what", type=names_of(KINDS_OF_WORK), help="work to time: " + ", ".join(KINDS_OF_WORK) + "; default: all")
+    add("--batch-size", type=positive_int, default=1, metavar="N", help="sequences per batch; default: 1")
+    add("--rounds", type=positive_int, default=9, metavar="N", help="number of timed rounds; default: 9")
+    add("--label", help="name of the model's shape in reports; default: name of the configuration or checkpoint")
     add_device_options(parser)
     add("--output", type=local_path, metavar="FILE.json", help="the result file")
     add("--overwrite", action="store_true", help="replace an existing file")
@@ -378,12 +382,12 @@ def add_report_options(parser: ArgumentParser) -> None:
         nargs="+",
         type=local_path,
         metavar="RESULTS",
-        help="result files of megatron-coca evaluate, or folders of them",
+        help="result files of megatron-coca evaluate, or folders of such files",
     )
     add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    papers = "add the published numbers of the CoCA paper and of Su's pages"
+    papers = "add published numbers from the CoCA paper and Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 
@@ -394,7 +398,7 @@ def subject_options(args: Namespace) -> SubjectOptions:
     """
     variants = read_variants(args)
     if any(not variant.label.strip() for variant in variants):
-        raise EvaluationError("--variant: the name is empty; give it a name, or a --label")
+        raise EvaluationError("--variant: empty name; give the variant a name, or set --label")
     labels = [slug(variant.label) for variant in variants]
     if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")

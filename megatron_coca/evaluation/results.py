@@ -25,29 +25,29 @@ from megatron_coca.support.regular_files import read_regular
 from megatron_coca.support.safe_yaml import YamlFault, read_yaml
 
 if TYPE_CHECKING:
-    import torch  # imported where it is used: the command line declares its options without PyTorch
+    import torch  # not imported at run time: the command line declares its options without PyTorch
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".cost.json"
-"""The end of the name of a cost file."""
+"""Suffix of the name of a cost file."""
 
 
 class EvaluationError(InputError, ValueError):
-    """An evaluation cannot run as requested. The message names the thing, the problem and the remedy."""
+    """Raised if an evaluation cannot run as requested. The message names the subject, the problem and the remedy."""
 
 
 class Record(BaseModel):
-    """Base of all records in result files. JSON has no non-finite numbers: they become "Infinity" and "NaN"."""
+    """Base of all records in result files. JSON has no non-finite numbers, so they become "Infinity" and "NaN"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 ADDED = frozenset({"checkpoint.network", "protocol.chat.symbols", "protocol.prompts_sha256", "protocol.text_sha256"})
-"""Fields that files of earlier versions do not have. If one is missing, the others identify the measurement."""
+"""Fields that may be missing in files of earlier versions. Comparisons of measurements ignore a missing field."""
 
 OPEN = ConfigDict(extra="ignore")
-"""The configuration of a record that has more fields in files of earlier versions."""
+"""Configuration of a record that had more fields in earlier versions: extra fields are ignored."""
 
 
 class Entry(Record):
@@ -56,16 +56,16 @@ class Entry(Record):
     @property
     @abstractmethod
     def key(self) -> tuple[Any, ...]:
-        """Identify the entry in its file, which is sorted by these keys."""
+        """Return the key that identifies the entry in its file; entries are sorted by their keys."""
 
 
 class CheckpointRecord(Record):
-    """The checkpoint: `identity` is a digest of its content, `seq_length` the length it was last trained at.
+    """The checkpoint: `identity` is a digest of its content, `seq_length` the length of its last training.
 
     `network` is a digest of the keys that decide how the weights are used. Our own checkpoints need it, because their
     `identity` covers the weights only.
-    `trained_with` has the frequency extension, distance map and logit scaling used in training, and a rotary base
-    other than 10000. `seed` is that of training; it does not identify a measurement, because `identity` does.
+    `trained_with` lists the frequency extension, distance map and logit scaling used in training, and a rotary base
+    other than 10000. `seed` is the training seed; a measurement is identified by `identity`, not by the seed.
     """
 
     path: str
@@ -74,7 +74,7 @@ class CheckpointRecord(Record):
     seq_length: int
     pos_emb: str
     trained_with: dict[str, JsonValue] = {}
-    seed: int | None = None  # None for weights of other projects and files of earlier versions
+    seed: int | None = None  # None for weights from other projects and in files of earlier versions
     network: str | None = None  # None in files of earlier versions
 
 
@@ -88,7 +88,7 @@ class EnvironmentRecord(Record):
 
 
 class Missing(Record):
-    """A requested entry, or all entries, without a result. `kind` is "refused" if the model cannot compute it."""
+    """A requested entry, or all entries, without a result. `kind` is "refused" if the model does not support it."""
 
     at: str  # "window 4096", or "all"
     kind: Literal["refused", "out of memory", "not run", "failed"]
@@ -96,12 +96,12 @@ class Missing(Record):
 
     @property
     def shown(self) -> str:
-        """The kind in words."""
+        """The kind as shown to users."""
         return "not supported" if self.kind == "refused" else self.kind
 
 
 class Result(Record):
-    """The result file of one task and one variant; a task adds its `protocol` and the type of its `results`.
+    """The result file of one task and one variant; each task adds its `protocol` and the type of its `results`.
 
     `overrides` are the config keys that evaluation changes, with their values.
     """
@@ -117,7 +117,7 @@ class Result(Record):
 
     @property
     def setting(self) -> str:
-        """The training length, and the frequency extension with its original length."""
+        """The training length, and the frequency extension, if there is one, with its original length."""
         length = self.checkpoint.seq_length
         scaling: Any = self.overrides.get("rope_scaling", self.checkpoint.trained_with.get("rope_scaling"))
         if not scaling:
@@ -127,17 +127,17 @@ class Result(Record):
         return f"trained at {length}, {extension.name}{origin}"
 
     def measurement(self) -> dict[str, Any]:
-        """Return the content that identifies a measurement, without paths. Two files of the same one share it."""
+        """Return the fields that identify a measurement, without paths. Files of the same measurement share them."""
         moved: Any = {"checkpoint": {"path", "seed"}, "documents": {"sources"}, "protocol": {"haystack": {"name"}}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
 class Cost(Record):
-    """Cost of one entry, summed over interruptions."""
+    """Cost of one entry, summed over all runs that resumed it."""
 
     at: str
     seconds: float
-    tokens: int  # scored or generated, by task
+    tokens: int  # scored or generated tokens, depending on the task
     tokens_per_second: float
     peak_memory_bytes: int | None  # None if the system does not report it
 
@@ -165,7 +165,7 @@ ResultType = TypeVar("ResultType", bound=Result)
 
 
 Show = Callable[[Result], None]
-"""Shows a result to the user when it is complete."""
+"""A function that shows a complete result to the user."""
 
 
 def check_writable(path: Path) -> None:
@@ -183,7 +183,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename it: if the disk is full, the earlier file stays. Raises EvaluationError."""
+    """Write to a temporary file and rename it: a full disk leaves the earlier file intact. Raises EvaluationError."""
     check_writable(path)
     try:
         write_file(path, content)
@@ -198,7 +198,10 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path, kind: type[RecordType], noun: str) -> RecordType:
-    """Read one file. Raises EvaluationError if it is missing, unreadable or no record of this kind; `noun` names it."""
+    """Read a record from a file. Raises EvaluationError if the file is missing, unreadable or no record of this kind.
+
+    `noun` names the record in messages.
+    """
     try:
         return kind.model_validate_json(read_regular(path))
     except OSError as error:
@@ -222,11 +225,14 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def validated(path: Path, content: Any, kind: type[RecordType], noun: str) -> RecordType:
-    """Return the content of a file as a record. Raises EvaluationError with all faults; `noun` names the record."""
+    """Return the content of a file as a record. Raises EvaluationError with all faults.
+
+    `noun` names the record in messages.
+    """
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        said = {"extra_forbidden": "unknown key", "missing": "not set, and needed"}
+        said = {"extra_forbidden": "unknown key", "missing": "required, but not set"}
         faults = {".".join(map(str, each["loc"])) or "file": each for each in error.errors()}
         unknown = [key for key, each in faults.items() if each["type"] == "extra_forbidden" and len(each["loc"]) == 1]
         lines = [f"{key}: {said.get(faults[key]['type'], faults[key]['msg'])}" for key in faults if key not in unknown]
@@ -245,15 +251,15 @@ def read_costs(path: Path) -> Costs | None:
     if not cost_path(path).is_file():
         return None
     try:
-        return read_record(cost_path(path), Costs, "a file of costs")
+        return read_record(cost_path(path), Costs, "a cost file")
     except EvaluationError as error:
-        logger.warning("%s; these costs are left out", error)
+        logger.warning("%s; its costs are left out", error)
         return None
 
 
 @dataclass
 class Meter:
-    """Time and memory of a `measured` block, set when it ends."""
+    """Time and memory of a `measured` block, set when the block ends."""
 
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -263,7 +269,7 @@ class Meter:
 def measured(device: "torch.device") -> Iterator[Meter]:
     """Measure the enclosed work on `device`.
 
-    On a CUDA device the peak memory is that of PyTorch. On the CPU it is the growth of the process's resident memory,
+    On a CUDA device, peak memory is measured by PyTorch. On the CPU, it is the growth of the process's resident memory,
     or None if the system does not report it.
     """
     meter, before = Meter(), None
@@ -291,7 +297,7 @@ def measured(device: "torch.device") -> Iterator[Meter]:
 
 
 def resident_memory(field: str = "VmRSS") -> int | None:
-    """Return a memory field of /proc/self/status in bytes; None if the system has none."""
+    """Return a memory field of /proc/self/status in bytes, or None if the field is not available."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -313,12 +319,12 @@ class Store(Generic[ResultType]):
     """The result file at `path` (None: in memory only), written after every entry.
 
     A file of the same measurement is resumed and keeps its entries. A file of another measurement is replaced if it has
-    no results or if `overwrite` is set; otherwise it is an EvaluationError. The file exists from the start, even if the
-    process is killed. Several processes may fill one file: each reads the file again before it writes.
+    no results or if `overwrite` is set; otherwise EvaluationError is raised. The file is created at once, so it exists
+    even if the process is killed. Several processes may fill one file: each reads it again before writing.
 
     Attributes:
         result: the content of the file.
-        noted: the missing entries that this call reported.
+        noted: the missing entries recorded in this run.
     """
 
     def __init__(self, path: Path | None, empty: ResultType, overwrite: bool = False) -> None:
@@ -336,7 +342,7 @@ class Store(Generic[ResultType]):
         return next((entry for entry in self.result.results if entry.key == key), None)
 
     def put(self, entry: Entry, cost: Cost | None = None) -> None:
-        """Add or replace an entry and write the files. A cost removes the missing entry of the same name."""
+        """Add or replace an entry and write the files. If `cost` is set, remove the missing entry of the same name."""
         with self._latest():
             others = [other for other in self.result.results if other.key != entry.key]
             missing = self.result.missing
@@ -381,20 +387,20 @@ class Store(Generic[ResultType]):
 
 
 def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultType | None:
-    """Read the result at `path`; None if it may be replaced. Raises EvaluationError for another measurement."""
+    """Read the result at `path`; return None if it may be replaced. Raises EvaluationError for another measurement."""
     try:
         earlier = read_record(path, type(empty), f"a result of `megatron-coca evaluate {empty.task}`")
     except EvaluationError as error:
         if overwrite:
             return None
-        raise EvaluationError(f"{error}; remove it, or replace it with --overwrite") from error
+        raise EvaluationError(f"{error}; remove the file, or replace it with --overwrite") from error
     differing = ", ".join(_differences(earlier.measurement(), empty.measurement()))
     if not differing:
         return earlier
     if overwrite or not earlier.results:
         return None
     raise EvaluationError(
-        f"{path}: holds another measurement (different {differing}); name another --output, or replace it with "
+        f"{path}: contains another measurement (different {differing}); name another --output, or replace it with "
         "--overwrite"
     )
 

@@ -1,4 +1,4 @@
-"""Intervals of shares and of means over seeds, corrected p-values, and the paired bootstrap over documents."""
+"""Confidence intervals of fractions and of means over seeds, corrected p-values, and the paired document bootstrap."""
 
 import math
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from statistics import NormalDist, fmean, stdev
 import numpy as np
 
 RESAMPLES = 10_000
-"""Number of bootstrap samples of the documents. Their seed is fixed, so every comparison has the same samples."""
+"""Number of bootstrap samples of the documents. The seed is fixed, so every comparison uses the same samples."""
 FEWEST_DOCUMENTS = 6
-"""With fewer documents no difference is called significant: five equal signs occur by chance in 6% of cases."""
+"""Fewest documents for a significant difference: with five, all signs agree by chance in 6% of cases."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its 95% interval, which are NaN if the `count` values give no interval."""
+    """A mean and the ends of its 95% interval, which are NaN if the `count` values determine no interval."""
 
     mean: float
     low: float
@@ -26,14 +26,14 @@ class Estimate:
 
 @cache
 def t_quantile(degrees: int, inside: float = 0.95) -> float:
-    """Return the t of Student's distribution with probability `inside` between -t and t; by default the 0.975 quantile.
+    """Return t such that Student's distribution has probability `inside` between -t and t.
 
-    `degrees` of freedom are at least 1. The closed form for whole numbers is solved by bisection (Abramowitz and
-    Stegun, 26.7.3 and 26.7.4).
+    The default is the 0.975 quantile. The degrees of freedom `degrees` must be at least 1. The closed form for whole
+    numbers (Abramowitz and Stegun, 26.7.3 and 26.7.4) is inverted by bisection.
     """
     if degrees < 1:
-        raise ValueError(f"degrees of freedom: {degrees}: must be at least 1; give two values or more")
-    low, high = 0.0, math.pi / 2  # of the angle with the tangent t / sqrt(degrees)
+        raise ValueError(f"degrees of freedom: must be at least 1, not {degrees}; pass at least two values")
+    low, high = 0.0, math.pi / 2  # bounds of the angle with tangent t / sqrt(degrees)
     for _ in range(100):
         angle = (low + high) / 2
         low, high = (angle, high) if _two_sided(angle, degrees) < inside else (low, angle)
@@ -41,7 +41,7 @@ def t_quantile(degrees: int, inside: float = 0.95) -> float:
 
 
 def _two_sided(angle: float, degrees: int) -> float:
-    """Student's probability of values between -t and t, where t = sqrt(degrees) * tan(angle)."""
+    """Return the probability between -t and t in Student's distribution, where t = sqrt(degrees) * tan(angle)."""
     odd, cosine = degrees % 2, math.cos(angle)
     term = total = cosine if odd else 1.0
     for k in range(2 + odd, degrees - 1, 2):
@@ -53,10 +53,10 @@ def _two_sided(angle: float, degrees: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of the values of one seed or more, with its t interval.
+    """Return the mean of the values of one or more seeds, with its t interval.
 
-    There is no interval if a value is infinite or undefined. There is none if all values are equal, as with a task that
-    every seed solves, because it would have no width.
+    There is no interval if a value is infinite or NaN, or if all values are equal, as in a task that every seed
+    solves: the interval would have zero width.
     """
     if not all(map(math.isfinite, values)):
         return Estimate(sum(values), math.nan, math.nan, len(values))
@@ -68,7 +68,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); it lies within 0 .. 1 and is never empty.
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927), which is within 0 .. 1 and never empty.
 
     If some scores are neither 0 nor 1, the interval is wider than needed: scores of 0 and 1 vary most for a given mean.
     """
@@ -76,14 +76,14 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     centre = fraction + z**2 / (2 * count)
     reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
     scale = 1 + z**2 / count
-    # At 0 and 1 the formula gives the bound itself only up to rounding.
+    # For fractions of 0 and 1, rounding would keep the formula from returning exactly 0 or 1.
     low = (centre - reach) / scale if fraction > 0 else 0.0
     high = (centre + reach) / scale if fraction < 1 else 1.0
     return low, high
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's t test for a mean of 0, of two values or more; 1 if all are 0."""
+    """Return the two-sided p-value of Student's t test that two or more values have mean 0; 1 if all values are 0."""
     spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
     if spread == 0.0:
         return float(mean == 0.0)
@@ -92,11 +92,11 @@ def p_value(values: Sequence[float]) -> float:
 
 
 def power(effect: float, count: int, level: float = 0.05) -> float:
-    """Return the probability that the two-sided t test of `count` (at least 2) paired values is significant at `level`.
+    """Return the power of a two-sided t test of `count` (at least 2) paired values at the significance `level`.
 
-    Their mean is `effect` times their standard deviation sigma. The mean over sigma / sqrt(n) is normal around
-    effect * sqrt(n). The integral is over s, the sample's standard deviation in units of sigma, which has a chi
-    distribution over the root of its degrees.
+    The population mean is `effect` times the standard deviation sigma. The sample mean divided by sigma / sqrt(n) is
+    normal around effect * sqrt(n). The integral is over s, the sample standard deviation in units of sigma;
+    s * sqrt(degrees) has a chi distribution.
     """
     degrees, normal = count - 1, NormalDist()
     spread = (np.arange(2000) + 0.5) / 2000 * (1.0 + 9.0 / math.sqrt(degrees))
@@ -108,7 +108,7 @@ def power(effect: float, count: int, level: float = 0.05) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number (Holm 1979), in the given order."""
+    """Return p-values corrected for multiple comparisons (Holm 1979), in the given order."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -119,8 +119,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
     """Return the 95% interval of the difference of two independent means, from their intervals.
 
-    The distances to the ends are added in quadrature (Newcombe 1998, method 10, for proportions; Zou and Donner 2008
-    for other estimates).
+    The distances between means and interval ends are added in quadrature (Newcombe 1998, method 10, for proportions;
+    Zou and Donner 2008 for other estimates).
     """
     difference = one.mean - other.mean
     below = math.hypot(one.mean - one.low, other.high - other.mean)
@@ -137,7 +137,7 @@ def exponential(value: float) -> float:
 
 
 def geometric_estimate(logarithms: Sequence[float]) -> Estimate:
-    """Return the exponentials of the mean and the ends of `estimate`; for the nll they are perplexities."""
+    """Return `estimate` with its mean and ends exponentiated; for mean nll values, the results are perplexities."""
     found = estimate(logarithms)
     return Estimate(exponential(found.mean), exponential(found.low), exponential(found.high), found.count)
 
@@ -162,9 +162,9 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def differ(nlls: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the interval of the difference of two models' sums over the same documents excludes 0.
+    """Return True if the interval of the difference between two models' nll sums over the same documents excludes 0.
 
-    The number of tokens in a sample divides both sums, so it cannot change the sign of the difference. The answer is
+    Both sums would be divided by the same number of tokens, which cannot change the sign of the difference. Return
     False for fewer than FEWEST_DOCUMENTS documents.
     """
     if min(len(nlls), len(others)) < FEWEST_DOCUMENTS:

@@ -1,4 +1,4 @@
-"""The checkpoint of an evaluation and its variants. Each is a model with config overrides and gets a result file."""
+"""The evaluated checkpoint and its variants: one model with different config overrides and result files."""
 
 import logging
 import sys
@@ -43,7 +43,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A variant with overrides that do not fit the weights or that no backend can compute."""
+    """A variant that cannot be evaluated: its overrides do not fit the weights, or no backend supports them."""
 
     header: Header
     reason: str
@@ -51,7 +51,7 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Subject:
-    """A variant's model in evaluation mode on its device, with its tokenizer and its config, overrides included."""
+    """A variant's model, in evaluation mode and on its device, with the tokenizer and the config after overrides."""
 
     header: Header
     model: GPT
@@ -68,20 +68,20 @@ class Subject:
 
     @property
     def training_length(self) -> int:
-        """Training length in tokens; after fine-tuning, the last one."""
+        """Training length in tokens; for a fine-tuned model, the length used in fine-tuning."""
         return self.header.checkpoint.seq_length
 
     @property
     def vocab_size(self) -> int:
-        """Token ids without the padding rows of the vocabulary."""
+        """Number of token ids, without the padding rows of the vocabulary."""
         return self.config.model.vocab_size or self.config.model.padded_vocab_size
 
 
 class Evaluation:
-    """One call of a task on all variants of a checkpoint. A missing tokenizer causes only a warning.
+    """One run of a task on all variants of a checkpoint. A missing tokenizer causes only a warning.
 
-    Raises EvaluationError, CheckpointError or DataError for all that can be checked before a model is loaded. `status`
-    is the exit status: 2 if a requested result is missing.
+    The constructor checks everything that does not need a loaded model, and raises EvaluationError, CheckpointError or
+    DataError. `status` is the exit status: 2 if a requested result is missing.
     """
 
     def __init__(self, options: SubjectOptions, task: str, show: Show = lambda result: None) -> None:
@@ -90,60 +90,59 @@ class Evaluation:
         for variant in options.variants:
             if (output := options.output_of(task, variant.label)) is not None:
                 results.check_writable(output)
-        first = options.variants[0]  # overrides of the tokenizer are the same for all variants
+        first = options.variants[0]  # all variants have the same tokenizer overrides
         named = (each for each in options.variants if "imports" in given_values(each.overrides, each.files))
         methods = next(named, first)
         self.opened = open_checkpoint(options.checkpoint, overrides=methods.overrides, files=methods.files)
-        self._identity = (
-            self.opened.identity
-        )  # of the weights as they are now: the folder may change before they are loaded
+        # Read now, because the folder may change before the weights are loaded.
+        self._identity = self.opened.identity
         found = self.opened.tokenizer(first.overrides, first.files)
         if found.note is not None:
             logger.warning("%s", found.note)
         self.tokenizer = found.tokenizer
 
     def needed_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises EvaluationError if the checkpoint has none."""
+        """Return the tokenizer. Raises EvaluationError if the checkpoint has no tokenizer."""
         if self.tokenizer is None:
             raise EvaluationError(
-                f"{self.options.checkpoint}: has no tokenizer, which the prompts of this task need; put the model's "
+                f"{self.options.checkpoint}: has no tokenizer, which this task needs for its prompts; put the model's "
                 "tokenizer.json into the folder"
             )
         return self.tokenizer
 
     @property
     def untrained(self) -> bool:
-        """True for a Hugging Face folder, and for one that was imported and not trained since.
+        """True for a Hugging Face folder, and for a checkpoint that was imported from one and not trained since.
 
-        Such a model expects the tokens that its own library puts around texts.
+        Such a model expects the special tokens that its own library adds around a text.
         """
         return is_huggingface_folder(self.opened.folder) or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
-        """Return the id of `--start-token`, or None with a warning. Raises as `chosen_start`."""
+        """Return the token id from `chosen_start` after `warn_of_start`. Raises the errors of `chosen_start`."""
         start = self.chosen_start(symbol)
         self.warn_of_start(symbol)
         return start
 
     def chosen_start(self, symbol: str | None) -> int | None:
-        """Return the id of `--start-token`, None without it.
+        """Return the token id of `--start-token`, or None if the option is not set.
 
-        Raises EvaluationError without a tokenizer, DataError if its vocabulary has no such symbol.
+        Raises EvaluationError if the checkpoint has no tokenizer, DataError if the vocabulary has no such symbol.
         """
         if symbol is None:
             return None
         if self.tokenizer is None:
-            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer; leave the option out")
+            raise EvaluationError(f"--start-token {symbol}: the checkpoint has no tokenizer; remove the option")
         return self.tokenizer.token(symbol)
 
     def warn_of_start(self, symbol: str | None) -> None:
-        """Warn if texts usually begin with a token and `--start-token` names none."""
+        """Warn if `--start-token` is not set although the model's texts usually begin with a special token."""
         warning = None if symbol is not None or self.tokenizer is None else self.tokenizer.start_warning()
         if warning is not None:
             logger.warning("%s", warning)
 
     def subjects(self) -> Iterator[Subject | Unusable]:
-        """Load one variant after the other. Overrides that do not fit the weights give `Unusable`."""
+        """Load the variants one at a time; yield `Unusable` for a variant that cannot be loaded."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
@@ -156,7 +155,7 @@ class Evaluation:
                 yield Unusable(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
             changed = changed_keys(trained, loaded.config)
-            if self.opened.changed_imports:  # the trained configuration has the user's files already
+            if self.opened.changed_imports:  # `trained` already includes the changed imports
                 changed["imports"] = loaded.config.position.imports
             used = loaded.config.position
             if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
@@ -173,9 +172,9 @@ class Evaluation:
             identity=self._identity,
             step=self.opened.step,
             seq_length=trained.model.seq_length,
-            pos_emb=config.position.pos_emb,  # a Hugging Face folder may not record it; overrides may name it
+            pos_emb=config.position.pos_emb,  # of the variant, because a Hugging Face folder may not record the method
             trained_with=trained_with(trained),
-            seed=trained.seed if self.opened.step is not None else None,  # a Hugging Face folder does not record it
+            seed=trained.seed if self.opened.step is not None else None,  # not recorded in a Hugging Face folder
             network=network_digest(trained),
         )
         environment = environment_record(self.options.dtype, backend, device)
@@ -183,9 +182,9 @@ class Evaluation:
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
     def variants(self, kind: type[ResultType], **fields: Any) -> Iterator[tuple[Subject, Store[ResultType]]]:
-        """Yield each usable variant with the store to fill; then show its result, and print missing entries to stderr.
+        """Yield each usable variant with its result store; then show its result, and print missing entries to stderr.
 
-        `fields` are the fields of a result file of this `kind` that all variants have in common.
+        `kind` is the type of the result files; `fields` are the field values that all of these files share.
         """
         for subject in self.subjects():
             header = subject.header
@@ -203,7 +202,7 @@ class Evaluation:
 
 
 def print_missing(label: str, missing: Missing) -> None:
-    """Print to stderr why an entry has no result, in one line."""
+    """Print one line to stderr that says why an entry has no result."""
     line = f"megatron-coca evaluate: {label}: {missing.at}: {missing.shown}: {missing.reason}"
     print(plain(line), file=sys.stderr)
 
@@ -228,7 +227,10 @@ def trained_with(trained: Config) -> dict[str, Any]:
 
 
 def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
-    """Return the keys that evaluation changes, with their values, however the overrides were given."""
+    """Return the config keys that evaluation changes, with their values in evaluation.
+
+    The result does not depend on how the overrides were written.
+    """
     before, after = trained.flat(), used.flat()
     return {key: after[key] for key in sorted(EVALUATION_KEYS) if before[key] != after[key]}
 
@@ -240,9 +242,9 @@ def backend_name(model: GPT) -> str:
 
 @contextmanager
 def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
-    """Record in `store` that the entry `at` has no result, if the model has no such positions or memory is exhausted.
+    """Record the entry `at` as missing in `store` if the model does not support its positions or memory runs out.
 
-    `remedy` is the advice if memory is exhausted. Other errors are raised.
+    `remedy` is the advice shown if memory runs out. Other errors are raised.
     """
     try:
         yield
@@ -252,6 +254,6 @@ def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
         if not results.out_of_memory(error):
             raise
         device = store.result.environment.device
-        store.miss(Missing(at=at, kind="out of memory", reason=f"the memory of {device} is exhausted; {remedy}"))
+        store.miss(Missing(at=at, kind="out of memory", reason=f"{device} ran out of memory; {remedy}"))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -36,14 +36,14 @@ MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
 """Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
 
 SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype", "jobs")
-"""Options that the tasks of a suite must not have, because the suite sets them."""
+"""Options that the tasks of a suite must not set, because the suite sets them."""
 
 ANY = "any"
-"""The name in a suite's `checkpoints` with the settings for any checkpoint of the command line."""
+"""The key in a suite's `checkpoints` with settings that apply to any checkpoint named on the command line."""
 
 
 class CheckpointEntry(Record):
-    """A checkpoint: overrides for all variants, and the changes of each variant by its name."""
+    """A checkpoint: overrides for all variants, and each variant's own changes by variant name."""
 
     path: str | None = None
     set: list[str] = []
@@ -71,9 +71,7 @@ class SuiteFile(Record):
 
 @dataclass(frozen=True)
 class Command:
-    """One call of `megatron-coca evaluate`: the key in `tasks`, the checkpoint's name, the arguments, and the result
-    files.
-    """
+    """One `megatron-coca evaluate` command: its key in `tasks`, checkpoint's name, arguments and result files."""
 
     task: str
     checkpoint: str
@@ -86,11 +84,11 @@ class Command:
 
 
 def run(args: Namespace) -> int:
-    """Run every command of the suite and write the report; returns 2 if anything is missing."""
+    """Run every command of the suite, write the report, and return the exit status: 2 if anything is missing."""
     suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
     unknown = sorted(set(args.only or ()) - suite.tasks.keys())
     if unknown:
-        raise EvaluationError(f"--only {unknown[0]}: the suite has {', '.join(suite.tasks)}")
+        raise EvaluationError(f"--only {unknown[0]}: unknown task; name one of {', '.join(suite.tasks)}")
     page = args.output / "report" / "report.html"
     check_writable(page)
     resolve_device(args.device)
@@ -113,7 +111,7 @@ def read_suite(path: Path) -> SuiteFile:
 
 
 def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
-    """Apply `--checkpoint`: a name of the suite gets this path, and other names get the settings of `any`.
+    """Apply `--checkpoint`: set the path of a checkpoint in the suite, or add a checkpoint with the settings of `any`.
 
     Raises EvaluationError for a checkpoint without a path and for an unknown name.
     """
@@ -121,12 +119,12 @@ def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
     for name, path in paths.items():
         template = entries.get(name) or suite.checkpoints.get(ANY)
         if template is None:
-            raise EvaluationError(f"--checkpoint {name}: the suite has {', '.join(entries)}; name one of them")
+            raise EvaluationError(f"--checkpoint {name}: unknown checkpoint; name one of {', '.join(entries)}")
         entries[name] = template.model_copy(update={"path": path})
     without_path = [name for name, entry in entries.items() if entry.path is None]
     if without_path or not entries:
         names = ", ".join(without_path) or "the suite"
-        raise EvaluationError(f"--checkpoint: missing for {names}; add --checkpoint LABEL=DIR")
+        raise EvaluationError(f"--checkpoint: no path for {names}; add --checkpoint LABEL=DIR")
     return suite.model_copy(update={"checkpoints": entries})
 
 
@@ -146,9 +144,9 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
 def plan_commands(
     suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str, jobs: int = 1
 ) -> list[Command]:
-    """Return the calls of a suite, task by task, for the checkpoints in `lengths`. Result files are in `results`.
+    """Return the commands of a suite, task by task, for the checkpoints in `lengths`, with result files in `results`.
 
-    Raises EvaluationError for unknown tasks and options, and for labels with the same file name.
+    Raises EvaluationError for unknown tasks and options, and for labels that lead to the same file name.
     """
     planned: list[Command] = []
     for name, options in suite.tasks.items():
@@ -179,7 +177,7 @@ def plan_commands(
         if file in owners:
             raise EvaluationError(
                 f"checkpoints {owners[file]} and {checkpoint}: both would write {file.name}; "
-                "give them, their variants or the `tasks` more distinct names"
+                "rename the checkpoints, their variants or the `tasks` so that the names are more distinct"
             )
         owners[file] = checkpoint
     return planned
@@ -192,7 +190,10 @@ def task_variants(options: Mapping[str, Any] | None) -> tuple[list[str] | None, 
 
 
 def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], variants: Iterable[Iterable[str]]) -> None:
-    """Raise EvaluationError if the option `variants` of a task is not a list of these names (given by checkpoint)."""
+    """Raise EvaluationError if a task's option `variants` is not a list of known names.
+
+    `variants` contains the variant names of each checkpoint.
+    """
     known = dict.fromkeys(name for names in variants for name in names)
     for task, options in tasks.items():
         only, _ = task_variants(options)
@@ -211,20 +212,20 @@ class TaskParser(ArgumentParser):
 
 @cache
 def task_parser(task: str) -> TaskParser:
-    """Return the parser of one of `MEASUREMENTS`, built once: a grid asks for it with every model."""
+    """Return the parser of a task in `MEASUREMENTS`; cached, because a grid needs it for every model."""
     parser = TaskParser(allow_abbrev=False)
     MEASUREMENTS[task].add_arguments(parser)
     return parser
 
 
 def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) -> list[str]:
-    """Return a task's options as command-line arguments, with "4L" as four times the training length `length`.
+    """Return a task's options as command-line arguments; "4L" becomes four times the training length `length`.
 
     Raises EvaluationError for unknown options.
     """
     known: dict[str, Action] = task_parser(
         task.partition(" ")[0]
-    )._option_string_actions  # argparse has no public access
+    )._option_string_actions  # argparse has no public API for this
 
     def text(value: Any) -> str:
         return in_tokens(value, length) if isinstance(value, str) and MULTIPLES.fullmatch(value) else str(value)
@@ -240,7 +241,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
             return []
         if value is True:
             return [name]
-        if isinstance(value, list) and any(isinstance(item, list) for item in value):  # repeats the option
+        if isinstance(value, list) and any(isinstance(item, list) for item in value):  # repeat the option for each list
             return [argument for item in value for argument in option(key, item)]
         texts = [text(item) for item in (value if isinstance(value, list) else [value])]
         return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
@@ -249,9 +250,9 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int) 
 
 
 def in_tokens(multiples: str, length: int) -> str:
-    """Return lengths that match `MULTIPLES` in tokens, for a training length in tokens: "3L/4" for 512 is "384".
+    """Convert lengths that match `MULTIPLES` to tokens: "3L/4" becomes "384" for a training length of 512 tokens.
 
-    Raises EvaluationError for a fraction of a token.
+    Raises EvaluationError if a length is not a whole number of tokens.
     """
     lengths = []
     for part in multiples.split(","):
@@ -266,7 +267,7 @@ def in_tokens(multiples: str, length: int) -> str:
 
 
 def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
-    """Return YAML files and KEY=VALUE, with multiples of the training length as numbers of tokens."""
+    """Return YAML files and KEY=VALUE changes, with multiples of the training length converted to tokens."""
     return [
         f"{key}={in_tokens(value, length)}" if MULTIPLES.fullmatch(value) else change
         for change in changes
@@ -275,13 +276,13 @@ def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
 
 
 def run_commands(commands: Sequence[Command]) -> list[str]:
-    """Run one command after another; return one line for each that did not complete."""
+    """Run the commands in order; return one line for each command that did not complete."""
     problems = []
     for number, command in enumerate(commands, 1):
         write(f"{number} of {len(commands)}: {command.name}")
         print(plain(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}"), flush=True)
         status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
-        if status == 2:  # the command named the missing entries
+        if status == 2:  # the command has printed the missing entries
             problems.append(f"{command.name}: incomplete; see its messages above")
         elif status != 0:
             problems.append(f"{command.name}: {describe_exit(status)}")
@@ -289,7 +290,7 @@ def run_commands(commands: Sequence[Command]) -> list[str]:
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """Run a process and return its exit status. It is terminated with this process, except after SIGKILL."""
+    """Run a process and return its exit status. If this process is stopped, except by SIGKILL, it stops the child."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,19 +1,19 @@
 """Triton kernels: operand preparation and flash attention with distance bands and bias formulas.
 
-The modules here import torch and triton but nothing of this package. This file imports neither.
+The modules here import torch and triton but nothing else from `megatron_coca`. This file imports neither.
 """
 
 from importlib.util import find_spec
 
 
 def missing_triton(device_type: str) -> str | None:
-    """Return None, or the reason why Triton kernels cannot run on "cpu" or "cuda" here."""
+    """Return None, or the reason why Triton kernels cannot run here on `device_type` ("cpu" or "cuda")."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     import triton
 
     if not hasattr(triton, "knobs"):
-        return f"triton {triton.__version__} is too old for the kernels (pip install 'triton>=3.5')"
+        return f"triton {triton.__version__} is too old (pip install 'triton>=3.5')"
     if device_type == "cuda":
         return None
     if device_type == "cpu" and triton.knobs.runtime.interpret:

@@ -28,10 +28,10 @@ from megatron_coca.kernels.tiles import (
 
 
 def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp).
+    """Return the output and the log-sum-exp.
 
-    The output has the query's shape and dtype. Its heads are adjacent in memory, so that joining them copies nothing.
-    The log-sum-exp is float32 [batch, heads, query_length], to the base 2.
+    The output has the query's shape and dtype. A token's heads are adjacent in memory, so that joining them needs no
+    copy. The log-sum-exp is float32 [batch, heads, query_length] to base 2.
     """
     query, launch = operands.query, plan.blocks.forward
     batch, heads, query_length, _ = query.shape
@@ -60,7 +60,7 @@ def empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND: tl.constexpr):
-    """One program per block of queries and head. The last blocks see the most keys and start first."""
+    """Run one program per query block and head. The last blocks start first, because they see the most keys."""
     query, key, far_query, far_key, value = tensors
     heads, group, query_length, key_length = sizes
     block, blocks, place, batch, head = block_and_head(query_length, heads, KIND.rows)
@@ -73,7 +73,7 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
-    # The peak starts finite: a tile without a visible key does not change it, and -inf is never subtracted from -inf.
+    # The initial peak is finite: a tile without visible keys does not change it, and -inf - -inf never occurs.
     state = (zero_tile(KIND.rows, KIND.columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
@@ -104,7 +104,7 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Fold the key tiles `begin` to `end` into (accumulator, largest score before the scale, sum of weights)."""
+    """Add the key tiles `begin` to `end` to (accumulator, largest unscaled score, sum of weights)."""
     acc, peak, total = state
     near, far, values, key_length = keys
     limits, bias, scale = scoring
@@ -140,29 +140,29 @@ def flash_attention(
     coefficients: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention, softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, head_dim] in the query's dtype.
+    """Compute causal softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, head_dim] in the query's dtype.
 
     The queries are the last `query_length` of the `key_length` tokens; r is the distance of a pair.
 
     Args:
-        query: Q' [batch, heads, query_length, head_dim] of the pairs with r < window.
+        query: Q' [batch, heads, query_length, head_dim] for pairs with r < window.
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`.
-        value: V, like `key`.
-        scale: positive factor on the dot products. The kernels compute the maximum of a row before scaling.
-        far_query, far_key: Q' and K' of the pairs with r >= window, in the same shapes; without them these pairs are
+        value: V, in the shape of `key`.
+        scale: positive factor on the dot products; it must be positive because row maxima are computed before scaling.
+        far_query, far_key: Q' and K' for pairs with r >= window, in the same shapes. Without them, these pairs are
             masked.
-        window: None: every pair belongs to `query` and `key`.
-        first_keys: far pairs are limited to this number of first keys of the document.
-        formula: bias of the distance: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
-        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]; they get gradients if they require them.
-        starts: int64 [batch, key_length], non-decreasing: the first token of each token's document. Earlier keys are
-            masked.
+        window: the distance at which far pairs begin; None if `query` and `key` score all pairs.
+        first_keys: if set, far pairs are limited to this number of keys at the start of the document.
+        formula: name of the distance bias: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
+        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]. Gradients are computed if they require them.
+        starts: int64 [batch, key_length], non-decreasing: the index of the first token of each token's document. Keys
+            before it are masked.
 
-    The softmax is in float32, and products of float32 operands are not rounded to TF32. Gradients are bit-for-bit the
-    same in every run.
+    The softmax is computed in float32, and products of float32 operands are not rounded to TF32. Gradients are bitwise
+    reproducible.
 
     Raises:
-        ValueError: the shapes do not fit, or the head_dim, dtype or formula is not supported.
+        ValueError: the shapes are inconsistent, or the head_dim, dtype or formula is not supported.
     """
     _check_operands(query, key, value)
     if formula is not None and formula not in FORMULAS:
@@ -177,14 +177,14 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     heads, query_length, head_dim = query.shape[1:]
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         dtypes = [x.dtype for x in (query, key, value)]
-        raise ValueError(f"flash_attention: query, key and value must share one of {DTYPES}, not {dtypes}")
+        raise ValueError(f"flash_attention: query, key and value must all be the same of {DTYPES}, not {dtypes}")
     if head_dim > WIDEST:
         raise ValueError(f"flash_attention: head_dim {head_dim} is not supported; use up to {WIDEST}")
     if key.shape != value.shape or key.shape[::3] != query.shape[::3]:
         shapes = [tuple(x.shape) for x in (query, key, value)]
-        raise ValueError(f"flash_attention: the shapes of query, key and value do not fit: {shapes}")
+        raise ValueError(f"flash_attention: query, key and value must have matching shapes, not {shapes}")
     if heads % key.shape[1] != 0:
-        raise ValueError(f"flash_attention: {heads} query heads are not a multiple of {key.shape[1]} key heads")
+        raise ValueError(f"flash_attention: {heads} query heads cannot be divided among {key.shape[1]} key heads")
     if query_length > key.shape[2]:
         raise ValueError(f"flash_attention: there are more queries ({query_length}) than keys ({key.shape[2]})")
 
@@ -207,7 +207,7 @@ def _run(
     first_keys: int | None,
     formula: str,
 ) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp to the base 2)."""
+    """Return the output and the log-sum-exp to base 2."""
     operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
     return forward(operands, _plan(operands, scale, window, first_keys, formula))
 
@@ -229,7 +229,7 @@ def _run_gradients(
     first_keys: int | None,
     formula: str,
 ) -> list[Tensor]:
-    """The gradients of query, key, value, far query and far key, and of the coefficients if they are `learned`."""
+    """Return the gradients of query, key, value, far query, far key and, if they are `learned`, the coefficients."""
     operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
     plan = _plan(operands, scale, window, first_keys, formula)
     grads, table = backward(operands, plan, out, lse, unit_stride(grad), learned)

@@ -1,7 +1,7 @@
-"""Flash attention backward: one kernel for dK' and dV, one for dQ' and the bias's coefficients, no atomics.
+"""Flash attention backward: a kernel for dK' and dV, and a kernel for dQ' and the bias coefficients, without atomics.
 
-P are the weights, D = rowsum(dO * O), and dS = P * (dO V^T - D). The gradients of a segment sum over the pairs in its
-band. One program sums each number in a fixed order, so equal inputs give equal bits.
+P are the attention weights, D = rowsum(dO * O), and dS = P * (dO V^T - D). A segment's gradients are sums over the
+pairs in its band. A single program sums each number in a fixed order, so equal inputs give bitwise equal results.
 """
 
 from typing import Any
@@ -38,8 +38,8 @@ from megatron_coca.kernels.tiles import (
 def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor]) -> None:
     """Fill `results.key`, `results.far_key` and `results.value`.
 
-    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)). Each segment has its own launch,
-    because the sums of three gradients together exceed the registers. The second launch adds to dV of the first, in
+    `saved` is (gradient of the output, log-sum-exp to base 2, rowsum(dO * O)). Each segment has its own launch, because
+    the accumulators of three gradients do not fit in the registers. The second launch adds to the dV of the first, in
     float32.
     """
     near = operands.query, operands.key, results.key
@@ -60,7 +60,9 @@ def _launch(
     saved: tuple[Tensor, Tensor, Tensor],
     beyond: bool,
 ) -> None:
-    """Compute dK' and dV of one segment (query, key, dK'). `values` is (dV so far, dV), `beyond` selects its pairs."""
+    """Compute dK' and dV of one segment (query, key, dK'). `values` is (dV so far, dV). `beyond` selects the pairs from
+    the window on.
+    """
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
     _key_gradients[(triton.cdiv(key.shape[2], launch.keys) * key.shape[0] * key.shape[1],)](
@@ -79,7 +81,7 @@ def _launch(
 
 
 def _stops(starts: Tensor) -> Tensor:
-    """[batch, key_length] int64: the first token after the document that a token belongs to."""
+    """Return the index of the first token after each token's document, int64 [batch, key_length]."""
     tokens = torch.arange(starts.shape[1], device=starts.device).repeat(starts.shape[0], 1)
     return torch.searchsorted(starts, tokens, right=True)
 
@@ -99,8 +101,8 @@ def _key_gradients(
     BEYOND: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """One program per block of keys and key head, over the query heads that share it. The pairs are those below the
-    window (all pairs without a window), or with BEYOND those from the window on.
+    """Run one program per key block and key head, over all query heads that share the key head. It handles the pairs
+    below the window (without a window, all pairs) or, with BEYOND, the pairs from the window on.
     """
     query, key, value, grad = tensors
     key_out, value_sum, value_out = outputs
@@ -110,8 +112,8 @@ def _key_gradients(
     held = load_tile(plane(key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
-    # A query sees the keys of its own document, which are those with a document that has not ended. Neither bound is
-    # per query.
+    # A query sees only keys of its own document: keys with a document that has not ended before the query. The bounds
+    # are per key, not per query.
     document = (
         start_of_document(starts, batch, n, key_length, KIND),
         start_of_document(stops, batch, n, key_length, KIND),
@@ -122,8 +124,7 @@ def _key_gradients(
         sums = (sums[0], load_tile(place, row, key_length, KIND.width, KIND.keys, KIND.columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
-    # One loop needs fewer registers than several. With documents every tile is masked, and with a window most tiles
-    # are.
+    # One loop needs fewer registers than several. With documents, every tile needs the mask; with a window, most do.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
@@ -160,8 +161,8 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add the query tiles `begin` to `end` to (dK', dV). A tile is [keys, queries] here, so that no matrix of weights
-    is transposed.
+    """Add the query tiles `begin` to `end` to (dK', dV). Tiles have the shape [keys, queries] here, so that no weight
+    matrix has to be transposed.
     """
     key_sum, value_sum = sums
     query, query_length, key_length = queries
@@ -171,7 +172,7 @@ def _tiles(
         m = (key_length - query_length + rows)[None, :]
         loaded = load_tile(query, tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
         grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
-        # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
+        # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
         delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
         scores = add_bias(dot(held, tl.trans(loaded)), m, n, bias, KIND)
@@ -190,9 +191,9 @@ def _tiles(
 def query_gradients(
     operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
 ) -> Tensor | None:
-    """Fill `results.query` and `results.far_query`; return the gradients of the coefficients [heads, 2] if requested.
+    """Fill `results.query` and `results.far_query`, and return the coefficient gradients [heads, 2] if requested.
 
-    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)).
+    `saved` is (gradient of the output, log-sum-exp to base 2, rowsum(dO * O)).
     """
     launch = plan.blocks.query_gradients
     batch, heads, length, _ = operands.query.shape
@@ -232,7 +233,7 @@ def _query_gradients(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """One program per block of queries and head, over the same tiles as the forward pass."""
+    """Run one program per query block and head, over the same tiles as the forward pass."""
     query, key, far_query, far_key, value = tensors
     query_out, far_query_out, coefficients_out = outputs
     heads, group, query_length, key_length = sizes
@@ -246,7 +247,7 @@ def _query_gradients(
     kv_head = head // group
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
     seat = place.to(tl.int64) * query_length + rows
-    # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
+    # Rows beyond the last query get an infinite sum of weights, so that their weights are 0.
     above = (
         load_tile(plane(grad, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns),
         tl.load(lse + seat, mask=rows < query_length, other=float("inf")),
@@ -272,7 +273,7 @@ def _query_gradients(
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS:
         pair = coefficients_out + (place.to(tl.int64) * blocks + block) * 2
-        # A row of dS sums to 0 except for the rounding of D, which would enter once for every query.
+        # Each row of dS sums to 0 up to the rounding error of D. Subtract that error, which would add up over queries.
         tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
         tl.store(pair + 1, tl.load(coefficients + 2 * head) * tl.sum(sums[4] - sums[2] * sums[6], 0))
 
@@ -294,8 +295,8 @@ def _query_tiles(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add the key tiles `begin` to `end` to dQ' near and far and, by row, to the sums of dS, of dS * db/dc0 and dS *
-    db/dc1 / c0, and of P * db/dc0 and P * db/dc1 / c0. b is the bias.
+    """Add the key tiles `begin` to `end` to the near and far dQ' and to the row sums of dS, dS * db/dc0, dS * db/dc1 /
+    c0, P * db/dc0 and P * db/dc1 / c0, where b is the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, values, key_length = keys
@@ -329,7 +330,7 @@ ROWS = 64
 def backward(
     operands: Operands, plan: Plan, out: Tensor, lse: Tensor, grad: Tensor, with_coefficients: bool
 ) -> tuple[Operands, Tensor | None]:
-    """Compute the gradients of all operands, and those of the coefficients [heads, 2] if requested.
+    """Compute the gradients of all operands and, if requested, of the coefficients [heads, 2].
 
     `out` and `lse` are the results of `forward`; `grad` is the gradient of `out` with a contiguous last dimension.
     """
@@ -349,7 +350,7 @@ def backward(
 
 
 def _output_products(out: Tensor, grad: Tensor) -> Tensor:
-    """rowsum(dO * O), float32 [batch, heads, length]."""
+    """Return rowsum(dO * O), float32 [batch, heads, length]."""
     batch, heads, length, head_dim = out.shape
     delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     _delta[(triton.cdiv(length, ROWS) * batch * heads,)](

@@ -1,7 +1,8 @@
-"""Losses and gradients of a chunk of logits in one kernel launch; the gradients overwrite the logits.
+"""Cross-entropy losses and gradients for a chunk of logits in one kernel launch; the gradients overwrite the logits.
 
-The kernel reads the logits twice and writes them once: one pass for the largest logit and the sum of exponentials
-(Milakov and Gimelshein 2018), one for softmax - onehot. It computes in float32 and rounds once.
+The kernel reads the logits twice and writes them once: the first pass computes the largest logit and the sum of
+exponentials (Milakov and Gimelshein 2018), and the second pass computes softmax - onehot. The kernel computes in
+float32 and rounds once.
 """
 
 import torch
@@ -13,22 +14,24 @@ from megatron_coca.kernels.tiles import OPTIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 4096
-"""Number of logits that a program holds at a time."""
+"""Number of logits that a program processes at a time."""
 WARPS = 8
 
 
 def cross_entropy_in_place(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Return losses in nats, float32 [tokens], and overwrite `logits` with their gradient, softmax - onehot.
+    """Return the losses in nats, float32 [tokens], and overwrite `logits` with their gradient, softmax - onehot.
 
     Args:
         logits: contiguous [tokens, vocabulary].
-        labels: int64 [tokens]; losses and gradients of tokens with the label `ignored` are 0.
+        labels: int64 [tokens]. Tokens with the label `ignored` have loss 0 and gradient 0.
 
     Raises:
         ValueError: the logits are not contiguous, or their dtype is not in `DTYPES`.
     """
     if logits.dtype not in DTYPES or not logits.is_contiguous():
-        raise ValueError(f"cross_entropy_in_place: logits must be contiguous and one of {DTYPES}, not {logits.dtype}")
+        raise ValueError(
+            f"cross_entropy_in_place: logits must be contiguous and have a dtype in {DTYPES}, not {logits.dtype}"
+        )
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     columns = min(COLUMNS, triton.next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):
@@ -40,14 +43,14 @@ def cross_entropy_in_place(logits: Tensor, labels: Tensor, ignored: int) -> Tens
 
 @triton.jit
 def _cross_entropy(logits, labels, losses, vocabulary, ignored, COLUMNS: tl.constexpr):
-    """One program per token."""
+    """Run one program per token."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * vocabulary
     label = tl.load(labels + token)
     kept = label != ignored
     target = tl.load(row + label, mask=kept, other=0.0).to(tl.float32)
     columns = tl.arange(0, COLUMNS)
-    # Every lane has its own peak, so that a tile needs no reduction. It is finite, because -inf - -inf would be NaN.
+    # Every lane has its own peak, so no tile needs a reduction. The initial peak is finite: -inf - -inf would be NaN.
     peak = tl.full([COLUMNS], -1e30, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, vocabulary, COLUMNS):

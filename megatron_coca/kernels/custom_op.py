@@ -16,20 +16,20 @@ def operation(
     keep: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Make a function of `run` and its gradients: in compiled code the operation `megatron_coca::name`, elsewhere an
-    autograd.Function.
+    """Build a differentiable function from `run`. In compiled code it is the operation `megatron_coca::name`; in eager
+    mode it is an autograd.Function, because a custom operation needs several times as much host time.
 
-    PyTorch's dispatcher takes several times the host time of an autograd.Function. Its cache of compiled code
-    identifies an operation by its name, so results of other shapes, dtypes or strides need another name.
+    PyTorch's cache of compiled code identifies an operation by its name, so if the shapes, dtypes or strides of the
+    results change, the operation needs a new name.
 
     Args:
         schema: schema of the arguments and results, in PyTorch's notation.
-        fake: returns empty results of the same shapes, dtypes and strides.
-        keep, backward: `setup_context` and `backward` as in `torch.library.register_autograd`; the context's
-            `needs_input_grad` has an entry for each tensor of a list.
+        fake: function that returns empty results with the same shapes, dtypes and strides.
+        keep, backward: `setup_context` and `backward` as in `torch.library.register_autograd`, except that the
+            context's `needs_input_grad` has one entry for each tensor in a list.
     """
     plain = run if keep is None or backward is None else _differentiable(run, keep, backward)
-    if not hasattr(torch.library, "custom_op"):  # before PyTorch 2.4, which the plugin supports
+    if not hasattr(torch.library, "custom_op"):  # PyTorch before 2.4, which the plugin supports
         return plain
     registered = torch.library.custom_op(f"megatron_coca::{name}", run, mutates_args=(), schema=schema)
     registered.register_fake(fake)
@@ -42,7 +42,7 @@ def _differentiable(
     run: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
     class Plain(torch.autograd.Function):
-        """Takes every tensor as a separate argument, because PyTorch does not track gradients of tensors in lists."""
+        """Takes every tensor as a separate argument, because autograd does not track tensors in lists."""
 
         @staticmethod
         def forward(ctx: Any, *flat: Any) -> Any:

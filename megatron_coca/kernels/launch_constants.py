@@ -1,4 +1,4 @@
-"""Constants of a call of the attention kernels: scale, bands, formula and block sizes."""
+"""Constants for a call of the attention kernels: scale, bands, formula and block sizes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ WIDEST = 256
 
 
 class Launch(NamedTuple):
-    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps per program, pipeline stages of
-    its loop, and the maximum registers per thread (None: chosen by the compiler).
+    """Launch parameters of one kernel: queries (`rows`) and keys per tile, warps per program, pipeline stages of the
+    loop, and the maximum number of registers per thread (None: chosen by the compiler).
     """
 
     rows: int
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The launches of the three kernels."""
+    """The launch parameters of the three kernels."""
 
     forward: Launch
     key_gradients: Launch
@@ -34,10 +34,10 @@ class Blocks(NamedTuple):
 
 
 SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
-"""For the interpreter: a tile costs the same at any size, and tests need several tiles."""
+"""Launches for the interpreter. There, tiles of all sizes take the same time, and tests need several tiles."""
 
 _SINGLE = Launch(32, 16, 8, 1)
-"""For float32 with 256 features: larger tiles exceed 99 KiB or the registers, and two segments spill at any size."""
+"""Launch for float32 with 256 features. Larger tiles exceed 99 KiB or the registers; two segments always spill."""
 _WIDE = {
     (1, 512): Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
     (2, 512): Blocks(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
@@ -72,28 +72,30 @@ CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
         **_WIDE,
     },
 }
-"""Block sizes on CUDA by architecture, and by (number of segments, `row_class` of the operands).
+"""Block sizes on CUDA, by architecture and then by (number of segments, `row_class` of the operands).
 
-They are not yet timed on a GPU. They are chosen from the compiler's reports (recorded in
-benchmarks/kernels/budgets.json), so that no register spills and loads are pipelined.
+They have not been timed on a GPU yet. They were chosen from the compiler's reports (recorded in
+benchmarks/kernels/budgets.json) so that registers do not spill and loads are pipelined.
 """
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    "The table in CONFIGS for a compute capability. The launches of 80 also fit into the 99 KiB of 8.6, 8.9 and 12.0."
+    """Return the key in CONFIGS for a compute capability. The launches for 8.0 also fit in the 99 KiB of shared memory
+    that 8.6, 8.9 and 12.0 have.
+    """
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
 def padded(head_dim: int) -> int:
-    """The columns of a tile: the next power of two, and at least 16, the minimum of a matrix product."""
+    """Return the number of columns of a tile: the next power of two, but at least 16, the minimum for `tl.dot`."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def row_class(query: Tensor) -> int:
-    """Class of the operands' rows, a key of `CONFIGS`: the bytes of a padded row.
+    """Return the class of the operands' rows, a key of `CONFIGS`: the number of bytes in a padded row.
 
-    float32 counts double, because its products run without tensor cores and need more registers; 1,024 bytes count as
-    512.
+    This number is doubled for float32, because float32 products do not use tensor cores and need more registers. 1,024
+    bytes are in the class 512.
     """
     factor = 2 if query.dtype == torch.float32 else 1
     size = padded(query.shape[-1]) * query.element_size() * factor
@@ -101,15 +103,15 @@ def row_class(query: Tensor) -> int:
 
 
 def blocks_for(query: Tensor, segments: int) -> Blocks:
-    """The row of CONFIGS for these operands; on the CPU (the interpreter) the small blocks."""
+    """Return the entry of CONFIGS for these operands or, on the CPU (in the interpreter), SMALL."""
     if query.device.type == "cpu":
         return SMALL
     return CONFIGS[architecture(torch.cuda.get_device_capability(query.device))][segments, row_class(query)]
 
 
 class Kind(NamedTuple):
-    """Compile-time constants of a kernel: presence of a far segment, a window, `first_keys`, documents;
-    the bias formula; the head_dim and its padding; the queries and keys of a tile.
+    """Compile-time constants of a kernel: whether there is a far segment, a window, `first_keys` and documents; the
+    bias formula; the head_dim and its padded value; the queries and keys per tile.
     """
 
     far: bool
@@ -125,14 +127,14 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of a call.
+    """The constants of a call.
 
     Attributes:
         scale: factor on the dot products.
-        window: distances below it belong to the first segment; None if all do.
-        first_keys: number of first keys of a document that the second segment sees; None for all.
-        formula: formula of the bias, "none" without a bias.
-        blocks: the launches.
+        window: the first segment scores the distances below it; None if the first segment scores all distances.
+        first_keys: number of keys at the start of a document that the second segment scores; None for all.
+        formula: formula of the bias; "none" if there is no bias.
+        blocks: launch parameters.
     """
 
     scale: float
@@ -143,11 +145,11 @@ class Plan:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """(window, first_keys) as the kernels take them; 0 stands for None."""
+        """Return (window, first_keys) for the kernels, with 0 instead of None."""
         return self.window or 0, self.first_keys or 0
 
     def options(self, launch: Launch, operands: "Operands") -> dict[str, Any]:
-        """The compile-time argument KIND of a kernel and the options of its launch."""
+        """Return the compile-time argument KIND of a kernel and its launch options."""
         width = operands.query.shape[3]
         kind = Kind(
             far=operands.far_query is not None,
@@ -166,15 +168,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of a call, with contiguous last dimensions.
+    """The tensors of a call. Their last dimensions are contiguous.
 
     Attributes:
-        query, key: of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads, key_length,
-            head_dim].
-        far_query, far_key: of the second segment, or None.
+        query, key: Q' and K' of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads,
+            key_length, head_dim].
+        far_query, far_key: Q' and K' of the second segment, or None.
         value: [batch, kv_heads, key_length, head_dim].
-        coefficients: of the bias, float32 [heads, 2], or None.
-        starts: of the documents, int64 [batch, key_length], or None.
+        coefficients: coefficients of the bias, float32 [heads, 2], or None.
+        starts: index of the first token of each token's document, int64 [batch, key_length], or None.
     """
 
     query: Tensor
@@ -187,16 +189,16 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(heads, query heads per key head, query_length, key_length)."""
+        """Return (heads, query heads per key head, query_length, key_length)."""
         heads, query_length = self.query.shape[1:3]
         return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
 
     def filled(self, x: Tensor | None) -> Tensor:
-        """`x`, or any tensor for a pointer that the kernel does not read."""
+        """Return `x` or, if it is None, any tensor: the kernel does not read that pointer."""
         return self.value if x is None else x
 
     @property
     def tuples(self) -> tuple[tuple[Tensor, int, int, int], ...]:
-        """Query, key, far query, far key and value as kernel arguments (see `operand`)."""
+        """Return query, key, far query, far key and value as kernel arguments (see `operand`)."""
         tensors = (self.query, self.key, self.far_query, self.far_key, self.value)
         return tuple(operand(self.filled(x)) for x in tensors)

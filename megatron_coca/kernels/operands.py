@@ -1,13 +1,13 @@
-"""Compute Q' and K' of the rotated score forms for all segments in one kernel launch, and their gradients.
+"""Fused kernels that compute Q' and K' of the rotary score forms for all segments in one launch, and their gradients.
 
-With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 + t2) / 2):
+x1 and x2 are the halves of the rotary block, c and s are the tables, and u = relu((t1 + t2) / 2):
 
-    rotary       Q' = (x1 c - x2 s, x2 c + x1 s)               K' the same of k
+    rotary       Q' = (x1 c - x2 s, x2 c + x1 s)               K' = the same formula for k
     coca         Q' = (x1 (x1 c - x2 s), x2 (x2 c + x1 s))     K' = (u (c - s), u (c + s))
     coca_strict  Q' = ((x1^2 + x2^2) c, (x1^2 + x2^2) s)       K' = (u c, u s)
 
-The features after the rotary block are copied (rotary), or become q^2 and relu(t) (both forms of CoCA). The forms are
-those of Su et al. 2021 and Zhu et al. 2024. Kernels compute in float32 and round once.
+The features after the rotary block are copied (rotary) or become q^2 and relu(t) (both CoCA forms). The forms are from
+Su et al. 2021 and Zhu et al. 2024. The kernels compute in float32 and round once.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, stor
 
 
 class Layout(NamedTuple):
-    """Compile-time constants of a kernel: the form; segments; features in half of the rotary block and after the block;
-    rows of a block; and both numbers of features padded to powers of two.
+    """Compile-time constants of a kernel: the form; the number of segments; the number of features in half of the
+    rotary block and after the block; the rows per program; and both numbers of features padded to powers of two.
     """
 
     form: str
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 @triton.jit
 def forward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """Each side is (x, y of each segment) as operands; a table is (cos, sin, stride of the batch, stride of a row)."""
+    """`query` and `key` are (x, y of each segment) as operands; a table is (cos, sin, batch stride, row stride)."""
     head = tl.program_id(0)
     if head < heads:
         _forward_head(query, query_tables, head, query_length, True, LAYOUT)
@@ -48,7 +48,7 @@ def forward_kernel(query, key, query_tables, key_tables, heads, query_length, ke
 
 @triton.jit
 def backward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """Each side is (x, gradient of x, gradients of y) as operands, the tables as in the forward pass."""
+    """`query` and `key` are each (x, gradient of x, gradients of y) as operands; tables are as in the forward pass."""
     head = tl.program_id(0)
     if head < heads:
         _backward_head(query, query_tables, head, query_length, True, LAYOUT)
@@ -58,7 +58,7 @@ def backward_kernel(query, key, query_tables, key_tables, heads, query_length, k
 
 @triton.jit
 def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
-    SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6 has no static range up to a field
+    SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6's static_range does not accept a field
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
     x1, x2 = _load_halves(x, start, length, LAYOUT)
@@ -133,14 +133,14 @@ def _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY: tl.constexpr, LAYOUT: tl
             slope = g1 * (cos - sin) + g2 * (cos + sin)
         else:
             slope = g1 * cos + g2 * sin
-        # Each member of the pair gets half; a pair without a positive average gets nothing.
+        # Each member of the pair gets half of the gradient; a pair without a positive mean gets none.
         shared = tl.where(x1 + x2 > 0, 0.5 * slope, 0.0)
         return shared, shared
 
 
 @triton.jit
 def _relu(x):
-    # Written so that a NaN stays a NaN; the maximum of NaN and 0 would be 0.
+    # This form keeps NaN; the maximum of NaN and 0 would be 0.
     return tl.where(x < 0, 0.0, x)
 
 
@@ -175,25 +175,25 @@ Form = Literal["rotary", "coca", "coca_strict"]
 FORMS = ("rotary", "coca", "coca_strict")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS = 4096
-"""Numbers of one operand that a program holds; divided by the head's width, they give its rows."""
+"""Numbers per operand that a program processes; divided by the width of a head, this is the number of rows."""
 
 
 def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -> list[Tensor]:
-    """Compute Q' and K' of all segments, in order, with the shapes and dtype of q and k and with heads adjacent in
-    memory.
+    """Compute Q' and K' of all segments, in order. They have the shapes and dtype of q and k, and a token's heads are
+    adjacent in memory.
 
     Args:
         q: [batch, heads, query_length, head_dim] with a contiguous last dimension and any other strides.
-        k: [batch, kv_heads, key_length, head_dim], the same; the t of CoCA.
-        tables: for each segment cos and sin of the queries, float32 [query_length, rotated / 2] or [batch or 1, 1,
-            query_length, rotated / 2], and cos and sin of the keys, the same.
-        form: a row of the table above.
+        k: [batch, kv_heads, key_length, head_dim] with a contiguous last dimension; t for CoCA.
+        tables: for each segment, cos and sin of the queries, float32 [query_length, rotated / 2] or [batch or 1, 1,
+            query_length, rotated / 2], followed by cos and sin of the keys in the corresponding shape.
+        form: the name of a form in the module docstring.
 
-    Gradients flow to q and k but not to the tables. Only the arguments are kept for the backward pass. torch.compile
-    sees one operation forward and one backward.
+    Gradients flow to q and k but not to the tables. Only the arguments are saved for the backward pass. torch.compile
+    sees one operation in the forward pass and one in the backward pass.
 
     Raises:
-        ValueError: `unsupported` gives a reason.
+        ValueError: `unsupported` returns a reason.
     """
     reason = unsupported(q, k, tables, form)
     if reason is not None:
@@ -204,7 +204,7 @@ def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -
 def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> str | None:
     """Return None, or the reason why `fused_operands` does not support these arguments."""
     if form not in FORMS:
-        return f"form {form!r} is none of {', '.join(FORMS)}"
+        return f"form must be one of {', '.join(FORMS)}, not {form!r}"
     if q.dtype not in DTYPES or k.dtype != q.dtype:
         return f"q and k must both be float32, bfloat16 or float16, not {q.dtype} and {k.dtype}"
     if q.stride(-1) != 1 or k.stride(-1) != 1:
@@ -212,7 +212,7 @@ def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> st
     if any(table.dtype != torch.float32 for table in tables):
         return "the tables must be float32"
     if any(table.requires_grad for table in tables):
-        return "the tables are learned, but the kernel computes no gradient for them"
+        return "the tables are learned, but the kernel does not compute their gradients"
     rows = (q.shape[2], q.shape[2], k.shape[2], k.shape[2]) * (len(tables) // 4)
     if any(table.shape[-2] != length for table, length in zip(tables, rows, strict=True)):
         return f"the tables must have one row per token, {rows}, not {tuple(table.shape[-2] for table in tables)}"
@@ -234,15 +234,15 @@ def _empty_operands(q: Tensor, k: Tensor, tables: list[Tensor]) -> list[Tensor]:
 
 
 def _empty_operand(x: Tensor) -> Tensor:
-    """Allocate with heads adjacent in memory. The output of attention has the layout of Q', so joining its heads copies
-    nothing.
+    """Allocate an operand in which a token's heads are adjacent in memory. The attention output has the layout of Q',
+    so joining its heads then needs no copy.
     """
     batch, heads, length, head_dim = x.shape
     return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _make_gradients(made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k from those of the operands `made`."""
+    """Compute the gradients of q and k from `made`, the gradients of the operands."""
     grads = torch.empty_like(q), torch.empty_like(k)
     of_queries, of_keys = ([unit_stride(grad) for grad in made[first::2]] for first in (0, 1))
     _launch(backward_kernel, (q, grads[0], *of_queries), (k, grads[1], *of_keys), tables, form)
@@ -278,13 +278,13 @@ _operand_gradients = operation(
 def _launch(
     kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Sequence[Tensor], form: str
 ) -> None:
-    """One program for each head of q or of k, block of rows and row of the batch. Heads vary fastest, because those of
-    one block of rows share its tables in the cache.
+    """Launch one program per head of q or k, row block and batch row. Heads vary fastest, because all heads of a row
+    block share its tables in the cache.
     """
     (batch, heads, query_length, head_dim), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
     half, longest = tables[0].shape[-1], max(query_length, key_length)
     layout = _layout(form, len(tables) // 4, head_dim, half, longest)
-    # The tables of all segments: cos and sin of queries and of keys in turn.
+    # The tables of each segment: cos and sin of the queries, then cos and sin of the keys.
     pairs = [_table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
     with torch.cuda.device_of(query[0]):
         kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
@@ -301,7 +301,7 @@ def _launch(
 
 
 def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) -> Layout:
-    """Rows of a block of about ELEMENTS numbers, at most all rows."""
+    """Choose the rows per program: about ELEMENTS numbers, but not more than all rows."""
     tail = head_dim - 2 * half
     half_block = triton.next_power_of_2(half)
     tail_block = triton.next_power_of_2(tail) if tail else 0
@@ -311,9 +311,7 @@ def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) ->
 
 
 def _table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
-    """(cos, sin, stride of the batch, stride of a row); the stride of the batch is 0 if one table is for the whole
-    batch.
-    """
+    """Return (cos, sin, batch stride, row stride); the batch stride is 0 if the whole batch shares one table."""
     cos, sin = cos.contiguous(), sin.contiguous()
     own = cos.dim() == 4 and cos.shape[0] == batch
     return cos, sin, cos.stride(0) if own else 0, cos.stride(-2)

@@ -1,7 +1,7 @@
-"""Parts that all kernels share: operands with strides, loading and storing of tiles, matrix products.
+"""Functions that all kernels share: operands with strides, tile loads and stores, matrix products.
 
-An operand is passed to a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is contiguous.
-Row numbers are 32-bit inside a tile and 64-bit between tiles.
+A kernel takes an operand as a tuple (tensor, batch stride, head stride, row stride); the last dimension is contiguous.
+Row numbers are 32-bit within a tile and 64-bit between tiles.
 """
 
 import triton
@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options of every launch: a product and a sum may be fused into one instruction with one rounding."""
+"""Compiler options of every launch: a multiplication and an addition may be fused into one instruction (FMA)."""
 
 
 def operand(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Turn `x` [batch, heads, length, head_dim] into the tuple that kernels take."""
+    """Turn `x` [batch, heads, length, head_dim] into the tuple that a kernel takes."""
     return x, x.stride(0), x.stride(1), x.stride(2)
 
 
@@ -24,7 +24,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 @triton.jit
 def plane(x, batch, head):
-    """(pointer to row 0, stride of a row) of one head."""
+    """Return (pointer to row 0, row stride) of one head."""
     return x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2], x[3]
 
 
@@ -42,7 +42,7 @@ def load_tile(x, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
-    """The inverse of `load_tile`. It rounds once to the dtype of the memory and writes nothing beyond the edges."""
+    """Store a tile where `load_tile` would load it: round once to the memory dtype; write nothing beyond the edges."""
     rows = tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
     pointers = x[0] + tl.cast(start, tl.int64) * x[1] + rows[:, None] * x[1] + columns[None, :]
@@ -52,7 +52,7 @@ def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """Load the tiles at row `start` of the segments in use. An unused segment gets the tile of the other."""
+    """Load the tiles at row `start` of the segments in use. An unused segment gets the other segment's tile."""
     if NEAR:
         near_tile = load_tile(near, start, length, KIND.width, ROWS, KIND.columns)
     if FAR:
@@ -66,28 +66,28 @@ def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, RO
 
 @triton.jit
 def zero_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] float32."""
-    # A separate function, because Triton 3.6 takes only compile-time arguments for a shape, not their fields.
+    """Return a float32 tile of zeros, [ROWS, COLUMNS]."""
+    # A separate function, because Triton 3.6 accepts compile-time arguments as a shape, but not their fields.
     return tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
 @triton.jit
 def constant_rows(value, ROWS: tl.constexpr):
-    """[ROWS] float32, all `value`."""
+    """Return a float32 vector [ROWS] filled with `value`."""
     return tl.full([ROWS], value, tl.float32)
 
 
 @triton.jit
 def dot(a, b):
-    """The product a b in float32; float32 operands are not rounded to TF32."""
+    """Return the matrix product a b in float32; float32 operands are not rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def block_and_head(length, heads, ROWS: tl.constexpr):
-    """(block of rows, blocks, batch and head in one number, batch, head) of this program.
+    """Return (row block, number of row blocks, batch and head as one number, batch, head) of this program.
 
-    They share one dimension of the grid, because only the first dimension may exceed 65,535.
+    All indices share one dimension of the grid, because only the first dimension may exceed 65,535.
     """
     blocks = tl.cdiv(length, ROWS)
     place = tl.program_id(0) // blocks
@@ -96,7 +96,7 @@ def block_and_head(length, heads, ROWS: tl.constexpr):
 
 @triton.jit
 def load_coefficients(coefficients, head, scale, KIND: tl.constexpr):
-    """(c0 / scale, c1) of a head from the float32 table [heads, 2]; zeros without a formula."""
+    """Return (c0 / scale, c1) of a head from the float32 table [heads, 2]; zeros without a formula."""
     c0 = 0.0
     c1 = 0.0
     if KIND.formula != "none":
@@ -107,19 +107,19 @@ def load_coefficients(coefficients, head, scale, KIND: tl.constexpr):
 
 @triton.jit
 def distances(m, n):
-    """m - n in float32, exact below 2^24: the tokens are converted, not each pair."""
+    """Return m - n in float32, exact below 2^24. Token indices are converted to float32 first, instead of each pair."""
     return m.to(tl.float32) - n.to(tl.float32)
 
 
 @triton.jit
 def power_of_distance(distance, exponent):
-    """distance^exponent; 0 for distance <= 0, which has no logarithm."""
+    """Return distance^exponent; 0 for distance <= 0, which has no logarithm."""
     return tl.where(distance > 0, tl.exp2(exponent * tl.log2(tl.maximum(distance, 1.0))), 0.0)
 
 
 @triton.jit
 def add_bias(products, m, n, bias, KIND: tl.constexpr):
-    """Products plus the bias at distances m - n, divided by the scale as in c0 of `load_coefficients`."""
+    """Add the bias at distances m - n, divided by the scale (like c0 of `load_coefficients`), to the products."""
     if KIND.formula == "linear":
         products = products - bias[0] * distances(m, n)
     if KIND.formula == "log":
@@ -132,7 +132,9 @@ def add_bias(products, m, n, bias, KIND: tl.constexpr):
 
 @triton.jit
 def bias_derivatives(m, n, c1, KIND: tl.constexpr):
-    """d bias / d c0 and d bias / d c1 / c0 at the distances m - n in natural units; zeros if there is no c1."""
+    """Return d bias / d c0 and (d bias / d c1) / c0 at distances m - n, for the unscaled bias; the second is zero if
+    the formula has no c1.
+    """
     distance = tl.maximum(distances(m, n), 0.0)
     first = -distance
     second = tl.zeros_like(distance)
@@ -159,12 +161,11 @@ def logits(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Scores of a tile divided by the scale, -inf for masked pairs. `held` and `loaded` are (near, far) tiles, `m` and
-    `n` the tokens of the queries and keys, `start` the first token of each query's document. A tile takes one product,
-    or two if a segment ends inside it.
+    """Return the scores of a tile divided by the scale, with -inf for masked pairs. `held` and `loaded` are (near, far)
+    tiles, `m` and `n` are the token indices of the queries and keys, and `start` is the first token of each query's
+    document. A tile takes one matrix product, or two if a segment ends inside it.
 
-    The scale is applied in the exponent, exp2(score * scale - peak * scale), which takes one more instruction than
-    exp2.
+    The scale is applied in the exponent, exp2(score * scale - peak * scale), at the cost of one more instruction.
     """
     r = m - n
     if NEAR and FAR:
@@ -181,8 +182,9 @@ def logits(
 
 @triton.jit
 def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
-    """Mask of the visible pairs of a tile: keys that are not later (r >= 0), at distances of the tile's segment (below
-    the window, or from it on), and in the query's document. A far segment has only the first keys of a document.
+    """Return the mask of the visible pairs of a tile: the key is not after the query (r >= 0), the distance is in the
+    tile's segment (below the window, or from the window on), and both tokens are in the same document. A far segment
+    may be limited to the first keys of a document.
     """
     seen = r >= 0
     if KIND.window and not FAR:
@@ -202,7 +204,7 @@ def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl
 
 @triton.jit
 def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """The gradients of a tile's scores, split between the segments if it holds both."""
+    """Return the (near, far) parts of a tile's score gradients. A tile with pairs of one segment is not split."""
     if NEAR and FAR:
         return tl.where(r < limits[0], slopes, 0.0), tl.where(r < limits[0], 0.0, slopes)
     else:
@@ -211,7 +213,7 @@ def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
 
 @triton.jit
 def start_of_document(starts, batch, token, key_length, KIND: tl.constexpr):
-    """Index of the first token of the document of `token`, a number or a vector of them; 0 without documents."""
+    """Return the index of the first token in the document of `token` (a scalar or a vector); 0 without documents."""
     if KIND.documents:
         token = tl.minimum(token, key_length - 1)
         return tl.load(starts + tl.cast(batch, tl.int64) * key_length + token).to(tl.int32)
@@ -221,11 +223,11 @@ def start_of_document(starts, batch, token, key_length, KIND: tl.constexpr):
 
 @triton.jit
 def key_phases(first_query, starts, batch, key_length, limits, KIND: tl.constexpr):
-    """Boundaries of the phases of a block of queries, in key tiles.
+    """Return the boundaries of the phases of a query block, in key tiles.
 
-    [0] to [1] all pairs are far; [2] to [3] the window's edge crosses; [3] to [4] all are near and seen; [4] to [5] the
-    diagonal crosses too. Without a window the first two are empty. Tiles of earlier documents, and far tiles after the
-    first keys, are skipped.
+    From [0] to [1], all pairs are far; from [2] to [3], the window's edge crosses the tile; from [3] to [4], all pairs
+    are near and visible; from [4] to [5], the diagonal crosses the tile, and the window's edge may too. Without a
+    window, the first two phases are empty. Tiles of earlier documents and far tiles after the first keys are skipped.
     """
     last_query = tl.minimum(first_query + KIND.rows, key_length) - 1
     begin = start_of_document(starts, batch, first_query, key_length, KIND) // KIND.keys
@@ -244,11 +246,11 @@ def key_phases(first_query, starts, batch, key_length, limits, KIND: tl.constexp
 
 @triton.jit
 def query_phases(first_key, starts, stops, batch, query_length, key_length, limits, KIND: tl.constexpr):
-    """Boundaries of the phases of a block of keys, in query tiles.
+    """Return the boundaries of the phases of a key block, in query tiles.
 
-    [0] to [1] the diagonal crosses and all pairs are near; [2] to [3] all are near and seen; [3] to [4] the window's
-    edge crosses; [4] to [5] all are far. Queries of later documents are skipped, and so are far queries if the block
-    holds none of the first keys.
+    From [0] to [1], the diagonal crosses the tile and all pairs are near; from [2] to [3], all pairs are near and
+    visible; from [3] to [4], the window's edge crosses the tile; from [4] to [5], all pairs are far. Queries of later
+    documents are skipped. Far queries are skipped if the block contains none of the first keys.
     """
     last_key = tl.minimum(first_key + KIND.keys, key_length) - 1
     past = key_length - query_length
@@ -264,7 +266,7 @@ def query_phases(first_key, starts, stops, batch, query_length, key_length, limi
         far = tl.minimum(end, tl.cdiv(tl.maximum(limits[0] + last_key - past, 0), KIND.rows))
     far_end = end
     if KIND.first:
-        # The block's first key is the nearest to the start of its document, unless another document starts in the
+        # The block's first key is the nearest to the start of its document, unless another document starts within the
         # block.
         first_start = start_of_document(starts, batch, first_key, key_length, KIND)
         last_start = start_of_document(starts, batch, last_key, key_length, KIND)

@@ -1,6 +1,6 @@
 """Declarations of all position methods. Imports no PyTorch.
 
-Every choice is declared here once. Its formula is the row of the same name in `megatron_coca.attention.positions`.
+Each choice is declared once. Its formula is the table entry of the same name in `megatron_coca.attention.positions`.
 """
 
 from megatron_coca.methods import (  # declare the choices

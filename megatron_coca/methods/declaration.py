@@ -10,9 +10,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
 Kind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives"]
-"""Type and range of an option. count: an integer from 1 on; whole: an integer from 0 on; positive: a number above 0;
-share: a number above 0 and at most 1; factor: a number from 1 on; flag: true or false; choice: one of `choices`;
-positives: a list of numbers above 0.
+"""Type and range of an option. count: an integer of at least 1; whole: an integer of at least 0; positive: a number
+above 0; share: a number above 0 and at most 1; factor: a number of at least 1; flag: true or false; choice: one of
+`choices`; positives: a list of numbers above 0.
 """
 Values = Mapping[str, Any]
 
@@ -23,10 +23,10 @@ class Option:
 
     Attributes:
         meaning: the description in docs/config.md.
-        least, most: narrower limits of a number.
-        default: the value if the option is not given. None if `by_length` computes it or the formula needs no value.
+        least, most: limits of a number that are narrower than those of the kind.
+        default: the value if the option is not set. None if `by_length` computes it or the formula needs no value.
         by_length: a function of the training length L and the given options that returns the default.
-        shown: the text of that default in tables.
+        shown: the text for this default in tables.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Use:
-    """The model around a choice, for its requirements.
+    """The model in which a choice is used, for the checks of the choice.
 
     Attributes:
         options: the options of the choice with their defaults.
         seq_length: the training length in tokens.
         original_length: L in the formulas of frequency extensions.
-        rotated: number of rotated features of a head.
+        rotated: number of rotated features per head.
         pos_emb: the position embedding of the model.
-        others: names of all choices, by key.
+        others: names of all choices in the model, by key.
     """
 
     options: Values
@@ -63,7 +63,7 @@ class Use:
 
 
 Check = Callable[[Use], str | None]
-"""A function that returns why a choice cannot be used in a model, or None."""
+"""A function that returns the reason why a choice cannot be used in a model, or None."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class Choice:
         label: the name in tables and figures.
         source: the paper, article or code.
         options: all options that the formula reads.
-        trained: the choice is part of the training. Weights are evaluated with it if and only if they were trained
+        trained: whether the choice is part of training. Weights are evaluated with it if and only if they were trained
             with it, with the same options.
-        length_dependent: the result depends on the length of the input.
-        checks: its requirements.
-        huggingface: `stock` if transformers' own classes compute it; `file` if the modelling file of our exports does,
-            which contains the formulas; else the reason why it cannot be exported.
-        neox: `upstream` if GPT-NeoX computes it; `plugin` if the plugin does; else the reason why neither can.
-        compute: the formula of a choice that a user's file declares. None for a choice of this package, which has a row
-            of its name in `attention`.
+        length_dependent: whether the result depends on the input length.
+        checks: functions that check the requirements of the choice.
+        huggingface: `stock` if transformers' own classes implement the choice; `file` if the modelling file of our
+            exports does; else the reason why the choice cannot be exported.
+        neox: `upstream` if GPT-NeoX implements the choice; `plugin` if our plugin does; else the reason why not.
+        compute: the formula of a choice that a user's file declares. None for a choice of this package: its formula is
+            in a table of `attention`.
     """
 
     key: ClassVar[str]
@@ -100,13 +100,14 @@ class Choice:
     compute: Any = field(default=None, compare=False, repr=False)
 
     def not_expressed(self, attribute: str, expressed: tuple[str, ...], carried: tuple[str, ...] = ()) -> str | None:
-        """Return why the program of an attribute (`huggingface`, `neox`) cannot express the choice, or None if it can.
+        """Return the reason why an export cannot represent the choice, or None if it can.
 
-        It can if the attribute is one of `expressed`, or for a choice of a user's file one of `carried`.
+        `attribute` is `huggingface` or `neox`. The export can represent the choice if the value of the attribute is in
+        `expressed` and, for a user's choice, also in `carried`.
         """
         said = getattr(self, attribute)
         if said in expressed and said not in carried and self.compute is not None:
-            return f"{self.key} {self.name}: declared outside of megatron_coca"
+            return f"{self.key} {self.name}: declared outside megatron_coca"
         return None if said in expressed else f"{self.key} {self.name}: {said}"
 
     def option(self, name: str) -> Option | None:
@@ -130,7 +131,7 @@ class Choice:
         return [option.name for option in self.options if option.required and given.get(option.name) is None]
 
     def refusal(self, use: Use) -> str | None:
-        """Return why the choice cannot be used in this model, or None."""
+        """Return the reason why the choice cannot be used in this model, or None."""
         if lacking := self.lacking(use.options):
             return f"{self.selector} {self.name} needs {lacking[0]}; set it"
         return "; ".join(reason for check in self.checks if (reason := check(use)) is not None) or None
@@ -143,12 +144,12 @@ class PositionEmbedding(Choice):
     Attributes:
         query, key_operand, bias: Q', K' and the bias of the scores, for tables.
         description: the text for model cards.
-        rotary: it rotates queries and keys, so there are frequencies to extend and distances to map.
-        shift_invariant: scores depend only on differences of positions.
-        by_distance: only the attention scores depend on positions. False if vectors are added to the embedding.
-        biased: it adds a bias to the scores.
-        by_query: the bias depends also on the query's position in its document.
-        weights: learned weights are in each layer, shared by all layers, or a table of positions.
+        rotary: whether queries and keys are rotated, so that frequencies can be extended and distances mapped.
+        shift_invariant: whether scores depend only on differences of positions.
+        by_distance: whether only attention scores depend on positions. False if vectors are added to the embedding.
+        biased: whether a bias is added to the scores.
+        by_query: whether the bias also depends on the query's position in its document.
+        weights: whether learned weights are in each layer, shared by all layers, or in a table of positions.
     """
 
     key: ClassVar[str] = "pos_emb"
@@ -166,12 +167,12 @@ class PositionEmbedding(Choice):
 
 @dataclass(frozen=True)
 class StockRope:
-    """The frequency extension in transformers' own code.
+    """A frequency extension as transformers' own code implements it.
 
     Attributes:
         length: the key of L: `original_max_position_embeddings`, `max_position_embeddings`, or None without L.
-        derives_factor: a missing factor is max_position_embeddings / original length.
-        by_longest: the frequencies of a batch follow its longest text; our modelling file takes each row's length.
+        derives_factor: whether a missing factor is computed as max_position_embeddings / original length.
+        by_longest: whether a batch's longest text sets its frequencies; our modelling file uses each row's length.
     """
 
     length: str | None = None
@@ -181,15 +182,15 @@ class StockRope:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyExtension(Choice):
-    """A value of `rope_scaling.rope_type`: other rotary frequencies.
+    """A value of `rope_scaling.rope_type`: changed rotary frequencies.
 
     Attributes:
-        rule: the frequencies, for tables.
-        stock: how transformers computes it, if `huggingface` is `stock`.
-        least_rotated: rotated features of a head that it needs.
-        learned: its frequencies are weights of the model.
-        measures_length: its formula depends on L.
-        switches: it has one set of frequencies up to L and another beyond, so decoding recomputes all tokens at L.
+        rule: the formula of the frequencies, for tables.
+        stock: how transformers implements the extension, if `huggingface` is `stock`.
+        least_rotated: minimum number of rotated features per head.
+        learned: whether the frequencies are weights of the model.
+        measures_length: whether the formula depends on L.
+        switches: whether the frequencies differ up to L and beyond, so that decoding recomputes all tokens at L.
     """
 
     key: ClassVar[str] = "rope_scaling"
@@ -216,13 +217,13 @@ class FrequencyExtension(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class DistanceMap(Choice):
-    """A value of `relative_positions.type`: the scores of distant pairs use another distance.
+    """A value of `relative_positions.type`: the scores of distant pairs use a different distance.
 
     Attributes:
         rule: the formula for distant pairs, for tables.
-        training_only: models are trained with it and evaluated without it.
-        shifts_positions: pairs keep their distances but not their positions, so scores must be shift-invariant.
-        counts_tokens: it takes positions as numbers of tokens, so training positions cannot have gaps.
+        training_only: whether models are trained with the map and evaluated without it.
+        shifts_positions: whether pairs keep only their distances, so that scores must be shift-invariant.
+        counts_tokens: whether positions are used as token counts, so that training positions cannot have gaps.
     """
 
     key: ClassVar[str] = "relative_positions"
@@ -250,12 +251,12 @@ class DistanceMap(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitScaling(Choice):
-    """A value of `logit_scaling`: a factor on the logits of each query by its position.
+    """A value of `logit_scaling`: a factor on the logits of each query, which depends on the query's position.
 
     Attributes:
         rule: the formula of the factor, for tables.
-        learned: every head of every layer multiplies the factor by a learned number, initially the option `initial`.
-        evaluation_only: models are trained without it.
+        learned: whether each head multiplies the factor by a learned number, initially the option `initial`.
+        evaluation_only: whether models are trained without the factor.
     """
 
     key: ClassVar[str] = "logit_scaling"
@@ -266,10 +267,10 @@ class LogitScaling(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class ForgettingGate(Choice):
-    """A value of `forgetting_gate`: a learned bias of every pair, a sum over the tokens after its key, up to its query.
+    """A value of `forgetting_gate`: a learned bias, summed over the tokens after the key, up to the query.
 
     Attributes:
-        rule: the term of a token x in this sum, for a head with weights w and b, for tables.
+        rule: a token's term in this sum, for its hidden state x and the weights w and b of a head, for tables.
     """
 
     key: ClassVar[str] = "forgetting_gate"
@@ -290,7 +291,7 @@ def declare(choices: Iterable[Choice]) -> None:
     """Add choices to the tables.
 
     Raises:
-        ValueError: the name of a choice is taken.
+        ValueError: a choice of the same name is already declared.
     """
     for choice in choices:
         if choice.name in TABLES[choice.key]:
@@ -304,7 +305,7 @@ def find(key: str, name: str) -> Any:
 
 
 def names(key: str, **attributes: Any) -> tuple[str, ...]:
-    """Return the names of the choices of a key that have these attributes."""
+    """Return the names of a key's choices that have these attribute values."""
     return tuple(
         name
         for name, choice in TABLES[key].items()

@@ -1,4 +1,4 @@
-"""Values of `relative_positions.type`: the scores of distant pairs use another distance."""
+"""Values of `relative_positions.type`: the scores of distant pairs use a different distance."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ def _window(divisor: int) -> Option:
 
 
 def _sinks(default: int) -> Option:
-    return Option("sinks", "whole", "Initial tokens that every query attends to.", default=default)
+    return Option("sinks", "whole", "Number of initial tokens that every query attends to.", default=default)
 
 
 def _after_sinks(length: int, options: Values) -> int | None:
@@ -57,7 +57,7 @@ _TARGET = Option("target_length", "count", "Largest evaluation length L'.", requ
 declare(
     (
         DistanceMap(
-            "rerope", "ReRoPE", "Su 2023", rule="`m' = w`, `n' = 0`: all at distance `w`", options=(_window(2),)
+            "rerope", "ReRoPE", "Su 2023", rule="`m' = w`, `n' = 0`: all pairs at distance `w`", options=(_window(2),)
         ),
         DistanceMap(
             "leaky_rerope",
@@ -86,7 +86,7 @@ declare(
             rule="`m' = floor(m/G) + w - floor(w/G)`, `n' = floor(n/G)`",
             options=(
                 _window(4),
-                Option("group_size", "count", "Group size G of positions beyond the window.", default=8),
+                Option("group_size", "count", "Number G of positions in a group beyond the window.", default=8),
             ),
         ),
         DistanceMap(
@@ -99,7 +99,7 @@ declare(
                 Option(
                     "local",
                     "count",
-                    "Smallest distance w of the shifted pairs.",
+                    "New distance of pairs at distance w, the smallest that is shifted.",
                     by_length=lambda _, given: min(128, max(given["window"] // 2, 1)),
                     shown="at most 128",
                 ),
@@ -116,7 +116,7 @@ declare(
                 Option(
                     "chunk_size",
                     "count",
-                    "Tokens c of a chunk.",
+                    "Number of tokens c in a chunk.",
                     by_length=lambda length, _: max(3 * length // 4, 1),
                     shown="3L/4",
                 ),

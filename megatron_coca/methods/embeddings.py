@@ -2,7 +2,7 @@
 
 from megatron_coca.methods.declaration import PositionEmbedding, declare
 
-_KERPLE = "GPT-NeoX's model does not have its weights; use megatron-coca train"
+_KERPLE = "GPT-NeoX has no weights for it; use megatron-coca train"
 
 declare(
     (
@@ -20,7 +20,7 @@ declare(
         PositionEmbedding(
             "coca",
             "CoCA-Slack",
-            "CoCA, Zhu et al. 2024, the form the paper trains",
+            "CoCA, Zhu et al. 2024, in the form that the paper trains",
             description="Collinear Constrained Attention (CoCA), in the form that its paper trains",
             query="`q * (R_m q)`, feature by feature",
             key_operand="`R_n (u, u)`",
@@ -30,7 +30,7 @@ declare(
         PositionEmbedding(
             "coca_strict",
             "CoCA-Strict",
-            "CoCA with its constraint on the query too",
+            "CoCA with the constraint on queries too",
             description="Collinear Constrained Attention (CoCA), with the constraint on queries too",
             query="`R_m (\\|q\\|^2, 0)`",
             key_operand="`R_n (u, 0)`",
@@ -57,7 +57,7 @@ declare(
         PositionEmbedding(
             "kerple_log",
             "KERPLE-log",
-            "KERPLE, Chi et al. 2022; `p`, `a` learned by head and layer",
+            "KERPLE, Chi et al. 2022; `p` and `a` are learned per head and layer",
             description="KERPLE, logarithmic",
             bias="`-p ln(1 + a r)`",
             biased=True,
@@ -67,7 +67,7 @@ declare(
         PositionEmbedding(
             "kerple_power",
             "KERPLE-power",
-            "KERPLE, Chi et al. 2022; `p`, `a` learned by head and layer",
+            "KERPLE, Chi et al. 2022; `p` and `a` are learned per head and layer",
             description="KERPLE, power",
             bias="`-a r^p`",
             biased=True,
@@ -86,7 +86,7 @@ declare(
         PositionEmbedding(
             "fire",
             "FIRE",
-            "FIRE, Li et al. 2024; the network `f`, `c` and `a` learned by layer; `psi(x) = ln(\\|c\\| x + 1)`",
+            "FIRE, Li et al. 2024; the network `f`, `c` and `a` are learned per layer; `psi(x) = ln(\\|c\\| x + 1)`",
             description="FIRE, functional interpolation for relative positions",
             bias="`f(psi(r) / psi(max(m, \\|a\\| 512)))`",
             biased=True,
@@ -125,7 +125,7 @@ declare(
         PositionEmbedding(
             "none",
             "NoPE",
-            "no position information but the causal mask",
+            "no position information except the causal mask",
             description="no position encoding",
             neox="upstream",
         ),

@@ -1,9 +1,9 @@
-"""Values of `forgetting_gate`: a learned bias of every pair from the tokens after its key, up to its query."""
+"""Values of `forgetting_gate`: a learned bias of each query and key, from the tokens after the key up to the query."""
 
 from megatron_coca.methods.declaration import ForgettingGate, declare
 
 _FILE = "the modelling file does not support gates"
-_NEOX = "GPT-NeoX's model does not have its weights"
+_NEOX = "GPT-NeoX has no weights for it"
 
 declare(
     (

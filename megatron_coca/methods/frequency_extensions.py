@@ -5,11 +5,11 @@ from dataclasses import replace
 from megatron_coca.methods.declaration import FrequencyExtension, Option, StockRope, Use, declare
 
 MEASURED = "original_max_position_embeddings"
-"""The key of L in transformers' section. Without it, transformers uses max_position_embeddings."""
+"""Key of L in transformers' rope section. If it is not set, transformers uses max_position_embeddings."""
 
 _FACTOR = Option("factor", "factor", "Scaling factor s.", default=1.0, required=True)
 _ATTENTION = Option(
-    "attention_factor", "positive", "Multiplier of cos and sin; null uses the method's formula.", default=None
+    "attention_factor", "positive", "Multiplier of cos and sin; null: the method's formula.", default=None
 )
 _YARN = (
     Option(
@@ -66,7 +66,7 @@ def _some_rotate(use: Use) -> str | None:
 
 def _logarithm(use: Use) -> str | None:
     short = use.original_length < 2
-    return "longrope divides by ln L, which is 0 for a training length of 1; use a longer one" if short else None
+    return "longrope divides by ln L, which is 0 for a training length of 1; raise seq_length" if short else None
 
 
 _RESONANCE = Option(
@@ -128,7 +128,7 @@ declare(
             "yarn",
             "YaRN",
             "Peng et al. 2023",
-            rule="`theta_j / s` for slow, `theta_j` for fast pairs, a ramp between; cos and sin times `0.1 ln s + 1`",
+            rule="`theta_j / s` for slow, `theta_j` for fast pairs, a ramp in between; cos, sin times `0.1 ln s + 1`",
             measures_length=True,
             options=(_FACTOR, *_YARN),
             checks=(_betas,),
@@ -149,12 +149,14 @@ declare(
             "longrope",
             "LongRoPE",
             "Ding et al. 2024",
-            rule="`theta_j / lambda_j`, one list up to `L` and one beyond; cos and sin times `sqrt(1 + ln s / ln L)`",
+            rule="`theta_j / lambda_j`, one list up to `L`, one beyond; cos and sin times `sqrt(1 + ln s / ln L)`",
             measures_length=True,
             options=(
                 _FACTOR,
-                Option("short_factor", "positives", "One divisor per frequency, up to length L.", required=True),
-                Option("long_factor", "positives", "One divisor per frequency, beyond length L.", required=True),
+                Option(
+                    "short_factor", "positives", "Divisors for inputs up to length L, one per frequency.", required=True
+                ),
+                Option("long_factor", "positives", "Divisors for longer inputs, one per frequency.", required=True),
                 _ATTENTION,
             ),
             length_dependent=True,
@@ -167,7 +169,7 @@ declare(
             "llama3",
             "Llama 3",
             "Llama 3.1",
-            rule="by wavelength against `L / high_freq_factor`, `L / low_freq_factor`: kept, mixed, or divided by `s`",
+            rule="wavelengths up to `L/high_freq_factor`: `theta_j`; from `L/low_freq_factor`: `theta_j/s`; else mixed",
             measures_length=True,
             options=(
                 _FACTOR,
@@ -192,7 +194,7 @@ declare(
             "proportional",
             "p-RoPE",
             "p-RoPE, Barbero et al. 2025; Gemma 4",
-            rule="`theta_j / s` for the `floor(p d/2)` fastest pairs, the others are not rotated",
+            rule="`theta_j / s` for the `floor(p d/2)` fastest pairs; the others are not rotated",
             options=(
                 Option("proportion", "share", "Share p of the pairs that are rotated.", required=True),
                 Option("factor", "factor", "Scaling factor s.", default=1.0),
@@ -221,7 +223,7 @@ declare(
             trained=True,
             learned=True,
             length_dependent=True,
-            neox="GPT-NeoX's model does not have its learned frequencies",
+            neox="GPT-NeoX has no weights for its learned frequencies",
         ),
     )
 )

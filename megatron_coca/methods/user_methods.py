@@ -1,4 +1,4 @@
-"""Position methods from files of the user. The key `imports` names the files."""
+"""Position methods that the user declares in Python files. The key `imports` names the files."""
 
 import ast
 import hashlib
@@ -13,11 +13,11 @@ MARK = "#sha256="
 
 
 class ImportedFileError(ValueError):
-    """A file cannot be read or run, or a checkpoint was trained with other contents of the file."""
+    """A file cannot be read or run, or is not the file that a checkpoint was trained with."""
 
 
 def register(choice: Choice, compute: Any) -> Choice:
-    """Add a choice of the user, or replace a choice of the user with the same name.
+    """Add a user's choice, or replace a user's choice that has the same name.
 
     Args:
         choice: the declaration.
@@ -45,12 +45,12 @@ def _digest(source: bytes) -> str:
 
 
 def import_file(name: str, folder: Path) -> str:
-    """Run a file, and return its absolute path with a digest of its contents. The same contents run only once.
+    """Run a file, and return its absolute path with a digest of its contents. Unchanged files are run only once.
 
-    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration, which must match.
+    `name` is relative to `folder`. It may end with a digest, as in a checkpoint's configuration, for comparison.
 
     Raises:
-        ImportedFileError: the file cannot be read, fails, or has other contents.
+        ImportedFileError: the file cannot be read, fails, or does not match the digest.
     """
     given, _, wanted = name.partition(MARK)
     path = (folder / given).resolve()
@@ -62,8 +62,8 @@ def import_file(name: str, folder: Path) -> str:
     digest = _digest(source)
     if wanted and wanted != digest:
         raise ImportedFileError(
-            f"{path}: is not the file that the weights were trained with (sha256 {wanted}..., now {digest}...); restore"
-            f" it, or name a file with imports=[FILE] to use it nevertheless"
+            f"{path}: not the file that the weights were trained with (sha256 {wanted}..., now {digest}...); restore"
+            f" it, or set imports=[FILE] to use this file anyway"
         )
     module = f"megatron_coca_imports.{path.stem}_{digest}"
     if module not in sys.modules:

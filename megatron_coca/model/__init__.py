@@ -1,4 +1,4 @@
-"""The transformer language model in the shapes of GPT-NeoX and LLaMA."""
+"""The transformer language model, with the architectures of GPT-NeoX and LLaMA."""
 
 from megatron_coca.model.build import (
     Attention,

@@ -1,4 +1,4 @@
-"""Build a model from its configuration: layers, initial weights, compilation."""
+"""Build a model from its configuration: create the layers, initialise the weights, compile the blocks."""
 
 import logging
 import math
@@ -39,16 +39,16 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 }
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
-"""Layers that write to the residual stream; they use `output_layer_init_method`."""
+"""The weights that write to the residual stream; `output_layer_init_method` initialises them."""
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
-    """Initialise weight matrices by the configured methods and biases with 0. Norms keep 1 and 0.
+    """Initialise weight matrices with the configured methods and biases with 0. Norms keep weight 1 and bias 0.
 
-    Values depend only on the seed and on the shapes and order of the parameters. Modules of the position method come
-    last, so all position methods share the initial weights of their common layers. The global random state is
-    preserved.
+    The values depend only on the seed and on the shapes and order of the parameters. The modules of the position method
+    are initialised last, so the other layers get the same initial weights with every position method. The global random
+    state is preserved.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
@@ -68,8 +68,8 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
 @torch.no_grad()
 def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> list[str]:
-    """Initialise the parameters of the position method from the seed, and return their names. The global random state
-    is preserved.
+    """Initialise the parameters of the position method from `seed`, and return their names. The global random state is
+    preserved.
     """
     parts = {name: part for name, part in module.named_modules() if isinstance(part, LEARNED_MODULES)}
     tables = {name: part for name, part in module.named_modules() if isinstance(part, LearnedPositions)}
@@ -83,7 +83,7 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
 
 
 def backend_needs(config: Config, method: PositionMethod, device_type: str, training: bool = True) -> Needs:
-    """The requirements of a model on its attention backend."""
+    """Return the features that the attention backend of a model must support."""
     needs = method.needs(device_type, config.model.attention_dropout, training)
     if not training:
         return needs
@@ -96,10 +96,10 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
 
 
 def choose_backends(config: Config, device: str) -> dict[str, str]:
-    """Return the name of the attention backend for each type of layers of a model that trains on `device`.
+    """Return the name of the attention backend for each layer type of a model that trains on `device`.
 
     Raises:
-        BackendError: no backend supports a type.
+        BackendError: no backend supports one of the layer types.
     """
     device_type, types = device.partition(":")[0], config.layer_types
     return {
@@ -109,22 +109,23 @@ def choose_backends(config: Config, device: str) -> dict[str, str]:
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
-    """Build an initialised float32 model on `device`, with its position method and the attention backend for that
-    device.
+    """Build an initialised float32 model on `device`, with its position methods and attention backends.
 
-    With `training` False the backend does not have to support dropout or training-only maps.
+    If `training` is False, the backend does not have to support dropout or maps that only training uses.
 
     Raises:
         ConfigError: `vocab_size` is not known.
-        BackendError: the attention backend or operand kernel does not support the model on that device, or there is no
-            compiler for `torch_compile`.
+        BackendError: the attention backend or a kernel does not support the model on that device, or `torch_compile` is
+            set but the blocks cannot be compiled.
     """
     return assemble_model(config, device, training).to(device)
 
 
 def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
-    """Build a model as `build_model` does for `device`, but with its weights in host memory, to be sharded later."""
-    with torch.random.fork_rng(devices=[]):  # PyTorch initialises the layers first
+    """Build a model as `build_model` does for `device`, but keep its weights in host memory, so that they can be
+    sharded later.
+    """
+    with torch.random.fork_rng(devices=[]):  # PyTorch also initialises the layers when it creates them
         model = _compose(config, device, training)
     initialize(model, config.model, config.seed)
     return _compiled(model, config, device, training)
@@ -133,10 +134,11 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
 def empty_model(
     config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32, memory: str | None = None
 ) -> GPT:
-    """Build a model as `build_model` does, but with uninitialised weights of `dtype`, to be loaded later.
+    """Build a model as `build_model` does, but with uninitialised weights of `dtype`, for a caller that loads weights
+    into it.
 
     `memory` is the device of the weights, by default `device`. Initialising 7 billion weights would take minutes, and
-    float32 twice the memory.
+    float32 weights would take twice the memory of half precision.
     """
     with torch.device("meta"):
         model = _compose(config, device, training)
@@ -146,21 +148,25 @@ def empty_model(
 class Attention(nn.Module):
     """Causal self-attention with the position method of a configuration, for use in your own network.
 
-    Only the attention keys of the configuration matter. Initial weights depend on these keys and PyTorch's random
-    state.
+    Only the attention keys of the configuration matter. The initial weights depend on these keys and on PyTorch's
+    random state.
 
     Raises:
         ConfigError: `pos_emb` adds positions to the embedding instead of the attention.
-        BackendError: as `build_model`.
+        BackendError: as for `build_model`.
     """
 
     def __init__(self, config: Config, layer: int = 0, device: str = "cpu", training: bool = True) -> None:
-        """`layer` counts from 0 and matters if layers differ; `training` is as for `build_model`."""
+        """`layer` is the index of the layer, from 0; it matters only if the layer types differ. `training` is as for
+        `build_model`.
+        """
         super().__init__()
         name = config.model.layer_names[layer]
         method, position = build_methods(config)[name], config.layer_types[name]
         if method.name in ABSOLUTE:
-            raise ConfigError(f"pos_emb: {method.name} is added to the embedding, not in attention; choose another one")
+            raise ConfigError(
+                f"pos_emb: {method.name} positions are added to the embedding, not in attention; choose another method"
+            )
         check_kernel("operand_kernel", position.operand_kernel, torch.device(device).type)
         needs = backend_needs(config, method, torch.device(device).type, training)
         _, backend = select_backend(position.attention_backend, needs)
@@ -175,8 +181,8 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Map hidden states [batch, length, hidden_size] to the same shape. The other arguments are as in
-        `GPT.hidden_states`.
+        """Map hidden states [batch, length, hidden_size] to hidden states of the same shape. The other arguments are
+        those of `GPT.hidden_states`.
         """
         positions, reached, packed = resolve_positions(hidden[..., 0], positions, documents)
         batch, length = len(hidden), length or reached
@@ -207,7 +213,7 @@ def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     if reason is None:
         compile_blocks(model.blocks)
     elif wanted == "auto":
-        logger.info("torch_compile: off: %s", reason)
+        logger.info("torch_compile: disabled: %s", reason)
     else:
-        raise BackendError(f"torch_compile: {reason}; or set torch_compile=false")
+        raise BackendError(f"torch_compile: {reason}; otherwise set torch_compile=false")
     return model

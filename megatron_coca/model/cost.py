@@ -1,4 +1,6 @@
-"""The cost of a model from its configuration: parameters, FLOPs per token, memory; and peak FLOP/s of GPUs."""
+"""Compute the cost of a model from its configuration (parameters, FLOPs per token, memory), and look up the peak FLOP/s
+of GPUs.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +14,17 @@ from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES,
 from megatron_coca.config.optimization import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
-"""Learned vectors of size hidden_size per norm (including its bias); scalenorm has one scalar."""
+"""Number of learned vectors of size hidden_size in one norm, including its bias. ScaleNorm is not in this table: it has
+a single scalar.
+"""
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model by part.
+    """Parameter counts of the parts of a model.
 
-    `embedding` includes padding; with tied weights it is also the output head, and `head` is 0. `norms` includes the
-    final norm. `position` counts the table, bias or network of the position method.
+    `embedding` includes the padded rows. If the weights are tied, it is also the output head, and `head` is 0. `norms`
+    includes the final norm. `position` counts the table, bias or network of the position methods.
     """
 
     embedding: int
@@ -32,26 +36,27 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """The sum of `numel()` over the parameters of `build_model`."""
+        """The sum of `numel()` over the parameters of the model that `build_model` returns."""
         return self.embedding + self.non_embedding + self.head
 
     @property
     def non_embedding(self) -> int:
-        """Parameters without the embedding and the output head, as in Kaplan et al. 2020."""
+        """Parameters except those of the embedding and the output head, as in Kaplan et al. 2020."""
         return self.attention + self.mlp + self.norms + self.position
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations per trained token; a multiplication with its addition counts as two.
+    """Floating-point operations per trained token. A multiply-add counts as two operations.
 
     Attributes:
-        model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B): N
-            counts the weights of matrix products, including the output head but not the embedding; n queries and n keys
-            in L layers of width h. It ignores causality and recomputation, which makes programs comparable.
-        executed: the work of a causal kernel, with (n + 1) / 2 keys per query on average, and a second forward pass of
-            the blocks if activations are recomputed.
-        forward: the forward part of `executed`, once.
+        model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B). N
+            is the number of weights in matrix products, including the output head but not the embedding; L is the
+            number of layers, h their width, and n the number of queries and of keys. This count ignores causality and
+            recomputation, so that MFU is comparable between training frameworks.
+        executed: the operations that a causal kernel runs, with (n + 1) / 2 keys per query on average, plus a second
+            forward pass of the blocks if activations are recomputed.
+        forward: the operations of one forward pass in `executed`.
     """
 
     model: float
@@ -80,7 +85,7 @@ def parameter_count(config: Config) -> ParameterCount:
 
 
 def trained_count(config: Config) -> ParameterCount:
-    """Count parameters as `parameter_count` does, but only those that are trained (`trainable`).
+    """Count the parameters as `parameter_count` does, but only those that `trainable` selects.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -98,9 +103,9 @@ def trained_count(config: Config) -> ParameterCount:
 
 
 def flops_per_token(config: Config, length: int | None = None) -> Flops:
-    """The mean cost of a token in samples of `length` tokens (default: seq_length); see `Flops`.
+    """Return the mean cost of a token in samples of `length` tokens (default: seq_length); see `Flops`.
 
-    Only matrix products and attention count: norms, activations, rotations and the loss add a few percent, and
+    Only matrix products and attention are counted. Norms, activations, rotations and the loss add a few percent, and
     relative-position maps with several bands cost more.
 
     Raises:
@@ -112,10 +117,8 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     gates = model.hidden_size * model.num_attention_heads
     blocks = sum(_weights_per_block(model, name) + gates * (positions[name].gate is not None) for name in names)
     head = model.padded_vocab_size * model.hidden_size
-    gau = (
-        (model.gau_key_width + model.gau_features) / 2,
-        model.gau_features,
-    )  # scores as counted in `model`, and as executed
+    # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
+    gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
     widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
@@ -125,19 +128,22 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
 
 
 def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
-    """The mean over all layers of a quantity that depends on their position keys."""
+    """Return the mean over all layers of a quantity that depends on the position keys of a layer."""
     values, names = {name: value(position) for name, position in config.layer_types.items()}, config.model.layer_names
     return sum(values[name] for name in names) / len(names)
 
 
 def recomputes_blocks(model: ModelConfig) -> bool:
-    """True if the backward pass recomputes complete blocks (selective checkpointing keeps the matrix products)."""
+    """Return True if the backward pass recomputes complete blocks. Selective checkpointing does not: it keeps the
+    matrix products.
+    """
     return model.checkpoint_activations and getattr(model, "checkpoint_policy", "full") == "full"
 
 
 def _not_repeated(model: ModelConfig) -> int:
-    """PyTorch ends the recomputation at the last tensor that a gradient needs. That excludes the last matrix product of
-    the group, unless dropout follows it.
+    """Count the weights of the matrix products that recomputation does not repeat. PyTorch ends the recomputation at
+    the last tensor that a gradient needs, so it skips the last matrix product of each group of blocks, unless dropout
+    follows it.
     """
     size, last = getattr(model, "checkpoint_num_layers", 1), model.num_layers - 1
     ends = [model.layer_names[min(first + size - 1, last)] for first in range(0, model.num_layers, size)]
@@ -146,10 +152,10 @@ def _not_repeated(model: ModelConfig) -> int:
 
 
 def norms_per_block(model: ModelConfig, name: str) -> int:
-    """Number of norms in one type of layers: of the inputs of attention and MLP, which may share one, and of their
-    outputs.
+    """Return the number of norms in one block of a layer type: on the inputs of attention and MLP, which may share a
+    norm, and on their outputs.
 
-    Gated attention units have no MLP.
+    Gated attention units have no MLP, so they have at most one norm on the input and one on the output.
     """
     if name == GAU:
         return (model.norm_position != "post") + (model.norm_position != "pre")
@@ -158,17 +164,19 @@ def norms_per_block(model: ModelConfig, name: str) -> int:
 
 
 def packed_mlp_width(model: ModelConfig) -> int:
-    """Rows of the MLP's first matrix; with a gated activation, value and gate together."""
+    """Return the number of rows of the MLP's first matrix. With a gated activation, these are the rows of value and
+    gate together.
+    """
     return model.ffn_hidden_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
 
 
 def packed_attention_width(model: ModelConfig) -> int:
-    """Rows of query_key_value."""
+    """Return the number of rows of the query_key_value matrix."""
     return (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
 
 
 def _weights_per_block(model: ModelConfig, name: str) -> int:
-    """Numbers in the matrices of one block that a token is multiplied with."""
+    """Count the weights in the matrices of one block that each token is multiplied with."""
     h = model.hidden_size
     if name == GAU:
         return h * (3 * model.gau_features + model.gau_key_width)
@@ -178,9 +186,9 @@ def _weights_per_block(model: ModelConfig, name: str) -> int:
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
-    """Numbers in one layer's attention by part. Each row of a matrix has hidden_size numbers.
+    """Count the parameters in one layer's attention by trainable part. Each matrix row has hidden_size weights.
 
-    Queries, keys, values and gate of a gated attention unit are trained together and counted as queries.
+    Queries, keys, values and the gate of a gated attention unit are trained together, so all of them count as "query".
     """
     if name == GAU:
         width, key, bias = model.gau_features, model.gau_key_width, int(model.use_bias_in_attn_linear)
@@ -193,7 +201,7 @@ def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
 
 
 def _qk_norm_parameters(model: ModelConfig) -> int:
-    """Parameters of the norms of queries and keys of one layer."""
+    """Count the parameters of the query and key norms of one layer."""
     if model.use_qk_layernorm:
         return 1 if model.norm == "scalenorm" else norm_parameters(model) * model.attention_width // model.hidden_size
     heads = {None: 0, "head": 2, "projection": model.num_attention_heads + model.num_kv_heads}[model.qk_norm]
@@ -206,7 +214,7 @@ def _mlp(model: ModelConfig) -> int:
 
 
 def norm_parameters(model: ModelConfig) -> int:
-    """Parameters of one norm."""
+    """Count the parameters of one norm."""
     if model.norm == "scalenorm":
         return 1
     without_bias = model.norm == "layernorm" and not model.use_bias_in_norms
@@ -214,7 +222,9 @@ def norm_parameters(model: ModelConfig) -> int:
 
 
 def _position(config: Config) -> int:
-    """Learned numbers of the position methods, both those of each layer and those that all layers of a type share."""
+    """Count the learned parameters of the position methods, both those of each layer and those that all layers of a
+    type share.
+    """
     model, total = config.model, 0
     if config.position.embedding.weights == "table":
         total += model.max_position_embeddings * model.hidden_size
@@ -243,32 +253,37 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("V100", 125e12),
     ("RTX 4090", 165e12),
 )
-"""(part of the device name, FLOP/s), with more specific names first. The figures are for dense bfloat16 with float32
-accumulation, from the vendors' data sheets; for V100, which has no bfloat16, they are for float16. Set
+"""Pairs (part of the device name, peak FLOP/s); more specific names come first. The figures are for dense bfloat16 with
+float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so its figure is for float16. Set
 `peak_theoretical_tflops` for other devices.
 """
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak in FLOP/s by PyTorch's device name, such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
+    """Return the dense bfloat16 peak of a device in FLOP/s, or None if it is unknown. `device_name` is the name that
+    PyTorch reports, such as "NVIDIA A100-SXM4-80GB".
+    """
     words = device_name.lower().replace("-", " ").replace("_", " ")
     return next((peak for name, peak in PEAKS if f" {name.lower()}" in f" {words}"), None)
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per number by dtype."""
+"""Size of a number in bytes, by dtype."""
 
 COEFFICIENTS = {"coca": 0.65, "coca_strict": 0.5}
-"""Additional activations of CoCA in units of hidden_size numbers: rectified or squared coefficients in float32."""
+"""Additional activations of CoCA per token, as a multiple of hidden_size numbers: the rectified or squared coefficients
+in float32.
+"""
 
 
 class Activations(NamedTuple):
-    """Bytes on one rank.
+    """Activation memory on one rank, in bytes.
 
     Attributes:
-        kept: kept for the backward pass by one block, on average over the groups that are recomputed together.
-        working: needed in addition while the backward pass of one group runs.
-        ends: kept by the embedding and the final norm.
+        kept: bytes that one block keeps for the backward pass, averaged over the blocks of a group that is recomputed
+            together.
+        working: further bytes in use while the backward pass of one group runs.
+        ends: bytes that the embedding and the final norm keep.
     """
 
     kept: float
@@ -277,11 +292,11 @@ class Activations(NamedTuple):
 
 
 def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> Activations:
-    """The saved activations of `micro` samples of seq_length tokens. `tensor` ranks share the heads and the MLP width,
-    `sequence` ranks share the tokens.
+    """Estimate the activations saved for `micro` samples of seq_length tokens. The heads and the MLP width are divided
+    among `tensor` ranks, the tokens among `sequence` ranks.
 
-    This is for fused attention (SDPA); the reference backend and attention dropout on the CPU also save N x N tensors.
-    Dropout masks count as on the CPU, in the dtype of the activations.
+    The estimate is for fused attention (SDPA). The reference backend, and attention dropout on the CPU, also save N x N
+    tensors. Dropout masks are counted in the dtype of the activations, as on the CPU.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens = micro * model.seq_length / sequence
@@ -296,7 +311,9 @@ def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
 
 
 def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
-    """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
+    """Estimate the peak memory on one rank, in bytes, of the logits of `micro` samples and of the gradients that the
+    loss computes.
+    """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
     auto = model.loss_chunk_size == "auto"
@@ -306,13 +323,15 @@ def loss_bytes(config: Config, micro: int, sequence: int = 1) -> float:
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
     head = vocabulary * model.hidden_size
     scored = min(chunk, tokens) * vocabulary * (size + 4 + (size if size < 4 else 0))
-    if auto:  # on a GPU the logits become their gradient in place
+    if auto:  # on a GPU the gradient overwrites the logits
         scored = max(scored, min(LOSS_CHUNK_BYTES, tokens * vocabulary * size))
     return scored + tokens * model.hidden_size * size + head * (8 + size)
 
 
 def _kept_by_block(config: Config, size: int, tensor: int) -> float:
-    """Bytes per token saved by the norms, projections, attention and MLP of one block."""
+    """Return the bytes per token that the norms, projections, attention and MLP of one block save, averaged over all
+    blocks.
+    """
     names = config.model.layer_names
     return sum(_kept_by_type(config, size, tensor, name) for name in names) / len(names)
 
@@ -320,34 +339,36 @@ def _kept_by_block(config: Config, size: int, tensor: int) -> float:
 def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
     model, norms = config.model, norms_per_block(config.model, name)
     hidden = model.hidden_size
-    # The input and output of every norm; in parallel blocks both norms have the same input.
+    # Every norm saves its input and output. In parallel blocks both norms have the same input, which is saved once.
     streams = norms + (norms - 1 if model.gpt_j_residual and norms > 1 else norms)
     dropout = (1 if name == GAU else 2) * hidden * size if model.hidden_dropout else 0
     saved = hidden * streams * size + norms * hidden * _norm_extra(model, size) + dropout
     if name == GAU:
-        # The projection before and after SiLU, attention's output and its product with the gate; queries and keys as
-        # scaled, and rotated copies for every piece of the values.
+        # The saved tensors are the projection before and after SiLU, the attention output, its product with the gate,
+        # the scaled queries and keys, and their rotated copies for every piece of the values.
         return saved + (8 * model.gau_features + 4 * model.gau_key_width) * size
     inner = packed_attention_width(model) + model.attention_width + _mlp_numbers(model)
     return saved + (inner * size + _operand_bytes(config, size)) / tensor
 
 
 def _norm_extra(model: ModelConfig, size: int) -> float:
-    """Bytes per feature that a norm saves in addition to its input and output; RMSNorm and ScaleNorm save float32
-    tensors.
+    """Return the bytes per feature that a norm saves in addition to its input and output. Only RMSNorm and ScaleNorm do
+    so; they save float32 tensors.
     """
     return 0 if model.norm in ("layernorm", "non_parametric_layernorm") else 4 if size == 4 else 6
 
 
 def _mlp_numbers(model: ModelConfig) -> int:
-    """Numbers saved by the MLP per token; relu saves only its output."""
+    """Count the numbers that the MLP saves per token. ReLU saves only its output."""
     gated = model.activation in GATED_ACTIVATIONS
     first = 0 if model.activation == "relu" else packed_mlp_width(model)
     return first + model.ffn_hidden_size * (2 if gated else 1)
 
 
 def _operand_bytes(config: Config, size: int) -> float:
-    """Rotated queries and keys and the activations of computing them, mean over layers; 0 for non-rotary methods."""
+    """Return the bytes per token of the rotated queries and keys and of the activations saved to compute them, averaged
+    over all layers. Non-rotary methods save none.
+    """
     model = config.model
     operands = (2 * model.num_attention_heads + model.num_kv_heads) * model.head_dim * size
 
@@ -359,7 +380,7 @@ def _operand_bytes(config: Config, size: int) -> float:
 
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
-    """Bytes per token that selective checkpointing keeps: results of matrix products and attention."""
+    """Return the bytes per token that selective checkpointing keeps: the results of matrix products and attention."""
     shared = packed_attention_width(model) + model.attention_width + packed_mlp_width(model)
     units = model.layer_names.count(GAU) / model.num_layers
     unit = 3 * model.gau_features + model.gau_key_width + model.hidden_size

@@ -1,4 +1,4 @@
-"""Generate token ids for a batch of prompts of equal length, greedily or by sampling."""
+"""Generate token ids for a batch of equally long prompts, greedily or by sampling."""
 
 import hashlib
 from collections import Counter
@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron_coca.model.gpt import GPT
 
 NOT_GENERATED = -1
-"""Fills a row after its last token."""
+"""Fills the rest of a row after its last generated token."""
 
 DynamicLength = Literal["current", "prompt", "total"]
-"""The length for length-dependent extensions during generation; a key of `DYNAMIC_LENGTHS`."""
+"""Which length the length-dependent extensions use during generation: a key of `DYNAMIC_LENGTHS`."""
 
 DYNAMIC_LENGTH: DynamicLength = "current"
-"""The default in generation and evaluation. Exported models have only this one, because transformers does not tell a
-model the final length.
+"""The default in generation and evaluation. Exported models support only this value, because transformers does not tell
+a model the final length.
 """
 
 DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
@@ -28,27 +28,28 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
     "prompt": lambda prompt, new: prompt,
     "total": lambda prompt, new: prompt + new,
 }
-"""(prompt length, number of new tokens) -> length in tokens; None: the current number of tokens."""
+"""Functions (prompt length, number of new tokens) -> length in tokens. None means the current number of tokens."""
 
 Finished = Callable[[list[int]], bool]
-"""Called after each token with all generated tokens of a row. True ends the row."""
+"""Called after each token with all tokens generated so far for a row. Returns True to end the row."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits, in the order and with the definitions of transformers' processors.
+    """How a token is chosen from logits. The steps and their order are those of transformers' logits processors.
 
     Attributes:
-        temperature: divisor of the logits; 0 takes the largest logit, and top_k, top_p and seed have no effect.
-        top_k: keep the k largest logits and those equal to the smallest of them; 0 keeps all.
-        top_p: keep the likeliest tokens, at least one, until their probabilities reach this sum; 1 keeps all (Holtzman
-            et al. 2020).
-        repetition_penalty: divisor of the positive and factor of the negative logits of the tokens in prompt and
-            continuation (Keskar et al. 2019); 1 changes nothing.
-        seed: at least 0.
+        temperature: the logits are divided by it. With 0 the token with the largest logit is taken, and top_k, top_p
+            and seed have no effect.
+        top_k: keep the k largest logits, and any ties with the smallest of them; 0 keeps all logits.
+        top_p: keep the most likely tokens, at least one, until their probabilities add up to this value; 1 keeps all
+            tokens (Holtzman et al. 2020).
+        repetition_penalty: for every token that occurs in the prompt or its continuation, a positive logit is divided
+            by this value and a negative logit multiplied by it (Keskar et al. 2019); 1 changes nothing.
+        seed: seed of the random draws, at least 0.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value is outside its range.
     """
 
     temperature: float = 0.0
@@ -67,14 +68,13 @@ class Sampling:
         }
         for name in (name for name, holds in valid.items() if not holds):
             raise ValueError(
-                f"{name}: {getattr(self, name)} is out of range; temperature is 0 or at least 1e-30, top_k and "
-                "seed are at least 0, top_p is above 0 and at most 1, repetition_penalty is between 1e-20 and "
-                "1e20"
+                f"{name}: {getattr(self, name)} is out of range; temperature must be 0 or at least 1e-30, top_k and "
+                "seed at least 0, top_p above 0 and at most 1, repetition_penalty between 1e-20 and 1e20"
             )
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Map logits [batch, vocabulary] to scores of the same shape in float32 or better: distances to the largest
-        logit, divided by the temperature; -inf for tokens that are left out.
+        """Return scores [batch, vocabulary], in float32 or better, for logits of the same shape. A score is the logit
+        minus the largest logit, divided by the temperature; it is -inf for tokens that top_k or top_p excludes.
         """
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
@@ -104,30 +104,32 @@ def generate_tokens(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times. Each step waits for the
+    """Yield the next token of every row, int64 [batch] in host memory, `max_new_tokens` times. Each step waits for the
     device once.
 
-    Prompts have equal lengths and no padding, because some position methods are not shift-invariant. Length-dependent
-    methods use the length that `dynamic_length` selects. With "prompt" or "total" the tokens are those of full passes
-    without a cache. With "current" the frequencies change at each step: keys in the cache are rotated again, hidden
-    states of earlier tokens stay. LongRoPE changes its frequencies once, and then all tokens are computed again, as in
-    Phi 3's class in transformers. So its tokens are also those of full passes.
+    The prompts must have equal lengths and no padding, because some position methods are not shift-invariant.
+    Length-dependent methods use the length that `dynamic_length` selects. With "prompt" or "total", the generated
+    tokens are the same as with full forward passes without a cache. With "current", the frequencies change at each
+    step: the keys in the cache are rotated again, but the hidden states of earlier tokens do not change. LongRoPE
+    changes its frequencies only once, and then the model processes all tokens again, as the Phi 3 class of transformers
+    does. With LongRoPE, the tokens are therefore also the same as with full forward passes.
 
-    The random numbers of a row depend only on its seed, so a sample does not depend on the other rows, except that
-    rounding depends on the size of the batch: a draw at the border of two tokens may give either.
+    The random numbers of a row depend only on its seed, so a sample does not depend on the other rows, with one
+    exception: rounding depends on the batch size, so a draw on the border between two tokens may select either.
 
     Args:
         model: a model in evaluation mode.
-        prompts: int64 [batch, length], both at least 1; so is `max_new_tokens`.
-        sampling: by default the token with the largest logit is taken.
-        seeds: seeds of the rows; by default those of `row_seeds`.
-        vocab_size: ids from this one on are never generated; by default these are the ids that pad the model's
-            vocabulary.
+        prompts: int64 [batch, length], both dimensions at least 1.
+        max_new_tokens: number of tokens to generate per row, at least 1.
+        sampling: how tokens are chosen; by default the token with the largest logit is taken.
+        seeds: one seed for each row; by default the seeds that `row_seeds` returns.
+        vocab_size: ids at or above it are never generated; by default the model's vocabulary size without padding.
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
 
     Raises:
-        ValueError: an invalid argument, or a model in training mode.
-        FloatingPointError: logits are NaN: the computation overflowed its dtype.
+        ValueError: an argument is invalid, or the model is in training mode.
+        FloatingPointError: a logit is infinite or NaN, because the computation overflowed its dtype or the weights are
+            not finite.
     """
     _check(model, prompts, max_new_tokens, dynamic_length)
     limit = vocab_size or model._config.vocab_size
@@ -155,14 +157,14 @@ def generate_tokens(
 
 
 def _on_host(new: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy the tokens `new`, int64 [batch, 1], to the host as [batch]. Raises FloatingPointError unless all are
-    `finite`.
+    """Copy the tokens `new`, int64 [batch, 1], to host memory as [batch]. Raises FloatingPointError unless `finite`,
+    bool [batch, 1], is True for all rows.
     """
     host, whole = torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu").unbind(1)
     if not whole.all():
         raise FloatingPointError(
-            f"logits: infinite or NaN for a generated token, because {dtype} overflowed or the weights are "
-            "not finite; use float32 or bfloat16"
+            f"logits: infinite or NaN, because {dtype} overflowed or the weights are not finite; use float32 or "
+            "bfloat16"
         )
     return host
 
@@ -178,9 +180,10 @@ def generate(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Tensor:
-    """Generate continuations of `prompts`, int64 [batch, max_new_tokens], on their device; see `generate_tokens`.
+    """Return continuations of `prompts`, int64 [batch, max_new_tokens], on the device of `prompts`; see
+    `generate_tokens`.
 
-    `finished` ends a row early and fills it with `NOT_GENERATED`. By default no row ends early.
+    If `finished` ends a row early, the rest of the row is `NOT_GENERATED`. By default no row ends early.
     """
     steps = generate_tokens(
         model,
@@ -205,7 +208,7 @@ def generate(
 
 
 def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
-    """Derive a seed for each prompt from `seed`, its tokens, and the number of equal prompts before it."""
+    """Derive a seed for each prompt from `seed`, the prompt's tokens, and the number of identical prompts before it."""
     seeds, copies = [], Counter[tuple[int, ...]]()
     for prompt in map(tuple, prompts):
         digest = hashlib.sha256(repr((seed, prompt, copies[prompt])).encode()).digest()
@@ -215,30 +218,34 @@ def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 
 
 def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
-    """Draw float64 [rows, count] in [0, 1). The numbers of a row depend on its seed, and the n-th does not depend on
-    `count`. They are drawn on the CPU, so that they are the same on every device.
+    """Draw uniform random numbers in [0, 1), float64 [rows, count]. The numbers of a row depend only on its seed, and a
+    larger `count` does not change the first numbers. They are drawn on the CPU, so that they are the same on every
+    device.
     """
     rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    return torch.stack(rows).clamp_(max=1 - 2**-40)  # keeps the product with a sum of probabilities below that sum
+    # The limit keeps a draw times the sum of the probabilities below that sum.
+    return torch.stack(rows).clamp_(max=1 - 2**-40)
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Reduce the logits [batch, vocabulary] of the tokens in `seen`, bool of the same shape, in float32 or better."""
+    """Return the logits [batch, vocabulary], in float32 or better, with the repetition penalty applied to the tokens
+    that `seen`, bool of the same shape, selects.
+    """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def draw(scores: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens, int64 [batch, 1], from the softmax of `scores` [batch, vocabulary]: the first token at which the
-    cumulative probability exceeds `uniform`, float64 [batch].
+    """Draw tokens, int64 [batch, 1], from the softmax of `scores` [batch, vocabulary]. The result is the first token at
+    which the cumulative probability exceeds `uniform`, float64 [batch].
     """
     cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
     return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
 
 
 def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yield the indices of prompts of equal length, shortest first, with at most `tokens_per_batch` tokens including
-    answers.
+    """Yield the prompt indices of each batch, shortest prompts first. All prompts of a batch have the same length, and
+    a batch has at most `tokens_per_batch` tokens including `max_new_tokens` per prompt, or a single prompt.
     """
     for length in sorted(set(lengths)):
         indices = [index for index, other in enumerate(lengths) if other == length]
@@ -248,12 +255,15 @@ def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per
 
 def _check(model: GPT, prompts: Tensor, max_new_tokens: int, dynamic_length: str) -> None:
     if model.training:
-        raise ValueError("model: in training mode, so dropout would change the output; call model.eval()")
+        raise ValueError("model: is in training mode, in which dropout changes the output; call model.eval()")
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or 0 in prompts.shape:
         raise ValueError(
-            f"prompts: must be int64 [batch, length] of at least 1 x 1, not {prompts.dtype} {[*prompts.shape]}"
+            f"prompts: must be int64 [batch, length] with at least one row and one token, not {prompts.dtype} "
+            f"{[*prompts.shape]}"
         )
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: {max_new_tokens} must be at least 1")
+        raise ValueError(f"max_new_tokens: must be at least 1, not {max_new_tokens}")
     if dynamic_length not in DYNAMIC_LENGTHS:
-        raise ValueError(f"dynamic_length: {dynamic_length!r} is unknown; use {', '.join(DYNAMIC_LENGTHS)}")
+        raise ValueError(
+            f"dynamic_length: unknown value {dynamic_length!r}; supported values: {', '.join(DYNAMIC_LENGTHS)}"
+        )

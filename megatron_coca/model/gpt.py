@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, final norm, output head."""
+"""The language model: embedding, blocks, final norm and output head."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +33,7 @@ EXPENSIVE = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention,
     )
 )
-"""`selective` keeps the results of these operations: matrix products and PyTorch's flash attention."""
+"""Selective checkpointing keeps the results of these operations: matrix products and PyTorch's fused attention."""
 
 
 def _choose(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -44,24 +44,24 @@ CONTEXTS: dict[str, Recomputing] = {
     "full": noop_context_fn,
     "selective": partial(create_selective_checkpoint_contexts, _choose),
 }
-"""Recomputation contexts by `checkpoint_policy`."""
+"""The recomputation contexts for each `checkpoint_policy`."""
 
 Contexts = Mapping[str, PositionContext]
-"""Position contexts by type of layer."""
+"""Position contexts by layer type."""
 Step = Callable[[Tensor, Contexts], Tensor]
 
 
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
-    """Yield the functions of a training forward pass: the blocks, or with activation checkpointing groups of
-    `checkpoint_num_layers` blocks. Results are identical bit for bit, because recomputation restores the random state.
+    """Yield the functions that a training forward pass calls in turn: one per block or, with activation checkpointing,
+    one per group of `checkpoint_num_layers` blocks. The results with and without activation checkpointing are
+    bit-identical, because recomputation restores the random state.
     """
     if not model.checkpoint_activations:
         yield from (partial(_through, [block]) for block in blocks)
         return
     recomputing, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
-    random = bool(
-        model.hidden_dropout or model.attention_dropout
-    )  # otherwise the random state is not read: a CUDA graph capture does not allow that
+    # Without dropout the random state is not read, because CUDA graph capture does not allow reading it.
+    random = bool(model.hidden_dropout or model.attention_dropout)
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
         through = partial(_through, group)
@@ -75,9 +75,10 @@ def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tenso
 
 
 class OutputHead(nn.Linear):
-    """An untied output matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels the loss.
+    """An untied output matrix. It maps hidden states [..., width] to logits [..., vocabulary], or computes the loss if
+    it gets labels.
 
-    The loss is computed in this module's forward pass, because ZeRO stage 3 gathers its weights only there.
+    The loss is computed in this module's forward pass, because ZeRO stage 3 gathers the module's weights only there.
     """
 
     def __init__(self, width: int, vocabulary: int) -> None:
@@ -91,26 +92,30 @@ class OutputHead(nn.Linear):
         kernel: str = "auto",
         cap: float | None = None,
     ) -> Tensor:
-        """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
+        """Return the logits or, if `labels` [tokens] are given with `hidden` [tokens, width], the loss of
+        `linear_cross_entropy`.
+        """
         if labels is None:
             return super().forward(hidden)
         return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap)
 
 
 class GPT(ShardedModule):
-    """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
+    """A causal language model; `model(input_ids)` returns logits [batch, length, padded vocabulary].
 
-    Lengths beyond the training length are allowed.
+    The input may be longer than the training length.
 
     Attributes:
-        methods: the position method of every type of layers.
-        vocab_size: rows of the output head, padding included.
+        methods: the position method of every layer type.
+        vocab_size: number of rows of the output head, padding included.
     """
 
     def __init__(
         self, model: ModelConfig, methods: Mapping[str, PositionMethod], backends: Mapping[str, Backend]
     ) -> None:
-        """`methods` and `backends` are by type of layers, in the order of their first layers."""
+        """`methods` and `backends` map each layer type to its position method and backend. The types are in the order
+        in which they first occur in the model.
+        """
         super().__init__()
         self.methods, self.vocab_size = dict(methods), model.padded_vocab_size
         self._config = model
@@ -129,7 +134,7 @@ class GPT(ShardedModule):
         documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits [batch, length, padded vocabulary] for input_ids [batch, length] int64; see `hidden_states`."""
+        """Return logits [batch, length, padded vocabulary] for input_ids int64 [batch, length]; see `hidden_states`."""
         return self.logits(self.hidden_states(input_ids, positions, documents, cache))
 
     def hidden_states(
@@ -141,21 +146,22 @@ class GPT(ShardedModule):
         length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [batch, length, hidden_size].
+        """Return the hidden states after the final norm, [batch, length, hidden_size].
 
         Args:
             input_ids: int64 [batch, length]; with a cache, the tokens that follow the cached ones.
-            positions: int64 [length] or [batch, length]; by default 0, 1, ... through the sequence, or through every
-                document.
-            documents: integer [batch, length]: adjacent tokens with the same number form one document, and attention
-                stays within it.
-            cache: from `new_cache`; the tokens are added to it.
-            length: the length for length-dependent extensions, without a cache; by default the largest position + 1.
-            last: return only this many last tokens, [batch, last, hidden_size]; the last block then computes only
-                these. For evaluation only.
+            positions: int64 [length] or [batch, length]; by default 0, 1, ... through the sequence or, with
+                `documents`, through each document.
+            documents: integer [batch, length]. Adjacent tokens with the same number form one document, and attention
+                does not cross document boundaries.
+            cache: a cache from `new_cache`; the tokens are added to it.
+            length: the length that length-dependent extensions use, by default the largest position + 1. Not allowed
+                with a cache.
+            last: return only the hidden states of this many last tokens, [batch, last, hidden_size], and compute only
+                these in the MLP of the last block. For evaluation only.
         """
         if last is not None and self.training:
-            raise ValueError("last: for evaluation only; call model.eval()")
+            raise ValueError("last: supported only in evaluation; call model.eval()")
         if cache is not None:
             self._check_cache(cache, documents, length)
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
@@ -168,11 +174,11 @@ class GPT(ShardedModule):
 
     @property
     def layer_types(self) -> list[str]:
-        """The type of every block."""
+        """The layer type of every block."""
         return [str(block.layer_type) for block in self.blocks]
 
     def encodings(self) -> dict[str, PositionEncoding]:
-        """The modules that compute the contexts, by type of layers."""
+        """Return the modules that compute the position contexts, by layer type."""
         others = cast(list[PositionEncoding], list(self.positions.others.values()))
         return dict(zip(self.methods, (self.positions, *others), strict=True))
 
@@ -187,11 +193,12 @@ class GPT(ShardedModule):
         cache: Cache | None = None,
         batch: int = 1,
     ) -> Contexts:
-        """The contexts that all layers of a type share. The arguments are those of `PositionEncoding`; if a `cache`
-        holds earlier tokens, `seen` has the positions of all tokens.
+        """Compute the position context that all layers of a type share, for each layer type. The arguments are those of
+        `PositionEncoding`. If a `cache` contains earlier tokens, `seen` contains the positions of the cached and the
+        new tokens.
         """
         found, encodings = {}, self.encodings()
-        for name in dict.fromkeys(self.layer_types):  # a pipeline stage may lack layers of some types
+        for name in dict.fromkeys(self.layer_types):  # a pipeline stage may have no layers of some types
             method, keys = self.methods[name], seen
             if keys is not None and method.window is not None:
                 keys = keys[..., -(method.window - 1 + positions.shape[-1]) :]
@@ -201,25 +208,28 @@ class GPT(ShardedModule):
 
     def _check_cache(self, cache: Cache, documents: Tensor | None, length: int | None) -> None:
         if length is not None:
-            raise ValueError("length: the cache already has one; give it to new_cache(length) instead")
+            raise ValueError(
+                "length: cannot be combined with a cache, which has its own length; pass the length to new_cache "
+                "instead"
+            )
         if documents is not None:
             raise ValueError(
-                "documents: cannot be combined with a cache, because generation continues one document; leave "
-                "one of them out"
+                "documents: cannot be combined with a cache, because generation continues one document; pass only "
+                "one of the two"
             )
         if self.training or torch.is_grad_enabled():
-            raise ValueError("cache: for generation only; call model.eval() and use torch.no_grad()")
+            raise ValueError("cache: supported only in generation; call model.eval() and use torch.no_grad()")
         if len(cache.layers) != len(self.blocks):
             raise ValueError(
-                f"cache: has {len(cache.layers)} layers, but the model has {len(self.blocks)}; use the model's "
-                "new_cache"
+                f"cache: has {len(cache.layers)} layers, but the model has {len(self.blocks)}; create the cache with "
+                "new_cache of this model"
             )
 
     def through_blocks(
         self, x: Tensor, contexts: Contexts, cache: Cache | None = None, last: int | None = None
     ) -> Tensor:
-        """Pass hidden states [batch, length, hidden_size] through the blocks and the final norm; with `last` return
-        only the last tokens.
+        """Pass hidden states [batch, length, hidden_size] through the blocks and the final norm. With `last`, return
+        only the hidden states of the last tokens.
         """
         if self.training:
             for step in trained_steps(self.blocks, self._config):
@@ -228,23 +238,23 @@ class GPT(ShardedModule):
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, name, layer, tokens in zip(self.blocks, self.layer_types, layers, wanted, strict=True):
-            # Not compiled, because every new length would be compiled again.
+            # This bypasses the compiled block, which would be compiled again for every new length.
             x = block._call_impl(x, contexts[name], layer, tokens)
         return self.norm(x)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        """An empty cache with memory for `capacity` tokens; `length` as in `Cache`."""
+        """Create an empty cache with memory for `capacity` tokens. `length` is as in `Cache`."""
         return Cache([self.methods[name].window for name in self.layer_types], length, capacity)
 
     def outgrown(self, cache: Cache, new: int) -> bool:
-        """True if `new` more tokens make an extension switch to the frequencies of long texts (LongRoPE), for a cache
-        without a length. All tokens must then be computed again, into a new cache.
+        """Return True if `new` more tokens make LongRoPE switch to its frequencies for long texts. The model must then
+        process all tokens again, with a new cache. A cache with a length never switches.
         """
         switches = {method.switch for method in self.methods.values()} if cache.length is None and len(cache) else ()
         return any(switch is not None and cache.reached <= switch < cache.reached + new for switch in switches)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of any slice of `hidden_states`, in its dtype."""
+        """Return the logits of `hidden`, which may be any slice of `hidden_states`, in the dtype of `hidden`."""
         head, hidden = self.final_linear, self._scaled(hidden)
         logits = F.linear(hidden, self.embedding.word_embeddings.weight) if head is None else head(hidden)
         return soft_capped(logits, self._config.final_logit_softcapping)
@@ -254,10 +264,11 @@ class GPT(ShardedModule):
         return hidden if scale == 1.0 else hidden * scale
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats per token, float32, of labels int64 [batch, length] for `hidden_states` [batch,
-        length, hidden_size], in chunks of `loss_chunk_size` tokens (0: all at once).
+        """Return the mean cross-entropy in nats per token, float32, of labels int64 [batch, length] given
+        `hidden_states` [batch, length, hidden_size]. It is computed in chunks of `loss_chunk_size` tokens (0: all at
+        once).
 
-        With `loss_mask`, bool [batch, length], the mean is over the selected labels; 0 if none is selected.
+        With `loss_mask`, bool [batch, length], the mean is over the labels that it selects, and 0 if it selects none.
         """
         chunk = self._config.loss_chunk_size
         if chunk == 0:
@@ -273,17 +284,18 @@ class GPT(ShardedModule):
 def resolve_positions(
     input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None = None
 ) -> tuple[Tensor, int, PackedDocuments | None]:
-    """Return the positions of the tokens, the largest + 1, and the document boundaries for the arguments of
-    `hidden_states`.
+    """Resolve the arguments of `hidden_states` to (positions of the tokens, largest position + 1, document boundaries
+    or None).
 
-    If `positions` and `documents` are on the host, this does not wait for the device of `input_ids`.
+    If `positions` and `documents` are in host memory, this function does not wait for the device of `input_ids`.
 
     Raises:
         ValueError: `documents` and `input_ids` have different shapes.
     """
     if documents is not None and documents.shape != input_ids.shape:
         raise ValueError(
-            f"documents: shape {tuple(documents.shape)} differs from that of input_ids, {tuple(input_ids.shape)}"
+            f"documents: shape {tuple(documents.shape)} differs from the shape of input_ids, "
+            f"{tuple(input_ids.shape)}; pass one document number per token"
         )
     packed = documents_from_ids(documents, input_ids.device) if documents is not None else None
     if positions is not None:
@@ -296,10 +308,11 @@ def resolve_positions(
 
 
 class LanguageModelLoss(ShardedModule):
-    """A model with its objective: samples [batch, length + 1] int64 -> the next-token loss in nats per token.
+    """A model with its training objective. It maps samples, int64 [batch, length + 1], to the next-token loss in nats
+    per token.
 
-    `documents` and `positions`, integer [batch, length], go to the model; `loss_mask`, bool [batch, length], selects
-    the inputs with a next token that counts. The loss is multiplied by `loss_weight`.
+    `documents` and `positions`, integer [batch, length], are passed to the model. `loss_mask`, bool [batch, length],
+    selects the inputs with a next token that counts in the loss. The loss is multiplied by `loss_weight`.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -314,7 +327,8 @@ class LanguageModelLoss(ShardedModule):
         loss_mask: Tensor | None = None,
         loss_weight: float = 1.0,
     ) -> Tensor:
-        length = None if positions is None else samples.shape[1] - 1  # drawn positions do not tell the number of tokens
+        # Randomly drawn positions do not reveal the number of tokens.
+        length = None if positions is None else samples.shape[1] - 1
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)
@@ -322,5 +336,5 @@ class LanguageModelLoss(ShardedModule):
 
 
 def weighted(loss: Tensor, weight: float) -> Tensor:
-    """The loss times a weight; the loss itself if that is 1."""
+    """Return the loss times `weight`, or the same tensor if the weight is 1."""
     return loss if weight == 1.0 else loss * weight

@@ -1,4 +1,4 @@
-"""Embedding, norms, MLP and transformer block of GPT-NeoX and LLaMA."""
+"""The embedding, norms, MLP and transformer block of GPT-NeoX and LLaMA."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,14 +20,14 @@ from megatron_coca.model.summed_gradients import SummedLayerNorm, SummedRows
 
 
 def sums_in_half(weight: Tensor | None) -> bool:
-    """True if PyTorch would sum the gradient of `weight` over tokens in half precision, as its CPU kernels do."""
+    """Return True if PyTorch would sum the gradient of `weight` in half precision, as its CPU kernels do."""
     if weight is None or weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     return weight.requires_grad and torch.is_grad_enabled()
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` with gradients summed in float32 on the CPU."""
+    """`torch.nn.LayerNorm`, except that gradients on the CPU are summed in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         if sums_in_half(self.weight):
@@ -36,43 +36,43 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RowEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` with default options, and gradients summed in float32 on the CPU."""
+    """`torch.nn.Embedding` with default options, except that gradients on the CPU are summed in float32."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return SummedRows.apply(ids, self.weight) if sums_in_half(self.weight) else super().forward(ids)
 
 
 class LearnedPositions(RowEmbedding):
-    """A learned vector per position; positions beyond the table are an error."""
+    """A table with a learned vector for each position. A position beyond the table is an error."""
 
     def __init__(self, positions: int, hidden_size: int) -> None:
         super().__init__(positions, hidden_size, _weight=torch.empty(positions, hidden_size))
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """Look up [..., hidden_size] for integer positions [...]. `reached` (largest + 1), if known, avoids a wait for
-        the device.
+        """Look up the vectors [..., hidden_size] of integer positions [...]. Pass `reached` (largest position + 1) if
+        it is known, to avoid waiting for the device.
 
         Raises:
-            PositionRangeError: a position has no vector.
+            PositionRangeError: a position is beyond the table.
         """
         reached = int(positions.max()) + 1 if reached is None else reached
         if reached > self.num_embeddings:
             raise PositionRangeError(
-                f"max_position_embeddings: {self.num_embeddings} learned positions do not include {reached - 1}; "
-                "use shorter texts, or train a model with a larger table"
+                f"max_position_embeddings: position {reached - 1} is beyond the {self.num_embeddings} learned "
+                "positions; use shorter texts, or train a model with a larger max_position_embeddings"
             )
         return super().forward(positions)
 
 
 class SinusoidalPositions(nn.Module):
-    """sin and cos of position * 10000^(-2j/hidden_size), all sines first (Vaswani et al. 2017, in GPT-NeoX's order)."""
+    """sin and cos of position * 10000^(-2j/hidden_size) (Vaswani et al. 2017). All sines come first, as in GPT-NeoX."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """Compute [..., hidden_size] in float64 for integer positions [...] of any size."""
+        """Return vectors [..., hidden_size], float64, for integer positions [...] of any size."""
         pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
         phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
         return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size]
@@ -85,7 +85,9 @@ ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def absolute(methods: Iterable[PositionMethod], model: ModelConfig) -> nn.Module | None:
-    """Build the module of absolute positions, if the methods of the layers need one; all layers share it."""
+    """Build the module of absolute positions, or return None if no position method needs it. All layers share this
+    module.
+    """
     named = next((method.name for method in methods if method.name in ABSOLUTE), None)
     return ABSOLUTE[named](model) if named is not None else None
 
@@ -93,8 +95,8 @@ def absolute(methods: Iterable[PositionMethod], model: ModelConfig) -> nn.Module
 class Embedding(nn.Module):
     """Map input_ids [batch, length] to [batch, length, hidden_size] in the dtype of the weights.
 
-    The weights are set later: PyTorch's initialization of an embedding on the meta device imports TorchDynamo, which
-    takes 2 seconds.
+    The weights are created empty and initialised later, because PyTorch's own initialisation of an embedding on the
+    meta device imports TorchDynamo, which takes 2 seconds.
     """
 
     def __init__(self, model: ModelConfig, positions: nn.Module | None = None) -> None:
@@ -106,7 +108,7 @@ class Embedding(nn.Module):
         self.embedding_layernorm = build_norm(model) if model.use_embedding_norm else None
 
     def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
-        """`positions` [length] or [batch, length]; `reached` is the largest + 1, if known."""
+        """`positions` is [length] or [batch, length]; `reached` is the largest position + 1, if known."""
         x = self.word_embeddings(input_ids)
         if self.scale != 1.0:
             x = x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
@@ -120,7 +122,7 @@ class Embedding(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """g * x / |x| with one learned g (Nguyen and Salazar 2019) for x [..., hidden_size]. The norm is computed in
+    """g * x / |x| with one learned scalar g (Nguyen and Salazar 2019), for x [..., hidden_size]. |x| is computed in
     float32 or better.
     """
 
@@ -135,10 +137,10 @@ class ScaleNorm(nn.Module):
 
 
 class ZeroCenteredRMSNorm(nn.RMSNorm):
-    """RMSNorm times 1 + weight, in float32 or better (Gemma)."""
+    """RMSNorm multiplied by 1 + weight, computed in float32 or better (Gemma)."""
 
     def reset_parameters(self) -> None:
-        """Set the weight to 0, which is the factor 1."""
+        """Set the weight to 0, so that the norm multiplies by 1."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,12 +162,12 @@ NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
-    """Build a norm of the configured kind for hidden states [..., hidden_size]."""
+    """Build the configured norm for hidden states [..., hidden_size]."""
     return NORMS[model.norm](model)
 
 
 class HeadRMSNorm(nn.Module):
-    """RMSNorm of each head of x [..., heads, head_dim], with a weight for each head and feature."""
+    """RMSNorm over each head of x [..., heads, head_dim], with a separate weight for every head and feature."""
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -182,8 +184,8 @@ QK_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "scalenorm": lambda m: ScaleNorm(m.head_dim, m.scalenorm_epsilon),
     "non_parametric_layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
 }
-"""The norm of `use_qk_layernorm` by `norm`: queries and keys share it, as in GPT-NeoX. Layernorm uses the mean and
-variance of all heads together, the other norms normalise each head.
+"""The norm that `use_qk_layernorm` adds, by the value of `norm`. Queries and keys share one norm, as in GPT-NeoX.
+LayerNorm uses the mean and variance of all heads together; RMSNorm and ScaleNorm normalise each head separately.
 """
 
 
@@ -192,7 +194,7 @@ def _heads(model: ModelConfig) -> tuple[int, int]:
 
 
 class AllHeadsNorm(nn.Module):
-    """A norm over all heads of a token together, x [..., heads, head_dim]."""
+    """A norm over all heads of a token together, for x [..., heads, head_dim]."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -203,7 +205,7 @@ class AllHeadsNorm(nn.Module):
 
 
 def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
-    """Build the norms of queries and keys [..., heads, head_dim] by their names in SelfAttention: none, one or two."""
+    """Build the norms for queries and keys [..., heads, head_dim], at most two, by their names in SelfAttention."""
     if model.use_qk_layernorm:
         return {"qk_layernorm": QK_NORMS[model.norm](model)}
     if model.qk_norm == "head":
@@ -234,13 +236,14 @@ GATED: dict[str, Activation] = {
 }
 
 TOKENS_AT_ONCE = 8192
-"""Tokens per chunk of the MLP without gradients; this limits the memory of its inner features."""
+"""Tokens per chunk of the MLP if no gradients are needed. Chunking limits the memory for the inner features."""
 
 
 class MLP(nn.Module):
-    """linear2(act(linear1 x)), or linear2(value * act(gate)) with (value | gate) = linear1 x, as GPT-NeoX packs them.
+    """linear2(act(linear1 x)), or with a gated activation linear2(value * act(gate)) with (value | gate) = linear1 x,
+    which is GPT-NeoX's packing.
 
-    Hidden states [..., hidden_size] -> the same.
+    Input and output are hidden states [..., hidden_size].
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -266,16 +269,16 @@ class MLP(nn.Module):
 
 
 def build_activation(model: ModelConfig) -> Activation:
-    """The configured activation; with a gate, the activation of the gate."""
+    """Return the configured activation function. For a gated activation, this is the activation of the gate."""
     if model.activation == "gelu" and model.bias_gelu_fusion:
-        return partial(F.gelu, approximate="tanh")  # as in GPT-NeoX's fused kernel
+        return partial(F.gelu, approximate="tanh")  # GPT-NeoX's fused kernel uses this approximation
     return GATED.get(model.activation) or UNGATED[model.activation]
 
 
 def build_attention(
     model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str = GLOBAL
 ) -> SelfAttention:
-    """Build the attention of one type of layers, with PyTorch's initial weights."""
+    """Build the attention module of one layer type, with PyTorch's initial weights."""
     bias = model.use_bias_in_attn_linear
     if layer_type == GAU:
         return GatedAttentionUnit(model.hidden_size, model.gau_features, method, backend, bias)
@@ -293,12 +296,12 @@ def build_attention(
 
 
 class Block(nn.Module):
-    """Hidden states [batch, length, hidden_size] -> the same.
+    """A transformer block. Input and output are hidden states [batch, length, hidden_size].
 
     Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
-    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` normalises the outputs of attention
-    and MLP instead, `sandwich` both inputs and outputs. Layers of type `gau` have a gated attention unit and no MLP: x
-    += attention( norm1 x).
+    mlp(norm2 x); with `gpt_j_tied`, the MLP also uses norm1. `norm_position: post` normalises the outputs of attention
+    and MLP instead of the inputs, `sandwich` normalises inputs and outputs. Layers of type `gau` have a gated attention
+    unit and no MLP: x += attention(norm1 x).
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
@@ -320,7 +323,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
     ) -> Tensor:
-        """With `last`, return only the hidden states of the last tokens, [batch, last, hidden_size]."""
+        """Run the block. With `last`, return only the hidden states of the last tokens, [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
         attended = self._drop(self.attention_output_layernorm(self.attention(normed, context, cache)))
         if last is not None:
@@ -341,7 +344,9 @@ class Block(nn.Module):
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(logits / cap), computed in float32 or better and rounded once; without a cap, the logits."""
+    """Return cap * tanh(logits / cap), computed in float32 or better and rounded once. Without a cap, return the
+    logits.
+    """
     if cap is None:
         return logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The loss of the next token, computed chunk by chunk from hidden states and the output matrix."""
+"""The next-token loss, computed chunk by chunk from the hidden states and the output matrix."""
 
 from typing import Any, Literal
 
@@ -12,15 +12,15 @@ from megatron_coca.kernels import missing_triton
 from megatron_coca.model.layers import soft_capped
 
 IGNORED = -100
-"""The label of tokens without loss, as in PyTorch."""
+"""The label of tokens that do not count in the loss, as in PyTorch."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy in nats per token, float32 or better, of labels [batch, length] and logits [batch, length,
-    vocabulary].
+    """Return the mean cross-entropy in nats per token, in float32 or better, of labels [batch, length] given logits
+    [batch, length, vocabulary].
 
-    With `loss_mask`, bool [batch, length], the mean is over the selected labels, as in GPT-NeoX and Megatron; 0 if none
-    is selected.
+    With `loss_mask`, bool [batch, length], the mean is over the labels that it selects, as in GPT-NeoX and Megatron,
+    and 0 if it selects none.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     if loss_mask is None:
@@ -38,13 +38,15 @@ def linear_cross_entropy(
     kernel: str = "auto",
     cap: float | None = None,
 ) -> Tensor:
-    """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
+    """Return the mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time
+    (None: all tokens at once).
 
-    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels
-    `IGNORED` do not count, and the loss is 0 if no label counts. Logits have the dtype of `hidden`; softmax, losses,
-    their sum and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is
-    `loss_kernel`. A chunk of "auto" is 1,024 tokens, or for the Triton kernel the tokens with 1 GiB of logits, if that
-    is more. `cap` is that of `soft_capped`; it needs the kernel "torch".
+    `hidden` is [tokens, width], `weight` is [vocabulary, width] with the same dtype, and `labels` is int64 [tokens].
+    Labels with the value `IGNORED` do not count; if no label counts, the loss is 0. Logits have the dtype of `hidden`.
+    The softmax, the losses, their sum, and the weight gradient summed over chunks are in float32, or in float64 if
+    `hidden` is float64. `kernel` is a value of `loss_kernel`. The chunk size "auto" is 1,024 tokens; with the Triton
+    kernel it is larger if more tokens fit into 1 GiB of logits. `cap` is passed to `soft_capped`; it requires the
+    kernel "torch".
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -63,7 +65,9 @@ def linear_cross_entropy(
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return losses [tokens], 0 for ignored tokens, and log-probabilities, in float32 or better."""
+    """Return (losses [tokens], log-probabilities [tokens, vocabulary]) in float32 or better. The loss of an ignored
+    token is 0.
+    """
     logs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
 
@@ -77,20 +81,21 @@ def _gradient_with_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gradient_with_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place  # triton exists only on some platforms
+    # Imported here, because triton exists only on some platforms.
+    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place
 
     return cross_entropy_in_place(logits, targets, IGNORED), logits
 
 
 LOSS_KERNELS = {"torch": _gradient_with_torch, "triton": _gradient_with_triton}
-"""By `loss_kernel`: logits [tokens, vocabulary] and targets -> losses [tokens], and d loss / d logits = softmax -
-onehot, 0 for ignored tokens, in the logits' dtype.
+"""Functions by `loss_kernel`: (logits [tokens, vocabulary], targets [tokens]) -> (losses [tokens], gradient of the loss
+with respect to the logits). The gradient is softmax - onehot, or 0 for ignored tokens, in the dtype of the logits.
 """
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of the losses. The forward pass also computes the gradients of hidden states and weights; the backward
-    pass multiplies them by the gradient of the sum.
+    """Sum the losses. The forward pass also computes the gradients of `hidden` and `weight`; the backward pass
+    multiplies these gradients by the gradient of the sum.
     """
 
     @staticmethod
@@ -121,7 +126,8 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        # The factor has dimensions, so that products are in float32; a scalar would be rounded to half precision.
+        # The factor is a matrix, so that the products are computed in float32. PyTorch would round a scalar to half
+        # precision.
         factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
         torch.mul(hidden_grad, factor, out=rounded)
         if not ctx.needs_input_grad[1]:
@@ -131,7 +137,9 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Add a b to `total`, or set it to a b for the `first` product. `total` may have a wider dtype than a and b."""
+    """Add the matrix product a b to `total`, or set `total` to the product if it is the `first` one. The dtype of
+    `total` may be wider than that of a and b.
+    """
     if a.dtype != total.dtype and not a.is_cuda:
         product = a @ b
         total.copy_(product) if first else total.add_(product)
@@ -142,5 +150,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _result(a: Tensor, total: Tensor) -> dict[str, Any]:
-    """Return the arguments of `torch.mm` with which CUDA adds a product of half precision to a float32 `total`."""
+    """Return the arguments with which `torch.mm` and `torch.addmm` on CUDA write a product of half-precision matrices
+    to a float32 `total`.
+    """
     return {"out_dtype": total.dtype} if a.dtype != total.dtype else {}

@@ -1,7 +1,7 @@
 """Pipeline stages of a model.
 
-Pipeline stages send each other only hidden states. Each computes positions, document boundaries and the PositionContext
-from the micro-batch, which all of them receive.
+Pipeline stages send each other only hidden states. Every stage receives the whole micro-batch and computes positions,
+document boundaries and position contexts from it.
 """
 
 from collections import deque
@@ -18,11 +18,13 @@ from megatron_coca.attention.inputs import PackedDocuments
 from megatron_coca.model.gpt import GPT, Contexts, resolve_positions, weighted
 
 TOKEN_TABLE = "embedding.word_embeddings"
-"""Path of the token embedding; with tied weights it is also the output head."""
+"""Path of the token embedding. If the weights are tied, it is also the output head."""
 
 
 class StageInput(NamedTuple):
-    """A micro-batch for LanguageModelLoss: samples int64 [batch, length + 1], other tensors [batch, length]."""
+    """A micro-batch: the arguments of `LanguageModelLoss`. `samples` is int64 [batch, length + 1], the other tensors
+    are [batch, length].
+    """
 
     samples: Tensor
     documents: Tensor | None = None
@@ -33,7 +35,9 @@ class StageInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """The layers [begin, end) of a model of `count` layers: the embedding, the blocks, final norm with output head."""
+    """The layers [begin, end) of a model with `count` layers. The first layer is the embedding, then come the blocks,
+    and the last layer is the final norm with the output head.
+    """
 
     begin: int
     end: int
@@ -41,7 +45,7 @@ class Span:
 
     @property
     def has_embedding(self) -> bool:
-        """True for the first pipeline stage."""
+        """True for the first pipeline stage, which has the embedding."""
         return self.begin == 0
 
     @property
@@ -51,14 +55,14 @@ class Span:
 
     @property
     def blocks(self) -> range:
-        """Indices of the stage's blocks in the model."""
+        """Indices of this stage's blocks in the whole model."""
         return range(max(self.begin, 1) - 1, min(self.end, self.count - 1) - 1)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """A module that several pipeline stages have and train as one. `path` is its name in the model, `weights` are the
-    names of its parameters, and the first of `stages` owns it.
+    """A module of which several pipeline stages have copies that are trained as one module. `path` is its name in the
+    model, `weights` are the names of its parameters, and the first of `stages` owns it.
     """
 
     path: str
@@ -73,37 +77,40 @@ PARTITION_METHODS: dict[str, LayerWeight] = {
     "parameters": lambda model, layer: _parameters(model, layer),
     "uniform": lambda model, layer: 1,
 }
-"""Cost of a layer in the partition into pipeline stages, by `pipe_partition_method`."""
+"""The functions (model, layer) -> cost of the layer, by `pipe_partition_method`. The partition into pipeline stages
+balances these costs.
+"""
 
 
 def layer_weights(model: GPT, method: str) -> list[int]:
-    """The weight of each layer of the whole model by a method of `PARTITION_METHODS`."""
+    """Return the cost of each layer of the whole model. `method` is a key of `PARTITION_METHODS`."""
     weigh = PARTITION_METHODS[method]
     return [weigh(model, layer) for layer in range(len(model.blocks) + 2)]
 
 
 def _parameters(model: GPT, layer: int) -> int:
-    """A tied embedding counts in the first and the last layer."""
+    """Count the parameters of a layer. A tied embedding counts in both the first and the last layer."""
     head = nn.ModuleList([model.norm, model.final_linear or model.embedding.word_embeddings])
     layers = [model.embedding, *model.blocks, head]
     return sum(parameter.numel() for parameter in layers[layer].parameters())
 
 
 class Stage(nn.Module):
-    """One pipeline stage. It maps hidden states [batch, length, hidden_size] to the same shape, for the micro-batches
-    given to `feed` in order. The first pipeline stage ignores its argument; the last one returns the scalar loss.
+    """One pipeline stage. It maps hidden states [batch, length, hidden_size] to hidden states of the same shape; each
+    call processes the next micro-batch that was passed to `feed`. The first stage ignores its argument, and the last
+    stage returns the scalar loss.
 
     Attributes:
         model: the model without the layers of other stages.
         spans: the layers of every stage.
         index: index of this stage.
-        sharing: modules that several pipeline stages have.
-        names: name in the complete model of each parameter of this stage.
+        sharing: the modules that several pipeline stages share.
+        names: for each parameter of this stage, its name in the complete model.
     """
 
     def __init__(self, model: GPT, bounds: Sequence[int], index: int) -> None:
-        """Remove the layers of other stages from `model`. `bounds` are the first layers of all stages, then the number
-        of layers (see `Span`).
+        """Remove the layers of other stages from `model`. `bounds` lists the first layer of each stage, followed by the
+        total number of layers (see `Span`).
         """
         super().__init__()
         count = len(model.blocks) + 2
@@ -118,7 +125,7 @@ class Stage(nn.Module):
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of parameters owned by an earlier stage."""
+        """Names of this stage's parameters that an earlier stage owns."""
         return frozenset(
             f"{shared.path}.{weight}"
             for shared in self.sharing
@@ -127,7 +134,7 @@ class Stage(nn.Module):
         )
 
     def feed(self, micro_batches: Iterable[StageInput]) -> None:
-        """Set the micro-batches of the next calls; unused earlier ones are discarded."""
+        """Set the micro-batches for the next forward calls. Unused micro-batches of an earlier call are discarded."""
         self._fed = deque(micro_batches)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +150,7 @@ class Stage(nn.Module):
     def _contexts(
         self, samples: Tensor, positions: Tensor, reached: int, dtype: torch.dtype, documents: PackedDocuments | None
     ) -> Contexts:
-        length = min(reached, samples.shape[1] - 1)  # drawn positions do not tell the number of tokens
+        length = min(reached, samples.shape[1] - 1)  # randomly drawn positions do not reveal the number of tokens
         return self.model.contexts(positions, length, dtype, documents=documents, reached=reached, batch=len(samples))
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
@@ -167,7 +174,7 @@ def _sharing(model: GPT, spans: Sequence[Span]) -> Iterator[Sharing]:
 
 
 def _keep(model: GPT, span: Span) -> None:
-    """Delete the layers of other stages."""
+    """Delete the layers of the other stages from the model."""
     tied_head = span.has_head and model.final_linear is None
     if not span.has_embedding and tied_head:
         model.embedding.position_embeddings = model.embedding.embedding_layernorm = None

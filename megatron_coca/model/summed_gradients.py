@@ -1,7 +1,7 @@
-"""A norm and an embedding that sum their gradients over tokens in float32, for the CPU.
+"""A norm and an embedding for the CPU that sum their gradients over tokens in float32.
 
-PyTorch's CPU kernels sum in the dtype of the weights, so in half precision the sum over thousands of tokens loses most
-small terms. PyTorch's CUDA kernels sum in float32 and need no replacement. The forward pass is unchanged.
+PyTorch's CPU kernels sum in the dtype of the weights, so a half-precision sum over thousands of tokens loses most small
+terms. PyTorch's CUDA kernels already sum in float32. The forward pass is unchanged.
 """
 
 from typing import Any

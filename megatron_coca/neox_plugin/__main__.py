@@ -1,6 +1,6 @@
-"""Run a script of GPT-NeoX with the plugin: python -m megatron_coca.neox_plugin deepy.py train.py -d configs 350M.yml
+"""Run a GPT-NeoX script with the plugin: python -m megatron_coca.neox_plugin deepy.py train.py -d configs 350M.yml
 
-Replaces `python` in front of any of GPT-NeoX's scripts. The processes that deepy.py starts also run through this file.
+Type this command instead of `python` before any GPT-NeoX script. Processes that deepy.py starts use this file too.
 """
 
 import runpy
@@ -13,20 +13,20 @@ from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin.activation import activate
 from megatron_coca.neox_plugin.upstream import IncompatibleError
 
-USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [ARGUMENTS of the script]"
+USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [SCRIPT ARGUMENTS]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script and return the exit status; 2 with a message and no traceback for errors of the configuration."""
+    """Run the script and return the exit status. After a configuration error it is 2, and no traceback is printed."""
     options = [
         argument for argument in arguments[:1] if argument.startswith("--local_rank")
     ]  # DeepSpeed passes it first
     script, *rest = [*arguments[len(options) :], ""]
     if not Path(script).is_file():
-        print(f"{USAGE}\n{script or 'SCRIPT.py'}: there is no such file; correct the path", file=sys.stderr)
+        print(f"{USAGE}\n{script or 'SCRIPT.py'}: no such file; correct the path", file=sys.stderr)
         return 2
     own = Path(__file__).parent
-    others = [path for path in sys.path if Path(path) != own]  # Python adds the folder of a script
+    others = [path for path in sys.path if Path(path) != own]  # Python added the plugin's folder
     sys.path[:] = [str(Path(script).resolve().parent), *others]
     sys.argv = [script, *options, *rest[:-1]]
     try:

@@ -1,4 +1,4 @@
-"""Activate the plugin: replace functions of GPT-NeoX's modules."""
+"""Activate the plugin by replacing functions in GPT-NeoX's modules."""
 
 import sys
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from megatron_coca.neox_plugin.keys import extend_fields, resolve, translated, u
 from megatron_coca.neox_plugin.upstream import Function, import_upstream, incompatible, wrap
 
 LAUNCHER = str(Path(__file__).with_name("__main__.py"))
-"""A path and not a module, because DeepSpeed's launcher for Slurm can only start scripts."""
+"""The path of the file, not the name of the module, because DeepSpeed's Slurm launcher can only start scripts."""
 
 ACTIVE = "megatron_coca_neox_plugin"
-"""Attribute of GPT-NeoX's NeoXArgs that marks the plugin as active."""
+"""Attribute that is set on GPT-NeoX's NeoXArgs while the plugin is active."""
 
 
 def activate() -> None:
     """Add the plugin's keys and attention to GPT-NeoX, which must be importable as `megatron`. Idempotent.
 
-    Configurations that use none of the plugin's keys run as before. Raises IncompatibleError if GPT-NeoX is not
-    importable, or lacks a function that the plugin relies on.
+    Configurations without plugin keys run as before. Raises IncompatibleError if GPT-NeoX cannot be imported, or if it
+    lacks a function that the plugin needs.
     """
     if hasattr(getattr(sys.modules.get("megatron.neox_arguments"), "NeoXArgs", None), ACTIVE):
         return
@@ -53,7 +53,7 @@ def _replace(modules: Mapping[str, Any]) -> None:
 
 
 def _extend_arguments(arguments: Any) -> None:
-    """Add the plugin's keys, their checks, vocab_size and the launcher to NeoXArgs."""
+    """Add the plugin's keys and their checks to NeoXArgs. Change how it pads the vocabulary and starts processes."""
     extend_fields(arguments)
     fields = {name: field.type for name, field in arguments.__dataclass_fields__.items()}
 
@@ -72,7 +72,7 @@ def _extend_arguments(arguments: Any) -> None:
 
 
 def _with_adamw(original: Function) -> Function:
-    """Accept AdamW, which is GPT-NeoX's Adam."""
+    """Accept the optimizer type AdamW. GPT-NeoX calls the same optimizer Adam."""
 
     def calculate_derived(self: Any) -> None:
         if self.optimizer is not None and str(self.optimizer.get("type")).lower() == "adamw":
@@ -83,7 +83,7 @@ def _with_adamw(original: Function) -> Function:
 
 
 def _with_steps_per_print(original: Function) -> Function:
-    """Pass `steps_per_print` to pipelines. GPT-NeoX leaves its default out, and DeepSpeed's engine divides by None."""
+    """Pass `steps_per_print` to pipelines. GPT-NeoX omits its default, so DeepSpeed's engine would divide by None."""
 
     def calculate_derived(self: Any) -> None:
         if self.pipe_parallel_size:
@@ -108,7 +108,7 @@ def _with_position_checks(original: Function) -> Function:
 
 
 def _with_vocabulary(original: Function) -> Function:
-    """Pad `vocab_size`, if it is set, instead of the tokenizer's size, as this package does."""
+    """If `vocab_size` is set, pad it instead of the tokenizer's size, as this package does."""
 
     def build_tokenizer(self: Any) -> None:
         original(self)
@@ -118,7 +118,7 @@ def _with_vocabulary(original: Function) -> Function:
         if size > self.vocab_size:
             raise ConfigError(
                 f"vocab_size: {self.vocab_size} is too small, the tokenizer has {size} tokens; set {size} or more, or "
-                "leave it out"
+                "remove the key"
             )
         multiple = lcm(self.make_vocab_size_divisible_by, self.model_parallel_size)
         self.padded_vocab_size = -(-self.vocab_size // multiple) * multiple
@@ -127,7 +127,7 @@ def _with_vocabulary(original: Function) -> Function:
 
 
 def _with_launcher(original: Function) -> Function:
-    """Run the script of the processes that deepy.py starts with LAUNCHER, which activates the plugin in them."""
+    """Start the processes of deepy.py through LAUNCHER, which activates the plugin and then runs the user's script."""
 
     def get_deepspeed_main_args(self: Any) -> list[str]:
         arguments = original(self)
@@ -138,7 +138,7 @@ def _with_launcher(original: Function) -> Function:
 
 
 def _with_own_schedule(original: Function) -> Function:
-    """Use this package's learning rates if the run uses `linear_to_min_lr` or `lr_warmup_init`."""
+    """Use this package's learning rates if `lr_decay_style` is `linear_to_min_lr` or `lr_warmup_init` is set."""
 
     def get_learning_rate_scheduler(optimizer: Any, neox_args: Any) -> Any:
         scheduler = original(optimizer, neox_args)
@@ -150,7 +150,7 @@ def _with_own_schedule(original: Function) -> Function:
             style = scheduler.decay_style.lower()
             if style != "linear_to_min_lr" and not start:
                 return original_lr()
-            schedule = ScheduleConfig(  # from the scheduler, because a checkpoint may have changed its values
+            schedule = ScheduleConfig(  # values of the scheduler, which loading a checkpoint may have changed
                 lr_decay_style=style,
                 lr_decay_iters=scheduler.end_iter,
                 min_lr=scheduler.min_lr,
@@ -167,10 +167,10 @@ def _with_own_schedule(original: Function) -> Function:
 
 
 def _with_metrics(original: Function) -> Function:
-    """Return a loss and its metrics from a pipeline too.
+    """Return a (loss, metrics) pair from pipelines too.
 
-    Validation reads both, but GPT-NeoX's pipeline returns the loss only, so that every run would end with a TypeError
-    at its first validation.
+    Validation unpacks the pair, but GPT-NeoX's pipeline returns only the loss. Without this wrapper every pipeline run
+    would end with a TypeError at its first validation.
     """
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def _with_metrics(original: Function) -> Function:
 
 
 def _with_cleared_cache(original: Function) -> Function:
-    """Clear the key-value cache before each prompt: GPT-NeoX appends prompts of an input file to the previous one."""
+    """Clear the key-value cache before each prompt. GPT-NeoX would append each prompt of a file to the previous one."""
 
     def stream_tokens(neox_args: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if uses_plugin(neox_args):

@@ -1,4 +1,4 @@
-"""Activate the plugin on import. If the checkout does not fit, the program ends with status 2 and the reason."""
+"""Activate the plugin on import. If the checkout is incompatible, print the reason and exit with status 2."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """GPT-NeoX's self-attention with this package's position methods and backends.
 
-GPT-NeoX keeps its projections, their weights, tensor parallelism and the key-value cache. This code gets the heads of
-one rank before rotation; keys and values of cached tokens come first.
+GPT-NeoX still runs the projections, tensor parallelism and the key-value cache. This module receives the unrotated
+heads of one rank; keys and values of cached tokens precede those of new tokens.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SELF_ATTENTION = "megatron.model.transformer.ParallelSelfAttention"
 
 
 class PluginAttention:
-    """Attention with a position method, in GPT-NeoX's layout of heads."""
+    """Attention with a position method, for tensors in GPT-NeoX's layout."""
 
     def __init__(self, config: Config, device_type: str) -> None:
         """Raises BackendError if the configured backend is not available."""
@@ -36,16 +36,17 @@ class PluginAttention:
         self._contexts: dict[tuple[Any, ...], PositionContext] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool) -> Tensor:
-        """Return [batch, heads, tokens, head_dim] for q [tokens, batch, heads, head_dim] and k, v
-        [all tokens, batch, key heads, head_dim]; the queries belong to the last tokens. `dropout` is that of the
-        attention weights.
+        """Return the attention output [batch, heads, tokens, head_dim].
+
+        `q` is [tokens, batch, heads, head_dim]; `k` and `v` are [all tokens, batch, key heads, head_dim]. The queries
+        are those of the last tokens. `dropout` applies to the attention weights.
         """
         context = self._context(len(q), len(k), q, training)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         return self._backend.attend(self._method.prepare(q, k, v, context, dropout))
 
     def _context(self, queries: int, keys: int, like: Tensor, training: bool) -> PositionContext:
-        """Return the context shared by all layers; only the latest one is kept."""
+        """Return the context that all layers share. Only the most recent context is cached."""
         cache_key = (queries, keys, like.device, like.dtype, training)
         if cache_key not in self._contexts:
             positions = torch.arange(keys, device=like.device)
@@ -58,19 +59,20 @@ class PluginAttention:
 
 @lru_cache(maxsize=4)
 def plugin_attention(config: str, device_type: str) -> PluginAttention:
-    """Return the attention that all layers of a model share. `config` is the configuration as YAML."""
+    """Return the attention object that all layers of a model share. `config` is the configuration as YAML."""
     return PluginAttention(load_config([], yaml.safe_load(config)), device_type)
 
 
 def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callable[..., Any]:
     """Return a function that replaces the class `upstream` (ParallelSelfAttention).
 
-    It builds an instance of a subclass with the plugin's attention if the configuration selects that, else one of
-    `upstream`. `rng_tracker` returns GPT-NeoX's tracker of the random states of tensor-parallel ranks.
+    If the configuration selects the plugin's attention, the function builds an instance of a subclass that uses it;
+    otherwise it builds an instance of `upstream`. `rng_tracker` returns GPT-NeoX's tracker of the random states of
+    tensor-parallel ranks.
     """
 
     class PluginSelfAttention(upstream):
-        """GPT-NeoX's layer with the plugin's attention."""
+        """GPT-NeoX's attention layer with the plugin's implementation of attention."""
 
         def __init__(self, neox_args: Any, *args: Any, rotary: bool = False, **kwargs: Any) -> None:
             super().__init__(neox_args, *args, rotary=False, **kwargs)
@@ -107,14 +109,14 @@ def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callabl
 
 
 def check_first_forward(layer: Any) -> None:
-    """Check in the first forward pass of `layer` that GPT-NeoX calls the methods that the plugin replaces.
+    """Check in the first forward pass of `layer` that GPT-NeoX calls a method that the plugin overrides.
 
-    Otherwise the model would have no positions, and the pass raises IncompatibleError.
+    If it calls none, the model would have no position method, so the forward pass raises IncompatibleError.
     """
 
     def check(module: Any, inputs: Any, output: Any) -> None:
         handle.remove()
         if not module._attended:
-            raise incompatible(f"ran {SELF_ATTENTION} without its attention or flash_attention, which are replaced")
+            raise incompatible(f"ran {SELF_ATTENTION} but called neither its attention nor its flash_attention method")
 
     handle = layer.register_forward_hook(check)

@@ -1,6 +1,6 @@
 """Record the position method in GPT-NeoX checkpoints when saving, and compare it when loading.
 
-`megatron_coca/checkpoints/neox/names.py` has the names in the checkpoint, and explains why they are needed.
+`megatron_coca/checkpoints/neox/names.py` lists the names in the checkpoint and explains why they are needed.
 """
 
 import logging
@@ -15,7 +15,7 @@ from megatron_coca.neox_plugin.upstream import Function
 logger = logging.getLogger(__name__)
 
 SAVED_LENGTH = "max_position_embeddings"
-"""GPT-NeoX requires the checkpoint's value, although weights depend on it only with a learned position table."""
+"""A key that GPT-NeoX requires to equal the checkpoint's, although only a learned position table depends on it."""
 
 
 def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
@@ -24,7 +24,7 @@ def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
 
 
 def rename_in_checkpoints(layer: Any) -> None:
-    """Save the projection of a plugin layer as PROJECTION, and load it under both names."""
+    """Save the projection of a plugin layer as PROJECTION, and load it from either PROJECTION or PLAIN."""
 
     def on_save(module: Any, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
         _rename_prefix(state, prefix + PLAIN, prefix + PROJECTION)
@@ -37,7 +37,7 @@ def rename_in_checkpoints(layer: Any) -> None:
 
 
 def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
-    """Raise ConfigError if a layer with GPT-NeoX's attention loads a plugin checkpoint, except to fine-tune."""
+    """Make loading a plugin checkpoint into GPT-NeoX's own attention raise ConfigError, except for fine-tuning."""
 
     def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith(prefix + PROJECTION) for name in state):
@@ -45,7 +45,7 @@ def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
         if not _fine_tunes(neox_args):
             raise ConfigError(
                 f"pos_emb: {neox_args.pos_emb} does not fit {neox_args.load}, which was trained with the attention of "
-                "megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
+                "megatron_coca; copy pos_emb and the other position keys from the checkpoint's configs/*.yml"
             )
         _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
 
@@ -53,12 +53,12 @@ def check_in_checkpoints(layer: Any, neox_args: Any) -> None:
 
 
 def _fine_tunes(neox_args: Any) -> bool:
-    """Return whether the run starts from the weights only. Evaluation and generation set no_load_optim."""
+    """Return whether the run fine-tunes. Evaluation and generation set no_load_optim, so they do not count."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
 
 
 class _RecordingModel:
-    """A model that adds a record of its positions to its checkpoints."""
+    """Wraps a model to add a record of the position method to its checkpoints."""
 
     def __init__(self, model: Any, record: Mapping[str, Any]) -> None:
         self._model, self._record = model, record
@@ -75,7 +75,7 @@ class _RecordingModel:
 
 
 def recorded_save(original: Function) -> Function:
-    """Wrap GPT-NeoX's `save_ds_checkpoint` to save the record in `args`."""
+    """Wrap GPT-NeoX's `save_ds_checkpoint` to save the record of the position method in `args`."""
 
     def save_ds_checkpoint(iteration: int, model: Any, neox_args: Any) -> None:
         if uses_plugin(neox_args):
@@ -86,12 +86,13 @@ def recorded_save(original: Function) -> Function:
 
 
 def checked_args(original: Function) -> Function:
-    """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too.
+    """Wrap GPT-NeoX's `check_checkpoint_args` to compare the position method too.
 
-    With the plugin's attention, `max_position_embeddings` may differ from the checkpoint's.
+    With the plugin's attention, `max_position_embeddings` may differ from the checkpoint's value.
 
-    The result raises ConfigError if the weights were trained with other positions, or if the run is longer than the
-    checkpoint's and the position method depends on a training length that is not set.
+    The wrapped function raises ConfigError if the weights were trained with another position method. It also raises
+    ConfigError if `seq_length` exceeds the checkpoint's training length, the method depends on that length, and
+    `original_max_position_embeddings` is not set.
     """
 
     def check_checkpoint_args(neox_args: Any, checkpoint_args: dict[str, Any]) -> None:
@@ -107,9 +108,7 @@ def checked_args(original: Function) -> Function:
 def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         if uses_plugin(neox_args):
-            logger.warning(
-                "%s: has no record of its position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb
-            )
+            logger.warning("%s: no record of the position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb)
         return
     if uses_plugin(neox_args):
         current = record_of(resolve(neox_args))
@@ -120,7 +119,9 @@ def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
         for name in POSITIONS
         if name in saved and saved[name] != current[name]
     }
-    errors = [f"{differences[name]}; set it as in its configs/*.yml" for name in FIXED if name in differences]
+    errors = [
+        f"{differences[name]}; use the value in the checkpoint's configs" for name in FIXED if name in differences
+    ]
     if errors and not _fine_tunes(neox_args):
         raise ConfigError(*errors)
     for line in differences.values():
@@ -144,7 +145,7 @@ def _check_training_length(neox_args: Any, saved: int | None) -> None:
     else:
         return
     raise ConfigError(
-        f"{key}: depends on the training length. seq_length is {neox_args.seq_length}, the checkpoint has"
+        f"{key}: depends on the training length, but seq_length is {neox_args.seq_length} and the checkpoint has"
         f" {SAVED_LENGTH}: {saved}; set the training length as `original_max_position_embeddings` in rope_scaling"
-        " (with rope_type default if there is no extension)"
+        " (use rope_type default if there is no extension)"
     )

@@ -1,4 +1,4 @@
-"""YAML keys: those that the plugin adds to GPT-NeoX, and the translation of this package's keys."""
+"""Add the plugin's YAML keys to GPT-NeoX, and translate this package's keys for it."""
 
 import logging
 from collections.abc import Mapping
@@ -18,39 +18,36 @@ METHODS = methods.names("pos_emb", neox="plugin")
 """Values of `pos_emb` that GPT-NeoX does not have."""
 
 BIASED = methods.names("pos_emb", biased=True, neox="upstream")
-"""Values of `pos_emb` that only GPT-NeoX's own attention computes."""
+"""Values of `pos_emb` that only GPT-NeoX's own attention supports."""
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
 POSITION = (
     *("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "sliding_window_width"),
     *("attention_backend", "operand_kernel"),
 )
-"""Keys of the position method. With the plugin all of them are fields of NeoXArgs."""
+"""Keys of the position method. With the plugin active, all of them are fields of NeoXArgs."""
 
 GROUPS_WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
 KEYS_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "loss_kernel", "torch_compile", "num_workers", "data_root"})
-"""Keys of this package that do not change results. GPT-NeoX runs without them."""
+"""Keys of this package that do not change results. The plugin ignores them with a warning."""
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 CONTRADICTING: dict[str, tuple[Any, str]] = {
     "use_mup": (
         False,
-        "the plugin's attention divides scores by sqrt(head_dim); leave it out",
+        "the plugin's attention always divides scores by sqrt(head_dim); remove the key",
     ),
-    "te_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
-    "te_fp8_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
+    "te_mha": (False, "Transformer Engine's attention does not support the position method; remove the key"),
+    "te_fp8_mha": (False, "Transformer Engine's attention does not support the position method; remove the key"),
 }
-"""Keys of GPT-NeoX that contradict the plugin's attention -> their default, and the error message."""
+"""GPT-NeoX keys that contradict the plugin's attention -> the default, and the error message for any other value."""
 
-NO_POSITIONS = (
-    "GPT-NeoX's data path carries tokens only, and its model counts positions from 0 on the device; "
-    "use megatron-coca train"
-)
+NO_POSITIONS = "GPT-NeoX's batches contain only tokens, and its model counts positions from 0; use megatron-coca train"
 
 
 class NewField(NamedTuple):
-    """A field that the plugin adds: its base class of NeoXArgs, its type and its default."""
+    """A field that the plugin adds to NeoXArgs: the base class that gets it, its type and its default."""
 
     owner: str
     type: Any
@@ -75,17 +72,17 @@ EXPECTED: dict[Any, tuple[type, str]] = {
     float: (float, "a number"),
     int: (int, "an integer"),
 }
-"""Types of new fields, and their names in messages. GPT-NeoX itself checks choices."""
+"""Type of a new field -> the Python type to check, and its description in messages. `problems_of` checks choices."""
 
 NEW_CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pos_emb": ("NeoXArgsModel", METHODS),
     "lr_decay_style": ("NeoXArgsLRScheduler", ("linear_to_min_lr",)),
 }
-"""Additional values of existing fields, with the base class of NeoXArgs that has the field."""
+"""Existing field -> the base class of NeoXArgs that has it, and the additional values."""
 
 
 def extend_fields(arguments: type) -> None:
-    """Add FIELDS and NEW_CHOICES to `arguments` (NeoXArgs) and its bases."""
+    """Add FIELDS and NEW_CHOICES to `arguments` (NeoXArgs) and its base classes."""
     bases: dict[str, Any] = {kind.__name__: kind for kind in arguments.__bases__}
     choices: dict[str, Any] = {}
     for name, (owner, values) in NEW_CHOICES.items():
@@ -105,16 +102,16 @@ def extend_fields(arguments: type) -> None:
 
 
 def uses_plugin(neox_args: Any) -> bool:
-    """Return whether a NeoXArgs selects the plugin's attention."""
+    """Return whether the arguments select the plugin's attention."""
     if neox_args.pos_emb.lower() in METHODS:
         return True
     return bool(neox_args.rope_scaling or neox_args.relative_positions or neox_args.logit_scaling != "none")
 
 
 def resolve(neox_args: Any) -> Config:
-    """Return this package's configuration of the plugin's attention.
+    """Return the configuration of the plugin's attention in this package's form.
 
-    Raises ConfigError if the keys are not valid, or the plugin's attention does not support them.
+    Raises ConfigError if the keys are not valid, or if the plugin's attention does not support them.
     """
     problems = [
         f"{name}: {reason}"
@@ -124,29 +121,32 @@ def resolve(neox_args: Any) -> Config:
     kinds = set(neox_args.attention_config or ()) - {"global", "flash"}
     problems += [f"attention_config: {', '.join(sorted(kinds))} is not supported; use global or flash"] if kinds else []
     scaling = neox_args.rope_scaling or {}
-    given = {"rope_scaling": scaling.get("rope_type", scaling.get("type"))}
-    given["relative_positions"] = (neox_args.relative_positions or {}).get("type")
+    given = {
+        "rope_scaling": scaling.get("rope_type", scaling.get("type")),
+        "relative_positions": (neox_args.relative_positions or {}).get("type"),
+        "logit_scaling": neox_args.logit_scaling,
+    }
     chosen = [methods.TABLES[key][name] for key, name in given.items() if name in methods.TABLES[key]]
     problems += [f"{choice.key}: {choice.name}: {choice.neox}" for choice in chosen if choice.neox != "plugin"]
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
-            f"pos_emb: {neox_args.pos_emb} is computed by GPT-NeoX's own attention, which does not have "
-            f"{', '.join(EXTENDING)}; leave them out"
+            f"pos_emb: {neox_args.pos_emb} needs GPT-NeoX's own attention, which does not support "
+            f"{', '.join(EXTENDING)}; remove these keys"
         )
     if problems:
         raise ConfigError(*problems)
     values = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
     values |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
-    # GPT-NeoX's seq_length is the longest input of a run. In generation it is more than the training length, and only
-    # original_max_position_embeddings can name that length, so everything refers to it.
+    # GPT-NeoX's seq_length is the longest input of a run. In generation it may exceed the training length, which then
+    # only original_max_position_embeddings can provide.
     values["seq_length"] = scaling.get("original_max_position_embeddings") or values["seq_length"]
     return load_config([], {name: value for name, value in values.items() if value is not None})
 
 
 def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a YAML file's values to keyword arguments of NeoXArgs; `known` are its fields with their types.
+    """Translate the values of a YAML file to keyword arguments of NeoXArgs; `known` maps its fields to their types.
 
-    Raises ConfigError if a key is unknown or has no counterpart in GPT-NeoX, or a value is not valid.
+    Raises ConfigError if a key is unknown or has no counterpart in GPT-NeoX, or if a value is not valid.
     """
     problems = problems_of(values, known)
     if problems:
@@ -156,18 +156,18 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
         logger.warning("%s: no effect in GPT-NeoX", ", ".join(ignored))
     translated: dict[str, Any] = {}
     if all(values.get(name) is not None for name in BATCH_SIZES):
-        # GPT-NeoX's default of 1 contradicts two given sizes; null lets it divide them, as in this package.
+        # GPT-NeoX's default of 1 would contradict the two sizes. With null it divides them, as this package does.
         translated["gradient_accumulation_steps"] = None
     for name, value in values.items():
         if name not in ignored and not _unset(name, value):
             translated[name] = _typed(name, value)
     if translated.get("max_position_embeddings") is None and "seq_length" in translated:
-        translated["max_position_embeddings"] = translated["seq_length"]  # the default here; GPT-NeoX has none
+        translated["max_position_embeddings"] = translated["seq_length"]  # GPT-NeoX has no default
     return translated
 
 
 def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Return a line for each invalid key or choice; `known` are the fields of NeoXArgs with their types."""
+    """Return an error message for each invalid key or choice; `known` maps the fields of NeoXArgs to their types."""
     embedding = methods.TABLES["pos_emb"].get(str(values.get("pos_emb")))
     if embedding is not None and embedding.neox not in ("upstream", "plugin"):
         return [f"pos_emb: {embedding.name}: {embedding.neox}"]
@@ -187,7 +187,7 @@ def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str
     foreign = [name for name in values if name not in known and name in KEYS and not _without_effect(name)]
     foreign = [name for name in foreign if name != "training_positions"]
     if foreign:
-        problems.append(f"{', '.join(foreign)}: supported by megatron-coca train, not by GPT-NeoX; leave it out")
+        problems.append(f"{', '.join(foreign)}: supported by megatron-coca train, not by GPT-NeoX; remove it")
     return problems
 
 
@@ -196,12 +196,15 @@ def _without_effect(name: str) -> bool:
 
 
 def _unset(name: str, value: Any) -> bool:
-    """Return whether a key of the plugin is null, which means "not set". GPT-NeoX's keys keep their own meaning."""
+    """Return whether a plugin key is null, which means "not set". For GPT-NeoX's own keys, null keeps its meaning."""
     return name in FIELDS and value is None
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Check the type of a value: GPT-NeoX's own check fails on these types, and its YAML reader reads 1e-7 as text."""
+    """Check the type of a value and return it. GPT-NeoX's own check does not support these types.
+
+    GPT-NeoX's YAML reader returns 1e-7 as a string, so a string is converted if the field is a float.
+    """
     if name not in FIELDS or FIELDS[name].type not in EXPECTED:
         return value
     kind, expected = EXPECTED[FIELDS[name].type]

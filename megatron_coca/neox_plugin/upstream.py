@@ -1,4 +1,4 @@
-"""Import GPT-NeoX's modules, replace functions in them, and report a checkout that does not fit."""
+"""Import GPT-NeoX's modules, replace functions in them, and report an incompatible checkout."""
 
 import importlib
 import sys
@@ -13,32 +13,32 @@ TESTED_COMMIT = "ea7aefd8f8e183256992d9fede4d7c71a46d67a5"
 
 
 class IncompatibleError(Exception):
-    """GPT-NeoX cannot be imported, or lacks or does not call a function that the plugin needs."""
+    """GPT-NeoX cannot be imported, lacks a function that the plugin needs, or does not call a replaced function."""
 
 
 MODULES = (
     *("neox_arguments", "neox_arguments.neox_args", "model.transformer", "mpu", "checkpointing"),
     *("text_generation_utils", "training"),
 )
-"""Modules below `megatron` in which the plugin replaces functions or reads them."""
+"""Modules below `megatron` that the plugin changes or reads."""
 
 
 def import_upstream() -> Mapping[str, ModuleType]:
-    """Import MODULES; return the modules by name. Raises IncompatibleError if one cannot be imported."""
+    """Import MODULES and return them by name. Raises IncompatibleError if a module cannot be imported."""
     modules: dict[str, ModuleType] = {}
     for name in (f"megatron.{module}" for module in MODULES):
         try:
             modules[name] = importlib.import_module(name)
         except ImportError as error:
             raise IncompatibleError(
-                f"{name}: cannot be imported ({error}); install the requirements of GPT-NeoX, and run from the root of "
-                "its checkout or add it to PYTHONPATH before any other package named `megatron` (megatron-core)"
+                f"{name}: cannot be imported ({error}); install GPT-NeoX's requirements, and run from the root of its "
+                "checkout or put the checkout on PYTHONPATH before any other `megatron` package (megatron-core)"
             ) from error
     return modules
 
 
 def incompatible(message: str) -> IncompatibleError:
-    """Return the error for the imported checkout."""
+    """Return an error that names the imported checkout."""
     root = Path(str(sys.modules["megatron.mpu"].__file__)).parents[2]
     return IncompatibleError(
         f"{root}: this GPT-NeoX {message}; use the tested commit, {TESTED_COMMIT}, or a newer version of the plugin"
@@ -49,6 +49,6 @@ Function = Callable[..., Any]
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
-    """Replace `owner.name` by `wrapper(original)`, with the original's name and documentation."""
+    """Replace `owner.name` with `wrapper(original)`, which keeps the name and docstring of the original."""
     original = getattr(owner, name)
     setattr(owner, name, wraps(original)(wrapper(original)))

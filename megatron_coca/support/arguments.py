@@ -8,18 +8,18 @@ from pathlib import Path
 def expanded(text: str) -> str:
     """Return a path or URL with its leading `~` replaced by the home folder.
 
-    A shell does so only at the start of a word, and nothing does so in a YAML file.
+    A shell expands `~` only at the start of a word, and never in a YAML file.
     """
     return os.path.expanduser(text)
 
 
 def local_path(text: str) -> Path:
-    """Return `expanded` as a Path."""
+    """Return a path with its leading `~` replaced by the home folder, as a Path."""
     return Path(expanded(text))
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Return "2/8" as (1, 8): the part, counted from 0, and the number of parts."""
+    """Convert a text such as "2/8" to (1, 8): the part, counted from 0, and the number of parts."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise ArgumentTypeError(f"{text:.20} is not I/N with I in 1 to N")

@@ -17,7 +17,7 @@ Error = type[Exception]
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Write a file atomically. Raises OSError, and an existing file is then unchanged.
+    """Write a file atomically. Raises OSError on failure; an existing file is then unchanged.
 
     A FIFO or a device is never replaced. Without `durable` nothing is flushed to disk: the file is complete after a
     kill, but maybe not after a power loss.
@@ -46,18 +46,18 @@ def refuse_existing(folder: Path, error: Error) -> None:
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the hidden folder in which `final` is prepared. After an interruption it is the same folder."""
+    """Return the hidden folder in which `final` is prepared. A preparation that resumes uses the same folder."""
     return final.with_name(f".{final.name}.partial")
 
 
 def lock_file(final: Path) -> Path:
-    """Return the lock file of the preparation of `final`."""
+    """Return the file to lock during the preparation of `final`."""
     return final.with_name(f".{final.name}.lock")
 
 
 @contextmanager
 def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
-    """Yield a new folder to fill. At the end of the block it becomes `final`; after an exception it is removed.
+    """Yield a new folder to fill. At the end of the block it is renamed to `final`; after an exception it is removed.
 
     Raises:
         error: `final` exists, cannot be written, or another process is writing it.
@@ -68,7 +68,7 @@ def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         busy = f"{final}: another process is writing it; wait for it, or name another folder"
         with exclusive_lock(lock_file(final), error, busy, temporary=True):
-            refuse_existing(final, error)  # another process may have written it before the lock was taken
+            refuse_existing(final, error)  # another process may have written the folder before the lock was acquired
             try:
                 remove(partial)
                 partial.mkdir()
@@ -91,16 +91,16 @@ def complete_folder(partial: Path, final: Path) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path, error: Error, busy: str | None, temporary: bool = False) -> Iterator[None]:
-    """Hold a lock on a file inside the block. The file is created if it is missing; the end of the process releases it.
+    """Lock a file inside the block, and create it if it is missing. The lock also ends when the process ends.
 
     Args:
         busy: the message of `error` if another process holds the lock; None waits for the lock.
-        temporary: remove the file at the end, while it is locked.
+        temporary: whether to remove the file at the end of the block, before it is unlocked.
 
     Raises:
         error: another process holds the lock, or the file cannot be locked.
     """
-    # Not 0: the previous holder may remove its temporary file after it is opened here, and then a retry is needed.
+    # Not 0: another process may remove its temporary file after this one has opened it, and then a retry is needed.
     lock = FileLock(path, timeout=-1 if busy is None else 0.1, poll_interval=0.05)
     try:
         lock.acquire()

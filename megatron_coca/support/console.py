@@ -1,4 +1,4 @@
-"""Log lines and progress on standard error: redrawn in place on a terminal, lines with the time elsewhere.
+"""Log lines and progress on standard error: progress is redrawn on a terminal, and written as timed lines elsewhere.
 
 Results are printed on standard output, without this module.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from megatron_coca.support.plain_text import plain
 
-if TYPE_CHECKING:  # rich takes 0.1 s to import: only a terminal needs it
+if TYPE_CHECKING:  # rich takes 0.1 s to import, and only a terminal needs it
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.live import Live
 
@@ -24,17 +24,17 @@ Item = TypeVar("Item")
 
 TIME = "%Y-%m-%d %H:%M:%S"
 FIRST_GAP, LONGEST_GAP = 10.0, 300.0
-"""Seconds between the first two lines of a task if there is no terminal. The gap doubles from line to line, up to the
-second value.
+"""Seconds between a task's progress lines if there is no terminal: the first gap, and the longest one. The gap doubles
+after each line.
 """
 SHORT = 1.0
-"""A task that takes fewer seconds has no line at its end."""
+"""A task that takes fewer seconds writes no final line."""
 SHORTEST_BAR, LONGEST_BAR = 6, 30
-"""Columns of a bar."""
+"""Smallest and largest width of a progress bar, in columns."""
 BEFORE_BAR = 3
-"""The number of texts of a progress line that have priority over the bar."""
+"""Number of texts in a progress line that have priority over the bar."""
 SCALED = ("B", "characters")
-"""Units of amounts that are shown with three digits."""
+"""Units of amounts that are shown with three significant digits."""
 
 
 def on_terminal() -> bool:
@@ -74,13 +74,15 @@ def display(renderable: "RenderableType") -> "Live":
 
 
 def write(text: str) -> None:
-    """Write permanent lines: above the redrawn area on a terminal, and with the time elsewhere."""
+    """Write permanent lines: above the redrawn area on a terminal, and with a timestamp elsewhere."""
     text = plain(text)
     if on_terminal():
         terminal().print(text)
     else:
         now = time.strftime(TIME)
-        sys.stderr.write("".join(f"{now} {line}\n" for line in text.splitlines()))  # one call: ranks share the stream
+        sys.stderr.write(
+            "".join(f"{now} {line}\n" for line in text.splitlines())
+        )  # a single call, because ranks share the stream
         sys.stderr.flush()
 
 
@@ -90,7 +92,7 @@ class Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             write(self.format(record))
-        except Exception:  # as logging does: a message that cannot be printed must not end the program
+        except Exception:  # as in logging's own handlers, a message that cannot be printed must not end the program
             self.handleError(record)
 
 
@@ -101,13 +103,13 @@ def set_up_logging(active: bool) -> None:
 
 
 def short(value: float) -> str:
-    """Return a number with three digits, such as 12.3k."""
+    """Format a number with three significant digits, such as 12.3k."""
     size, unit = next(((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size), (1.0, ""))
     return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds, such as 1:02:03, or days and hours from one day on, such as 2d 1h."""
+    """Format a duration as hours, minutes and seconds (1:02:03), or from one day as days and hours (2d 1h)."""
     days, rest = divmod(round(seconds), 86400)
     return f"{days}d {rest // 3600}h" if days else str(timedelta(seconds=rest))
 
@@ -122,8 +124,8 @@ class Progress:
         title: the name of the task.
         total: the amount of work; None if unknown.
         unit: the unit of the work, such as documents; B for bytes.
-        done: the amount of finished work, which need not be 0 at the start.
-        details: more texts, the most important first.
+        done: the amount of finished work; a resumed task starts above 0.
+        details: further texts to show, the most important first.
     """
 
     def __init__(self, title: str, total: float | None = None, unit: str = "", done: float = 0, show: bool = True):
@@ -147,7 +149,7 @@ class Progress:
         if title != self.title:
             self.title = title
             if self._live is not None:
-                self._live.refresh()  # the task may hold Python's lock later
+                self._live.refresh()  # refresh now, because the task may hold the GIL later
             elif self._show:
                 write(title)
 

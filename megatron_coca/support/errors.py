@@ -1,15 +1,15 @@
-"""The error of wrong input, and the exit statuses of commands."""
+"""The error for invalid input, and the exit statuses of commands."""
 
 import sys
 
 from megatron_coca.support.plain_text import plain
 
 UNUSABLE = 2  # exit status: input that cannot be used, or files that cannot be written
-UNAVAILABLE = 69  # exit status: a service is not available, and the input is fine; EX_UNAVAILABLE of sysexits.h
+UNAVAILABLE = 69  # exit status: the input is valid, but a service is not available; EX_UNAVAILABLE of sysexits.h
 
 
 class InputError(Exception):
-    """Wrong input. A command prints the message, which names the thing, the problem and the remedy, and exits with
+    """Invalid input. A command prints the message, which names the thing, the problem and the remedy, and exits with
     `status`.
     """
 
@@ -20,6 +20,6 @@ class InputError(Exception):
 
 
 def report(name: str, error: InputError) -> None:
-    """Print the error that ends the command `name`. Each of several problems begins a line."""
+    """Print the error that ends the command `name`. If there are several problems, each begins a new line."""
     text = str(error)
     print(f"megatron-coca {name}:", text, sep="\n" if "\n" in text else " ", file=sys.stderr)

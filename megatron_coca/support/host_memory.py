@@ -4,14 +4,14 @@ import ctypes
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 LARGEST_THRESHOLD = 32 << 20
-"""glibc takes no larger M_MMAP_THRESHOLD on 64-bit machines."""
+"""The largest M_MMAP_THRESHOLD that glibc accepts on 64-bit machines."""
 
 
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next step; return False if the C library has no such setting.
 
-    Memory returned to the kernel costs a page fault per page, 10 to 20% of a training step of small models
-    (docs/training.md). Peak memory does not change.
+    Memory that is returned to the kernel and allocated again causes a page fault per page. This takes 10 to 20% of a
+    training step of small models (docs/training.md). Peak memory does not change.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):

@@ -1,4 +1,4 @@
-"""Markdown tables and their text, for the console and for documents."""
+"""Format Markdown tables and the text in them, for the console and for documents."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from megatron_coca.support.plain_text import plain
 
 _MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
-"""Characters with a meaning in Markdown or in GitHub's formulas; ``_`` within a word has none."""
+"""Characters with a meaning in Markdown or in GitHub's formulas; ``_`` within a word is not included."""
 _LINE_ENDS = re.compile(r"\s*[\r\n]+\s*")
 
 
 def number(value: Any) -> str:
-    """Return the text of a table cell: thousands separated, fractions with four significant digits, ``-`` for None."""
+    """Return the text of a table cell: thousands separators, four significant digits for floats, ``-`` for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -5,13 +5,13 @@ import re
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that move the cursor of a terminal, change its state or reorder text, and surrogates, which UTF-8 cannot
-encode. Line ends and tabs are not included.
+encode. Line ends and tabs are allowed.
 """
 _URL = re.compile(r"[A-Za-z][\w.+-]+:/[^\s'\"<>]+")
-"""An address. It has only one slash if it was converted to a path before."""
+"""A URL. It has only one slash if it has been converted to a path."""
 _PASSWORD = re.compile(r"(:/{1,2}[^/?#\s:@]*):[^/?#\s@]+@")
 _TOKEN = re.compile(r"(https?://)[^/?#\s:@]+@")
-"""A token: in a web address, a user name without a password."""
+"""A token in a web address: a user name without a password."""
 _SIGNED = re.compile(r"([?&][^=&#]*(?:token|sig|secret|passw|credential|key)[^=&#]*=)[^&#\s]+", re.IGNORECASE)
 
 
@@ -36,7 +36,7 @@ def plain(text: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Formatter of log records as `plain` text."""
+    """Formatter that passes log messages through `plain`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))

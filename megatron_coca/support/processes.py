@@ -1,4 +1,4 @@
-"""Processes of this program: how a command starts another one, open files, and the end of worker processes."""
+"""Processes of this program: how a command starts another one, the open-file limit, and the exit of workers."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ MAIN = str(Path(__file__).parents[1] / "__main__.py")
 PROGRAM = (sys.executable, "-u", MAIN)
 
 OPEN_FILES = 1 << 16
-"""More than any run needs: two for each shard."""
+"""The desired limit of open files, which is more than any run needs. A shard needs two."""
 TOO_MANY_FILES = (
     "too many open files; raise the limit of this shell with `ulimit -n 65536` (in a job script too; administrators "
     "set it in /etc/security/limits.conf), or join shards"
@@ -21,7 +21,7 @@ TOO_MANY_FILES = (
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, usually 1,024, towards the system's maximum."""
+    """Raise this process's open-file limit, usually 1,024, to OPEN_FILES or the system's maximum if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -32,7 +32,7 @@ def allow_open_files() -> None:
 def safe_path() -> Iterator[None]:
     """Keep Python processes that are started inside the block from importing modules from the working folder.
 
-    The folder may be a download, and processes of multiprocessing would look there first.
+    The folder may be a download, and processes started by multiprocessing would search it first.
     """
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
@@ -49,7 +49,7 @@ def safe_path() -> Iterator[None]:
 def exit_with_parent() -> None:
     """End this process when its parent is killed.
 
-    A worker runs this in a thread, because it would otherwise wait for work forever.
+    A worker runs this function in a thread, because the worker would otherwise wait for work forever.
     """
     parent = parent_process()
     if parent is not None:

@@ -1,4 +1,4 @@
-"""Open only regular files: a FIFO, a device or a loop of links is an error, and cannot make the program hang."""
+"""Open only regular files: a FIFO, a device or a loop of links is an error and cannot hang the program."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ LARGEST = 1 << 28
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also if it is not a regular file or has more than `limit` bytes."""
+    """Open a file for reading. Raises OSError, including for files that are not regular or exceed `limit` bytes."""
     path = Path(path)
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -24,7 +24,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
 
 def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises OSError as `open_regular`."""
+    """Read a regular file of at most `limit` bytes. Raises OSError like `open_regular`."""
     with open_regular(path, limit) as file:
         return file.read(limit)
 
@@ -32,6 +32,6 @@ def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
 def open_to_append(path: Path) -> BinaryIO:
     """Open an existing or new file to append to it.
 
-    Raises OSError for a link: a downloaded folder may contain a link to another file of the user.
+    Raises OSError for a link: a downloaded folder may contain a link to one of the user's other files.
     """
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

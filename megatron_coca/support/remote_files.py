@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT = 20.0
-"""Seconds for which commands that only read repeat a failed transfer."""
+"""Seconds during which commands that only read retry a failed transfer."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before the second attempt of a transfer. The pause doubles, up to the second value."""
+"""Seconds before the first retry of a transfer, and the longest pause. The pause doubles with every retry."""
 PERMANENT_NUMBERS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Error numbers of the store or the local disk for which another attempt is useless."""
+"""Error numbers of the store or the local disk that a retry cannot fix."""
 PERMANENT_CLASSES = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}
-"""The same, as names of classes, for libraries that set no number."""
+"""Names of exception classes that a retry cannot fix, for libraries that set no error number."""
 TRANSFERS = 8
 """Number of concurrent transfers."""
 WITH_FOLDERS = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "webdav"})
-"""Kinds of stores that can have folders without files."""
+"""Protocols of stores that can contain empty folders."""
 HUB = "hf://"
 """Prefix of a name on the Hugging Face hub."""
 
 
 def hub_hint(path: str | Path) -> str:
-    """Return the hint for a missing folder with a name such as those on the Hugging Face hub, else an empty string.
+    """Return a hint if a missing folder has a name like those on the Hugging Face hub, else an empty string.
 
     There is no hint for a path in an existing folder or in runs/ and models/, because those are local folders.
     """
@@ -46,8 +46,8 @@ def hub_hint(path: str | Path) -> str:
     if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
     return (
-        f"; a model of the Hugging Face hub is downloaded by `hf download {path} --local-dir "
-        f"models/{Path(path).name}`, or named as {HUB}{path}"
+        f"; for a model on the Hugging Face hub, run `hf download {path} --local-dir "
+        f"models/{Path(path).name}`, or name it {HUB}{path}"
     )
 
 
@@ -57,17 +57,17 @@ def is_url(path: str | Path) -> bool:
 
 
 def local_folder(url: str, cache: str | Path, error: type[InputError]) -> Path:
-    """Return the folder in `cache` for files of `url`: CACHE/s3/a/b for s3://a/b."""
+    """Return the folder in `cache` for files from `url`: CACHE/s3/a/b for s3://a/b."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
-        raise error(f"{url}: not the URL of a folder; write for example s3://bucket/runs/coca")
+        raise error(f"{url}: not the URL of a folder; write, for example, s3://bucket/runs/coca")
     parts[0] = re.sub(r":.*@", "@", parts[0])  # a password must not be part of a folder's name
     return Path(cache, scheme, *parts)
 
 
 class UnavailableError(InputError):
-    """An object store does not answer. The input is fine: the same command works when the store is available again."""
+    """An object store does not answer. The input is valid: the same command works when the store is available again."""
 
     status = UNAVAILABLE
 
@@ -75,13 +75,13 @@ class UnavailableError(InputError):
 class RemoteFiles:
     """The objects below a URL. Names are relative to the URL.
 
-    A failed transfer is repeated until it succeeds, until `timeout` seconds have passed since its first failure, or
-    until `hurry` is set. Then it is an error of the class `unavailable`, with the URL. A permanent error, such as a
-    missing permission, is raised at once as an error of the class `permanent`.
+    A failed transfer is retried until it succeeds, until `timeout` seconds have passed since its first failure, or
+    until `hurry` is set. In the last two cases, `unavailable` is raised. A permanent error, such as a missing
+    permission, is raised at once as `permanent`.
 
     Attributes:
         hurry: an event that makes the next failure final.
-        activity: a number that grows with every attempt and while bytes are transferred.
+        activity: a counter that increases with every attempt and while bytes are transferred.
     """
 
     permanent: type[InputError] = InputError
@@ -106,7 +106,7 @@ class RemoteFiles:
             ) from error
 
     def names(self, root: str = "") -> list[str]:
-        """Return the names of all objects in the folder `root`, relative to it; empty if there is no such folder."""
+        """Return the names of all objects in the folder `root`, relative to it. A missing folder has none."""
         folder = f"{self._root}/{root}".rstrip("/")
 
         def find() -> list[str]:
@@ -124,7 +124,7 @@ class RemoteFiles:
         return sorted(path.removeprefix(f"{self._root}/") for path in found)
 
     def facts(self, name: str) -> tuple[int, str] | None:
-        """Return the size of an object and a text that changes with its content; None if there is no such object."""
+        """Return the size of an object and a tag that changes with its content; None if there is no such object."""
 
         def info() -> dict[str, Any] | None:
             try:
@@ -156,7 +156,7 @@ class RemoteFiles:
         return self._attempt(f"{name} cannot be read", ranges)
 
     def put(self, source: Path, name: str) -> None:
-        """Upload a file and compare the sizes."""
+        """Upload a file, and check that the object has the same size."""
         target = self._path(name)
 
         def put() -> None:
@@ -208,7 +208,7 @@ class RemoteFiles:
         return f"{self._root}/{name}"
 
     def _attempt(self, problem: str, action: Callable[[], T]) -> T:
-        """Return the result of `action`, which is repeated while the store does not answer.
+        """Return the result of `action`, which is retried while the store does not answer.
 
         Raises:
             unavailable: the store did not answer for the timeout.

@@ -1,7 +1,7 @@
-"""Read untrusted YAML within limits on size, depth, and the number of values after the expansion of aliases.
+"""Read untrusted YAML with limits on size, depth, and the number of values after the expansion of aliases.
 
 PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases expand to more values than fit into
-memory, and nested brackets overflow the stack. Everything in the package except the GPT-NeoX plugin reads YAML here.
+memory, and nested brackets overflow the stack. All of the package except the GPT-NeoX plugin reads YAML here.
 """
 
 import re
@@ -11,17 +11,19 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 1 << 20  # size of a file
-MAX_NODES = 100_000  # values, keys included, with every alias expanded
+MAX_NODES = 100_000  # values and keys, after the expansion of aliases
 MAX_DEPTH = 64  # nested mappings and sequences; a level takes six frames of Python's stack
 
 NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
-"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode. Escapes can form both."""
+"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode. YAML escapes can produce
+them.
+"""
 
-_TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; is it the right file?"
+_TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; check that it is the right file"
 
 
 class YamlFault(Exception):
-    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1, and is None for the whole file."""
+    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1, or is None for the whole file."""
 
     def __init__(self, line: int | None, reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +35,7 @@ class YamlFault(Exception):
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """Loader of YAML 1.1 within the limits. Raises ``yaml.YAMLError`` for every fault."""
+    """Loader of YAML 1.1 that enforces the limits. Raises ``yaml.YAMLError`` for every fault."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_BYTES:
@@ -54,7 +56,7 @@ class LimitedLoader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node, alias: bool, mark: Any) -> None:
-        """Record the size of a node. Its children have been composed before it."""
+        """Record the size of a node. Its children have already been composed."""
         if alias and id(node) not in self._sizes:
             raise _error("a value that contains itself", mark)
         if not alias:
@@ -65,19 +67,19 @@ class LimitedLoader(yaml.SafeLoader):
                 children = node.value
             self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in children)
         if self._sizes[id(node)] > MAX_NODES:
-            raise _error(f"more than {MAX_NODES:,} values, with every alias written out", mark)
+            raise _error(f"more than {MAX_NODES:,} values after the expansion of aliases", mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            # PyYAML's constructors do not convert these.
+            # PyYAML's constructors raise these for invalid scalars.
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise _error(f"{node.value!r:.40} cannot be read as {kind}", node.start_mark) from error
 
 
 class _UniqueKeys(LimitedLoader):
-    """Loader with errors for duplicate keys, of which PyYAML would keep the last, and for `NOT_IN_TEXT`."""
+    """Loader that reports duplicate keys, which PyYAML accepts (the last one wins), and characters in `NOT_IN_TEXT`."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[tuple[str, Any], Any] = {}
@@ -97,7 +99,7 @@ class _UniqueKeys(LimitedLoader):
 def read_text(path: Path) -> str:
     """Read a UTF-8 file, with or without a byte order mark.
 
-    Raises ``YamlFault`` for a file larger than ``MAX_BYTES``, of which no more bytes are read; also ``OSError`` and
+    Raises ``YamlFault`` if the file is larger than ``MAX_BYTES``, without reading the rest. Also raises ``OSError`` and
     ``UnicodeDecodeError``.
     """
     with path.open("rb") as stream:
@@ -108,7 +110,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Duplicate keys are an error. Raises ``YamlFault`` and the errors of ``read_text``."""
+    """Read a YAML file. Duplicate keys are an error. Raises ``YamlFault`` and the exceptions of ``read_text``."""
     text = read_text(path)
     try:
         loader = _UniqueKeys(text)

@@ -1,1 +1,1 @@
-"""Training: launching, the DeepSpeed engine, the training loop, and checkpointing."""
+"""Training: launchers, the DeepSpeed engine, the training loop, and checkpoints."""

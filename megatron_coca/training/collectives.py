@@ -1,4 +1,4 @@
-"""Actions that fail on all ranks together: if one rank fails, all raise an error."""
+"""Actions that fail on all ranks together: if one rank fails, all ranks raise an error."""
 
 import json
 import logging
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (CheckpointError, UnreadableError, ServiceError)
 }
-"""Errors that keep their class when they are sent to other ranks."""
+"""Error classes that are preserved when an error is sent to other ranks."""
 Errors = type[Exception] | tuple[type[Exception], ...]
-"""Exceptions that count as a failure of an action; others end the process."""
+"""Exceptions that count as a failure of an action; any other exception ends the process."""
 
 
 def attempt(action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None) -> Exception | None:
-    """Run `action` on every rank, or only on rank 0; return None if it succeeded on all.
+    """Run `action` on every rank, or only on rank 0; return None if it succeeded on all of them.
 
-    If it failed on any, return this rank's error, or a CheckpointError with the text of another rank's error. `group`
-    is the process group for the agreement, by default that of the run.
+    If it failed on any rank, return this rank's error, or else a CheckpointError with the text of another rank's error.
+    The ranks agree on the outcome in the process group `group`, by default the run's group.
     """
     failure: Exception | None = None
     try:
@@ -46,10 +46,10 @@ def attempt(action: Callable[[], Any], errors: Errors, main_only: bool = False, 
 
 
 def from_main(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0 and return its JSON-serializable result on every rank. Every rank must call it.
+    """Run `action` on rank 0 and return its JSON-serializable result on every rank. Every rank must call this.
 
     Raises:
-        CheckpointError: `action` raised one on rank 0. Every rank raises it, with the same class if that is in `KINDS`.
+        CheckpointError: `action` raised one on rank 0. Every rank raises it; classes in `KINDS` are preserved.
     """
     result, failure = None, None
     if dist.is_main():
@@ -66,22 +66,22 @@ def from_main(action: Callable[[], Any]) -> Any:
 
 
 def encode_failure(failure: CheckpointError | None) -> str:
-    """Encode an error as text for another rank; empty for None."""
+    """Encode an error as text for another rank; None becomes an empty text."""
     return "" if failure is None else json.dumps([type(failure).__name__, str(failure)])
 
 
 def decode_failure(text: str) -> CheckpointError:
-    """Decode the text of `encode_failure`, which must not be empty."""
+    """Decode a non-empty text from `encode_failure`."""
     kind, message = json.loads(text)
     return KINDS.get(kind, CheckpointError)(message)
 
 
 def require_writable(config: Config) -> None:
-    """Create the folders of `save` and `log_dir`, and check that they can be written, so that a run fails at its start
-    instead of at its first checkpoint. Every rank must call it.
+    """Create the folders `save` and `log_dir` and check that they are writable, so that a run fails at its start and
+    not at its first checkpoint. Every rank must call this.
 
     Raises:
-        CheckpointError: one of them cannot be written.
+        CheckpointError: one of the folders is not writable.
     """
     keys = config.checkpoint
     folders = [folder for folder in (keys.save, config.logging.log_dir) if folder is not None]
@@ -100,8 +100,8 @@ def require_writable(config: Config) -> None:
 
 
 class FolderLock(ExitStack):
-    """The locks of this run on the folder of `save` (None if not set) and on the folders of its figures. Every rank
-    must call its methods.
+    """This run's locks on the `save` folder (if set) and on the folders for its metrics. Every rank must call the
+    methods.
 
     The locks are released at the end of the `with` block, or when the process ends, even if it is killed.
     """
@@ -112,17 +112,17 @@ class FolderLock(ExitStack):
         self._held: set[str] = set()
 
     def choose_log_dir(self, config: Config) -> Config:
-        """If the configuration names no folder for figures, return it with a `log_dir` that no other run uses."""
+        """If the configuration names no folder for metrics, return a copy with a `log_dir` that no other run uses."""
         if config.logging.log_dir is not None or config.checkpoint.save is not None:
             return config
         folder = from_main(self._take_unsaved)
         return config if folder == str(UNSAVED) else config.override({"log_dir": folder})
 
     def take_figures(self, config: Config) -> None:
-        """Lock `log_dir` and `tensorboard_dir`: a second run would set aside or hide the figures of the first.
+        """Lock `log_dir` and `tensorboard_dir`, because a second run would move or hide the first run's metrics.
 
         Raises:
-            CheckpointError: another run writes into one of them, or it cannot be locked.
+            CheckpointError: another run writes to one of the folders, or a folder cannot be locked.
         """
         keys = config.logging
         given = {"log_dir": str(run_folder(config)), "tensorboard_dir": keys.tensorboard_dir}
@@ -135,18 +135,18 @@ class FolderLock(ExitStack):
                 self._hold(folder, "")
                 break
             except CheckpointError as failure:
-                if str(failure):  # not a busy lock
+                if str(failure):  # the failure is not a busy lock
                     raise
         if number > 1:
             logger.warning(
-                "another run without `save` writes into %s; the figures of this one go to %s", UNSAVED, folder
+                "another run without `save` writes to %s; this run writes its metrics to %s", UNSAVED, folder
             )
         return folder
 
     def _take_others(self, folders: Mapping[str, str]) -> None:
         for key, folder in folders.items():
             if os.path.realpath(folder) not in self._held:
-                busy = f"{folder}: another run writes its figures into it; choose another, such as {key}={folder}/NAME"
+                busy = f"{folder}: in use by another run; choose another folder, such as {key}={folder}/NAME"
                 self._hold(folder, f"{key}: {busy}")
 
     def _hold(self, folder: str, busy: str) -> None:
@@ -158,11 +158,11 @@ class FolderLock(ExitStack):
         self._held.add(os.path.realpath(folder))
 
     def take(self) -> None:
-        """Lock the folder if it exists. Call it before reading anything in it, so that no other run changes it
-        afterwards, and again after the folder is created.
+        """Lock the `save` folder if it exists. Call this before reading anything in the folder, so that no other run
+        changes its content afterwards, and again after the folder has been created.
 
         Raises:
-            CheckpointError: another run is training into the folder, has written into it since the first call, or it
+            CheckpointError: another run uses the folder or has written to it since the first call, or the folder
                 cannot be locked.
         """
         from_main(self._take)
@@ -172,11 +172,11 @@ class FolderLock(ExitStack):
         folder = self._unlocked
         if folder is None or not os.path.isdir(folder):
             return
-        busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
+        busy = f"{folder}: another run is saving to this folder; wait for its end, or choose another folder"
         self._hold(folder, busy)
         self._unlocked = None
         if not self._is_first_call and native.begun_steps(Path(folder)):
             raise CheckpointError(
-                f"{folder}: another run has written checkpoints into it since this one started; resume that run "
+                f"{folder}: another run has written checkpoints to this folder since this run started; resume that run "
                 "with auto_resume=true, or choose another folder"
             )

@@ -1,4 +1,4 @@
-"""The data of a run: its shards and tokenizer, the identity that a resumed run must share, and validation."""
+"""The data of a run: shards, tokenizer, validation data, and the identity by which a resumed run checks its data."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -37,15 +37,15 @@ from megatron_coca.support.markdown_tables import format_table
 logger = logging.getLogger(__name__)
 
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
-"""The paper's mixture by tokens."""
+"""Token shares of the paper's data mixture."""
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
-"""The keys that change the treatment of document ends within a sample."""
+"""Keys that change how document ends within a sample are handled."""
 REPEATED = 4
-"""Epochs of a source up to which repeating it is worth about as much as new text: Muennighoff et al., "Scaling
-Data-Constrained Language Models" (2023).
+"""Number of epochs up to which repeated text is worth about as much as new text (Muennighoff et al. 2023, "Scaling
+Data-Constrained Language Models").
 """
 Layout = tuple[int, int, int, int]
-"""Global batch, micro-batch, data-parallel rank, and number of data-parallel ranks."""
+"""Global batch size, micro-batch size, data-parallel rank, number of data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Corpus:
 
     Attributes:
         config: the configuration with data paths and vocabulary size filled in.
-        valid: None if there is no validation data.
-        tokenizer: that of the shards, or None if unknown (shards of another program, and no key names a tokenizer).
-        unverified: prefixes of shards without a saved tokenizer.
-        left_out: for each shard of the validation data that is not read, a line with the reason.
-        start: for a stage of a run, its first step and the number of its first sample.
-        earlier: for a stage, the shares of the sources that the run read before it.
+        valid: the validation samples, or None if there are none.
+        tokenizer: the tokenizer of the shards; None if the shards have no saved tokenizer and no key names one.
+        unverified: prefixes of the shards without a saved tokenizer.
+        left_out: one line for each validation shard that is not read, with the reason.
+        start: first step and first sample number of this stage of the run; (0, 0) without stages.
+        earlier: how much the run has read of each source before this stage.
     """
 
     config: Config
@@ -73,21 +73,23 @@ class Corpus:
     earlier: tuple[SourceShare, ...] = ()
 
     def mixture(self, position: int, batch: int) -> list[SourceShare]:
-        """Return how much the run reads of every source before step `position`, with `batch` samples per step."""
+        """Return how much the run reads of each source before step `position`, with `batch` samples per step."""
         step, sample = self.start
         return joined(self.earlier, self.train.mixture(sample + (position - step) * batch - self.train.first))
 
     @property
     def sources(self) -> list[str]:
-        """Prefixes of the training shards, for a synthetic task those of its text."""
+        """Prefixes of the training shards or, for a synthetic task, of the shards with its filler text."""
         text = self.train.text if isinstance(self.train, SyntheticSamples) else self.train
         return [str(shard.prefix) for shard in text.shards] if text is not None else []
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Values that a resumed run must share: sizes, weights and content of sources, tokenizer, document handling."""
+        """Values that must not change when a run is resumed: size, weight and content of each source, tokenizer,
+        document handling.
+        """
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
-        # Keys with their default value have no entry.
+        # Keys that have their default value get no entry.
         data = self.config.data
         changed = [name for name in PACKING_KEYS if getattr(data, name)]
         if data.pack_impl != "packed":
@@ -100,14 +102,15 @@ class Corpus:
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Open the shards of the configuration; without any, the built-in corpus, prepared at first use.
+    """Open the configured shards or, if there are none, the built-in corpus, which is prepared on first use.
 
-    Opening a shard checks the sizes of its files and its index, not its tokens (`megatron-coca inspect verify` does).
-    Test shards are not read in training, but their headers are checked, so that a wrong path is reported at the start.
+    Opening a shard checks its file sizes and its index but not its tokens (`megatron-coca inspect verify` does). Test
+    shards are not read in training, but their headers are checked, so that a wrong path is reported at the start.
 
     Raises:
-        DataError: a shard is missing, damaged, too short, or made with another tokenizer than the rest.
-        ConfigError: the tokenizer has more tokens than the model's vocabulary; `eod_mask_loss` without a tokenizer.
+        DataError: a shard is missing, damaged or too short, or the shards have different tokenizers.
+        ConfigError: the tokenizer has more tokens than the model's vocabulary, or `eod_mask_loss` is set without a
+            known tokenizer.
     """
     task = config.data.synthetic
     if task is not None:
@@ -121,21 +124,21 @@ def open_corpus(config: Config) -> Corpus:
     tokenizer, vocab_size = _common_tokenizer(config), config.model.vocab_size
     if task is not None and tokenizer is not None and tokenizer.vocab_size > task.filler_tokens:
         raise ConfigError(
-            f"synthetic.filler_tokens: {task.filler_tokens}, but the tokenizer of the text has {tokenizer.vocab_size} "
+            f"synthetic.filler_tokens: {task.filler_tokens}, but the filler's tokenizer has {tokenizer.vocab_size} "
             f"tokens; set synthetic.filler_tokens={tokenizer.vocab_size}"
         )
     if tokenizer is not None and vocab_size is None:
         config = config.override({"vocab_size": tokenizer.vocab_size})
     elif tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"vocab_size: {vocab_size}, but the tokenizer of the data has {tokenizer.vocab_size} tokens; "
+            f"vocab_size: {vocab_size}, but the data's tokenizer has {tokenizer.vocab_size} tokens; "
             f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
         )
     data = config.data
     if data.eod_mask_loss and tokenizer is None:
         raise ConfigError(
-            "eod_mask_loss: the token that ends a document is not known, because no tokenizer is saved with the "
-            "shards; name their tokenizer with tokenizer_type and vocab_file"
+            "eod_mask_loss: the end-of-document token is unknown, because no tokenizer is saved with the shards; set "
+            "tokenizer_type and vocab_file"
         )
     held_out, left_out = _held_out(config, "valid", valid)
     masked = tokenizer.eod if data.eod_mask_loss and tokenizer is not None else None
@@ -153,18 +156,18 @@ def open_corpus(config: Config) -> Corpus:
 
 
 def task_settings(task: SyntheticConfig) -> TaskSettings:
-    """Return the settings of a configured task."""
+    """Return the settings of the configured synthetic task."""
     return TaskSettings(**task.model_dump())
 
 
 def synthetic_samples(config: Config, split: str, text: Blend | None = None) -> SyntheticSamples:
-    """Return the samples of the configured synthetic task; `text` is its filler, if it has one."""
+    """Return the samples of the configured synthetic task; `text` is its filler text, if it has any."""
     assert config.data.synthetic is not None
     return SyntheticSamples(task_settings(config.data.synthetic), config.model.seq_length, config.seed, split, text)
 
 
 def _with_task_vocabulary(config: Config, task: TaskSettings) -> Config:
-    """The configuration with the vocabulary of a synthetic task, if it has none."""
+    """Return the configuration with the synthetic task's vocabulary size, unless it is already set."""
     vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < task.vocab_size:
         raise ConfigError(
@@ -178,7 +181,7 @@ def _samples(config: Config, split: str, blend: Blend) -> Samples:
 
 
 def open_split(config: Config, split: str) -> Blend | None:
-    """Open the samples of train, valid or test, in the order of `open_corpus`; None if the split has no data.
+    """Open the samples of a split (train, valid or test) in the same order as `open_corpus`; None if it has no data.
 
     Raises:
         DataError: a shard is missing, damaged or too short.
@@ -196,11 +199,11 @@ def open_split(config: Config, split: str) -> Blend | None:
 def open_loader(
     corpus: Corpus, blend: Samples | None = None, layout: Layout | None = None, length: int | None = None
 ) -> Loader:
-    """Open a loader of samples of the corpus, by default of the training samples for one process. With `length` it
-    returns only the last `length` inputs of each sample.
+    """Open a loader for samples of the corpus, by default for the training samples in a single process. With `length`,
+    the loader returns only the last `length` inputs of each sample.
 
-    Training samples get the configured `training_positions`. Token ids in the padding of the embedding are an error
-    too, because no tokenizer with the configured vocabulary produces them.
+    Training samples get the configured `training_positions`. Token ids beyond the vocabulary are an error even if the
+    padded embedding has rows for them, because no tokenizer with the configured vocabulary produces them.
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
     blend = corpus.train if blend is None else blend
@@ -211,14 +214,14 @@ def open_loader(
     start = corpus.start if blend is corpus.train else (0, 0)
     if given is not None and blend is corpus.train:
         largest = window_tokens(given.max, corpus.config.model.seq_length)
-        assert largest is not None, "the configuration has checked it"
+        assert largest is not None, "already checked by the configuration"
         drawn = DrawnPositions(given.type, largest, corpus.config.seed)
     packing, workers = corpus.packing, data.num_workers
     return Loader(blend, *layout, vocab_size, packing, workers, length, drawn, start)
 
 
 def _with_paths(config: Config) -> Config:
-    """The configuration, with the built-in corpus if it has no data path."""
+    """Return the configuration, with the paths of the built-in corpus if it has no data path."""
     if config.data.data_path or config.data.train_data_paths:
         return config
     folder = ensure_builtin(Path(config.data.data_root)).parent
@@ -230,7 +233,7 @@ def _with_paths(config: Config) -> Config:
 
 
 def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
-    """The shards of each split, in the order of the configuration."""
+    """Open the shards of each split, in the order of the configuration."""
     data = config.data
     if data.train_data_paths:
         return [
@@ -243,19 +246,19 @@ def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
         ]
     assert data.data_path is not None
     shares = split_shares(data.split)
-    assert shares is not None, "the configuration has checked it"
+    assert shares is not None, "already checked by the configuration"
     shards = dict(zip(SPLITS, split_shard(Shard(_local(config, data.data_path)), shares), strict=True))
     if shards["train"] is None:
         raise DataError(
-            f"{data.data_path}: split {data.split!r} leaves no document to train on; change split or add documents"
+            f"{data.data_path}: split {data.split!r} leaves no training document; change split or add documents"
         )
     return [[shard] if (shard := shards[split]) is not None else [] for split in splits]
 
 
 def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
-    """Divide a shard into consecutive documents by `shares`, as GPT-NeoX's `split`; None for an empty share.
+    """Divide a shard's documents into consecutive parts by `shares`, like GPT-NeoX's `split`; None for an empty part.
 
-    The number of documents of each share is rounded; the first share takes the difference.
+    The number of documents of each part is rounded; the first part absorbs the rounding difference.
     """
     edges = list(accumulate((round(share / sum(shares) * shard.documents) for share in shares), initial=0))
     edges = [0, *(max(0, edge + shard.documents - edges[-1]) for edge in edges[1:])]
@@ -263,8 +266,8 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
 
 
 def _held_out(config: Config, split: str, shards: Sequence[Shard]) -> tuple[Blend | None, tuple[str, ...]]:
-    """Return the samples of held-out shards, None if no shard has one, and the reasons why shards are left out. A shard
-    that is too short must not stop the run.
+    """Return the samples of held-out shards (None if no shard has a sample) and why each omitted shard is left out. A
+    shard that is too short must not stop the run.
     """
     weights, kept, reasons = _weights(config, split, shards), [], []
     for shard, weight in zip(shards, weights, strict=True):
@@ -294,8 +297,8 @@ def _mixed(config: Config, shards: Sequence[Shard], weights: Sequence[float]) ->
 
 
 def document_weights(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return GPT-NeoX's weights of shards by their numbers of documents: with p the share of the documents, p^alpha
-    over the sum of these, times 1 - p. A single shard has the weight 1.
+    """Return GPT-NeoX's shard weights by document count: p^alpha / sum(p^alpha) * (1 - p), normalized to sum 1, where p
+    is a shard's share of all documents. A single shard has the weight 1.
     """
     if len(documents) == 1:
         return [1.0]
@@ -306,10 +309,10 @@ def document_weights(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
-    """Return the configuration with the `train_iters` of `train_epochs`, if that is set.
+    """If `train_epochs` is set, return the configuration with the corresponding `train_iters`.
 
-    As in GPT-NeoX, a pass has as many micro-batches as its samples fill; the samples that are left over are not read.
-    Every shard is weighted by its number of samples, so that all shards are read equally often.
+    As in GPT-NeoX, the samples that do not fill a last micro-batch are not read. Every shard is weighted by its number
+    of samples, so that all shards are read equally often.
     """
     epochs = config.schedule.train_epochs
     if epochs is None:
@@ -319,7 +322,7 @@ def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
     iters = sum(samples) * sizes.accumulation // sizes.total * epochs // sizes.accumulation
     if iters == 0:
         raise DataError(
-            f"train_epochs: the data has {sum(samples)} samples, fewer than one step of {sizes.total} reads; lower "
+            f"train_epochs: the data has {sum(samples)} samples, but a step reads {sizes.total}; lower "
             "train_batch_size, or add documents"
         )
     logger.info("train_epochs %d: %d samples in %d steps", epochs, sum(samples), iters)
@@ -332,16 +335,17 @@ def _local(config: Config, prefix: str) -> str:
 
 
 def _prefixes(config: Config) -> list[str]:
-    """All shards of the configuration, each once."""
+    """Return the prefixes of all configured shards, without duplicates."""
     groups = [getattr(config.data, f"{split}_data_paths") for split in SPLITS]
     groups.append([config.data.data_path] if config.data.data_path else None)
     return list(dict.fromkeys(prefix for group in groups for prefix in group or ()))
 
 
 def _common_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the tokenizer that is saved with the shards. All of them, and the configured one, if any, must agree.
+    """Return the tokenizer that is saved with the shards. All saved tokenizers and the configured one (if any) must be
+    the same.
 
-    A tokenizer type that needs a file, such as the default type, counts only if the file is given.
+    A configured tokenizer type that needs a file, such as the default type, is ignored unless the file is given.
     """
     data = config.data
     folders = dict.fromkeys(Path(_local(config, prefix)).parent for prefix in _prefixes(config))
@@ -351,23 +355,23 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
         tokenizers[data.vocab_file or f"tokenizer_type {data.tokenizer_type}"] = named
     if not all(agree(one, other) for one, other in pairwise(tokenizers.values())):
         raise DataError(
-            f"{', '.join(tokenizers)}: the tokenizers differ; prepare all shards of a run with one tokenizer"
+            f"{', '.join(tokenizers)}: the tokenizers differ; prepare all shards of a run with the same tokenizer"
         )
     return next(iter(tokenizers.values()), None)
 
 
 def data_identity(blend: Samples) -> dict[str, Any]:
-    """Return the identity of the data for JSON, as lists over the sources. A resumed run compares it.
+    """Return the identity of the data for JSON, as lists with one entry per source. A resumed run compares it.
 
-    `sha256` is the manifest's checksum of the tokens' file, or None. It covers every token, but no token is read for
-    it. `sampled` is computed from the shard itself, so it also covers data without a manifest, and files that were
-    replaced without a new manifest.
+    `sha256` is the manifest's checksum of the token file, or None. It covers every token without reading the file.
+    `sampled` is computed from the shard itself, so it also detects changes in shards without a manifest, and files that
+    were replaced without updating the manifest.
     """
     recorded: list[str | None] = []
     for shard in blend.shards:
         try:
             recorded.append(shard_entry(shard.prefix).sha256)
-        except DataError as error:  # manifest.json may belong to another program
+        except DataError as error:  # another program may have written manifest.json
             logger.info("%s; the shard is identified by a sample of its tokens instead", error)
             recorded.append(None)
     identity: dict[str, list[Any]] = {
@@ -394,14 +398,14 @@ COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "document_counts": ("document count", "{:,}".format),
     "weights": ("weight", repr),
 }
-"""Title and format of the entries of an identity that have a number for every source."""
+"""Title and format of the identity's entries that have one number per source."""
 
 
 def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the differences of two identities, such as `token count of NAME (saved 1,000, now 900)`.
+    """Return the differences between two identities, such as `token count of NAME (saved 1,000, now 900)`.
 
-    Entries that one side lacks are not compared, because a shard may have lost its manifest. `names` are the current
-    names of the sources, for a synthetic task those of its text.
+    Entries that are missing on one side are not compared, because a shard may have lost its manifest. `names` are the
+    current names of the sources or, for a synthetic task, of the sources of its filler text.
     """
     differences: list[str] = []
     if "text" in now:
@@ -415,14 +419,14 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
             old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
             if old is None or new is None or old == new:
                 continue
-            if key in COUNTS or not lines:  # both digests are of the same content
+            if key in COUNTS or not lines:  # report only one of the two digests
                 title, shown = COUNTS.get(key, ("content", _digest))
                 lines.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
         differences += lines
     if saved.get("labels") != now.get("labels"):
-        differences.append("label shards, which decide the tokens that count in the loss")
+        differences.append("set of label shards, which determines the tokens that count in the loss")
     old, new = saved.get("tokenizer"), now.get("tokenizer")
-    if old is not None and old != new:  # a run that started without a tokenizer may name one later
+    if old is not None and old != new:  # a run that started without a tokenizer may set one later
         differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")
     if saved.get("documents", []) != now.get("documents", []):
         old, new = (" and ".join(identity.get("documents", [])) or "as one text" for identity in (saved, now))
@@ -433,7 +437,7 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
 
 
 def joined(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
-    """Add up the shares of every source in two parts of a run; `weight` is that of the later part."""
+    """Add up how much two parts of a run read of each source; `weight` is the weight in the later part."""
     if not earlier:
         return list(later)
     total = sum(share.tokens for share in (*earlier, *later))
@@ -446,7 +450,7 @@ def joined(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list
 
 
 def mixture_table(shares: Sequence[SourceShare]) -> str:
-    """Format a table of every source: configured weight, actual share, samples, tokens, epochs."""
+    """Format a table with one row per source: configured weight, actual share, samples, tokens, epochs."""
     formats = ("{0.source}", "{0.weight:.2%}", "{0.fraction:.2%}", "{0.samples:,}", "{0.tokens:,}", "{0.epochs:.3g}")
     rows = [tuple(text.format(share) for text in formats) for share in shares]
     return format_table(("source", "weight", "share", "samples", "tokens", "epochs"), rows)
@@ -455,7 +459,7 @@ def mixture_table(shares: Sequence[SourceShare]) -> str:
 def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
     """Return a warning for every source that is read more than `REPEATED` times."""
     return [
-        f"{share.source}: is read {share.epochs:.1f} times, and beyond {REPEATED} epochs repeated text is worth less "
+        f"{share.source}: is read {share.epochs:.1f} times, but after {REPEATED} epochs repeated text is worth less "
         "and less; lower its weight, shorten the run, or add text"
         for share in shares
         if share.epochs > REPEATED
@@ -463,13 +467,13 @@ def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
 
 
 def source_names(sources: Sequence[str]) -> list[str]:
-    """Return the names of sources in figures: the shards' file names if these differ, else their whole prefixes."""
+    """Return the names of sources for metrics: the shards' file names if these are unique, else their full prefixes."""
     short = [Path(source).name for source in sources]
     return short if len(set(short)) == len(short) else list(sources)
 
 
 def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
-    """Return share and epochs of every source, as `share/NAME` and `epochs/NAME`."""
+    """Return the share and the epochs of every source as metrics `share/NAME` and `epochs/NAME`."""
     figures: dict[str, float] = {}
     for name, share in zip(source_names([share.source for share in shares]), shares, strict=True):
         figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}
@@ -477,22 +481,22 @@ def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
 
 
 def validation_note(corpus: Corpus) -> str | None:
-    """Return a note if a run that validates has no validation data, or validates on test data."""
+    """Return a note if validation is enabled but has no data, or uses test data."""
     data = corpus.config.data
     if not corpus.config.logging.eval_iters:
         return None
     if corpus.valid is None:
         if corpus.left_out:
-            cause = "no shard holds a sample"
+            cause = "no validation shard is long enough for a sample"
         elif data.data_path:
-            cause = f"split {data.split!r} leaves no document of {data.data_path} to validate on"
+            cause = f"split {data.split!r} leaves no validation document in {data.data_path}"
         else:
-            cause = "there are no shards to validate on"
+            cause = "there are no validation shards"
         return f"no validation loss will be reported: {cause}; hold out more documents, or set eval_iters=0"
     shared = [path for path in data.valid_data_paths or () if path in (data.test_data_paths or ())]
     if not shared:
         return None
     return (
-        f"valid_data_paths: {', '.join(shared)}: also in test_data_paths, so choices by the validation loss are "
-        "choices on test data; hold out other data for validation"
+        f"valid_data_paths: {', '.join(shared)}: also in test_data_paths, so choices based on the validation loss are "
+        "choices on test data; use different data for validation"
     )

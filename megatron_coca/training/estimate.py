@@ -1,4 +1,4 @@
-"""Estimate of a run without starting it: memory of a GPU by part, and time. Does not import DeepSpeed."""
+"""Estimate the time of a run and its memory per GPU without starting it. This module does not import DeepSpeed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,32 +19,32 @@ from megatron_coca.model.cost import (
 from megatron_coca.training.topology import Topology, zero_section
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1}
-"""Float32 moments that an optimizer keeps per parameter."""
+"""Number of float32 moments that each optimizer keeps per parameter."""
 
 LIVE_PARAMETERS = 1e9
-"""DeepSpeed's default: parameters that ZeRO 3 gathers at a time."""
+"""The maximum number of parameters that ZeRO 3 gathers at a time; DeepSpeed's default."""
 
 GIB = 2.0**30
 RESERVE = 0.06
-"""Share of a GPU's memory that no formula counts: fragmentation of the allocator, and workspaces of libraries."""
+"""Share of a GPU's memory that the formulas do not include: allocator fragmentation and library workspaces."""
 CONTEXT = 1.5 * GIB
-"""CUDA's context with PyTorch's kernels, and NCCL's buffers."""
+"""The CUDA context with PyTorch's kernels, and NCCL buffers."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step, on the rank that needs the most. `host` is CPU memory; the others are on its GPU.
+    """Peak memory of a step in bytes, on the rank that needs the most. `host` is CPU memory; all others are GPU memory.
 
     Attributes:
-        weights: in the training dtype, and the weights of other ranks that ZeRO 3 gathers.
-        gradients: of all trained weights, or of this rank's partition (ZeRO 2, 3), in the training dtype or, with
-            `grad_accum_dtype: fp32`, in float32.
-        optimizer: moments, and with ZeRO float32 copies of the weights.
-        buffers: gradient buckets in communication.
-        activations: saved for the backward pass.
+        weights: weights in the training dtype, including those of other ranks that ZeRO 3 gathers.
+        gradients: gradients of all trained weights or (ZeRO 2 and 3) of this rank's partition, in the training dtype
+            or, with `grad_accum_dtype: fp32`, in float32.
+        optimizer: moments and, with ZeRO, float32 copies of the weights.
+        buffers: gradient buckets for communication.
+        activations: activations saved for the backward pass.
         loss: logits and their gradients.
-        step: float32 gradients of this rank's partition in the optimizer step, when the activations are freed.
-        context: CUDA, kernels and NCCL.
+        step: float32 gradients of this rank's partition in the optimizer step, when activations are already freed.
+        context: the CUDA context, kernels and NCCL.
         host: CPU memory for this rank.
     """
 
@@ -60,14 +60,14 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU, without the reserve."""
+        """Peak GPU memory in bytes, without the reserve."""
         constant = self.weights + self.gradients + self.optimizer + self.buffers + self.context
         return constant + max(self.activations + self.loss, self.step)
 
 
 def states_bytes(config: Config, topology: Topology, numbers: int, trained: int | None = None) -> Memory:
-    """Return the memory of a rank without activations and loss: weights of `numbers` parameters, and gradients and
-    optimizer states of the `trained` ones (None: all), partitioned by the ZeRO stage.
+    """Return the memory of a rank without activations and loss: the weights of `numbers` parameters, and the gradients
+    and optimizer states of the `trained` parameters (None: all), partitioned according to the ZeRO stage.
     """
     trained = numbers if trained is None else trained
     ranks = topology.data * topology.sequence
@@ -79,7 +79,7 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
         return isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
 
     own_weights = size * numbers / (ranks if stage == 3 else 1)
-    master_bytes = 4 if stage else 0  # float32 too: ZeRO steps on a flat copy
+    master_bytes = 4 if stage else 0  # even in float32, because ZeRO updates a flat copy
     optimizer = (master_bytes + 4 * STATES[config.optimizer.type]) * (trained / ranks if stage else trained)
     summed = max(size, 4) if config.parallel.accumulates_in_fp32 else size
     gradients = summed * (trained / ranks if stage >= 2 else trained)
@@ -110,21 +110,21 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
 
 
 def stage_parameters(config: Config, topology: Topology) -> list[tuple[int, int]]:
-    """Return for every pipeline stage its parameters on one tensor rank, and its number of blocks.
+    """Return, for every pipeline stage, the number of its parameters on one tensor rank and the number of its blocks.
 
-    Blocks are divided evenly; the first stage has the embedding too, the last one the head, or with tied weights a
-    copy of the embedding.
+    Blocks are divided evenly. The first stage also has the embedding; the last stage also has the head or, with tied
+    weights, a copy of the embedding.
     """
     model, pipe = config.model, topology.pipe
     blocks = [model.num_layers // pipe + (stage < model.num_layers % pipe) for stage in range(pipe)]
-    # Biases of the projections into the residual stream are replicated on every tensor rank.
+    # The biases of the projections to the residual stream are replicated on every tensor rank.
     replicated = model.hidden_size * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)
     numbers = _stage_numbers(config, topology, parameter_count(config), replicated, blocks)
     return list(zip(numbers, blocks, strict=True))
 
 
 def stage_trained(config: Config, topology: Topology) -> list[int]:
-    """Return for every pipeline stage the trained parameters on one tensor rank."""
+    """Return, for every pipeline stage, the number of trained parameters on one tensor rank."""
     model, trains = config.model, config.optimizer.trains
     blocks = [count for _, count in stage_parameters(config, topology)]
     attention = model.use_bias_in_attn_linear and trains("attention_output")
@@ -135,14 +135,16 @@ def stage_trained(config: Config, topology: Topology) -> list[int]:
 def _stage_numbers(
     config: Config, topology: Topology, count: ParameterCount, replicated: int, blocks: list[int]
 ) -> list[int]:
-    """Divide `count` over stages and tensor ranks; each block has `replicated` parameters on all tensor ranks."""
+    """Divide `count` among pipeline stages and tensor ranks. In each block, `replicated` parameters are copied to all
+    tensor ranks.
+    """
     model = config.model
     if GAU in model.layer_names:  # one pipeline stage and one tensor rank: nothing is divided
         return [count.total]
     norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - replicated
     of_embedding = model.use_embedding_norm * norm
-    norms = (count.norms - norm - of_embedding) // model.num_layers  # those of queries and keys too
+    norms = (count.norms - norm - of_embedding) // model.num_layers  # including query and key norms
     block = divided // topology.tensor + replicated + norms
     numbers = [block * number for number in blocks]
     numbers[0] += count.embedding + count.position + of_embedding
@@ -154,7 +156,7 @@ def _stage_numbers(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run on `topology.world_size` GPUs. Times are in seconds, and None if train_iters is not set."""
+    """The estimate for a run on `topology.world_size` GPUs. Times are in seconds, or None if train_iters is not set."""
 
     parameters: ParameterCount
     flops: Flops
@@ -168,10 +170,10 @@ class Estimate:
 
 
 def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
-    """Estimate the run on `gpus` GPUs of `peak` FLOP/s, of which the share `mfu` is used.
+    """Estimate the run on `gpus` GPUs with `peak` FLOP/s each and a model FLOP utilization of `mfu`.
 
     Raises:
-        ConfigError: the processes or the batch cannot be divided, or vocab_size is not known.
+        ConfigError: the processes or the batch cannot be divided as configured, or vocab_size is unknown.
     """
     topology = Topology.of(config.parallel, gpus)
     sizes = config.batch.resolve(topology.data)
@@ -192,7 +194,7 @@ def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
 
 
 def fits(memory: Memory, gib: float) -> bool:
-    """Return whether the run fits on a GPU of `gib` GiB with the reserve."""
+    """Return whether the run, including the reserve, fits on a GPU with `gib` GiB."""
     return memory.total <= gib * GIB * (1 - RESERVE)
 
 
@@ -201,7 +203,7 @@ def _stages(config: Config, topology: Topology, sizes: BatchSizes) -> Iterator[M
     saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence)
     loss = loss_bytes(config, sizes.micro, topology.sequence)
     for stage, (numbers, blocks) in enumerate(stage_parameters(config, topology)):
-        # One forward, one backward: a stage keeps one micro-batch more than there are stages after it.
+        # In the 1F1B schedule, a stage keeps one more micro-batch than there are stages after it.
         waiting = min(topology.pipe - stage, sizes.accumulation)
         yield replace(
             states_bytes(config, topology, numbers, trained[stage]),

@@ -9,20 +9,20 @@ from typing import Any, Self
 
 from megatron_coca.support.errors import UNAVAILABLE, UNUSABLE
 
-DONE = 0  # the last step is done and saved
+DONE = 0  # the last step is completed and saved
 FAILED = 1  # an error of the program or of the machine, with a traceback
 PREEMPTED = 75  # preempted by a signal, after saving; EX_TEMPFAIL of sysexits.h: try again later
 HUNG = 76  # no progress for `watchdog_timeout` seconds
-DIVERGED = 77  # too many bad steps, by the configured policies
+DIVERGED = 77  # too many bad steps, according to the configured policies
 UNSAVED = 78  # preempted by a signal, nothing saved
 UNJOINED = 79  # some processes did not join within `join_timeout`
 INTERRUPTED = 130  # Ctrl-C (SIGINT), after saving if training had begun
 EXIT_STATUSES = (DONE, FAILED, UNUSABLE, UNAVAILABLE, PREEMPTED, HUNG, DIVERGED, UNSAVED, UNJOINED, INTERRUPTED)
-"""Every exit status of a training process; docs/faults.md has the remedies."""
+"""Every exit status of a training process; docs/faults.md describes the remedies."""
 
 
 class Stopped(Exception):
-    """An orderly end of the run before its last step; `status` is its exit status."""
+    """An orderly end of the run before its last step, with the exit status `status`."""
 
     status = FAILED
 
@@ -34,7 +34,7 @@ class Preempted(Stopped):
 
 
 class Unsaved(Stopped):
-    """Preempted by a signal without a `save` folder. If the job is requeued, the run starts from step 0 each time."""
+    """Preempted by a signal without a `save` folder. Each time the job is requeued, the run starts from step 0."""
 
     status = UNSAVED
 
@@ -58,23 +58,23 @@ class NotJoined(Stopped):
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that schedulers send before preemption: SIGTERM by default, SIGUSR1 by Slurm's `--signal`; and SIGHUP, sent
-when the terminal or connection is closed.
+"""Signals that end a run: SIGTERM (schedulers' default before preemption), SIGUSR1 (Slurm's `--signal`) and SIGHUP
+(sent when a terminal or connection is closed).
 """
 
 
 class CaughtSignals:
-    """Context manager that records signals and restores their handlers afterwards.
+    """Context manager that records signals and restores the previous handlers afterwards.
 
-    A signal interrupts nothing, so a second one during a save does no harm. Ignored signals stay ignored (SIGHUP under
-    nohup). Outside the main thread nothing is recorded: Python allows handlers in the main thread only.
+    A signal does not interrupt anything, so a second signal during a save does no harm. Ignored signals stay ignored
+    (SIGHUP under nohup). Outside the main thread, no signals are recorded, because Python allows handlers only there.
 
     Attributes:
         requested: the name of the first signal received, for example "SIGTERM", or None.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, answer: str | None = None) -> None:
-        """`answer` is written to standard error at once when the first signal comes."""
+        """`answer` is written to standard error immediately when the first signal arrives."""
         self.requested: str | None = None
         self._answer = answer
         self._signals, self._pending = signals, list[int]()
@@ -89,13 +89,13 @@ class CaughtSignals:
         return self
 
     def save_on_interrupt(self) -> None:
-        """Record SIGINT too from now on; a second one ends the process at once. Repeated calls change nothing."""
+        """From now on, record SIGINT too; a second SIGINT ends the process at once. Repeated calls have no effect."""
         if self._before and signal.SIGINT not in self._before and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # None stands for a handler that was not set by Python and cannot be restored.
+            # None means a handler that Python did not set and cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
@@ -110,12 +110,12 @@ class CaughtSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked worker inherits the handler but never checks `requested`: let it end, as its parent expects.
+            # A forked worker inherits the handler but never checks `requested`, so let the signal end it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._pending.append(number)
         if self.requested is None:
             self.requested = signal.Signals(number).name
-            if self._answer is not None:  # not `print`, which a signal may have interrupted
+            if self._answer is not None:  # `print` is not safe here: the signal may have interrupted it
                 os.write(2, f"\n{self.requested}: {self._answer}\n".encode())

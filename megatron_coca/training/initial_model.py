@@ -1,4 +1,4 @@
-"""The model at step 0 of a run, with random weights or with those of a checkpoint."""
+"""The model at step 0 of a run, with random weights or with weights from a checkpoint."""
 
 import logging
 import re
@@ -17,32 +17,32 @@ logger = logging.getLogger(__name__)
 
 POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
 CLEX_WEIGHTS = re.compile(r"positions\.(others\.\w+\.)?clex\..+")
-"""Weights of a learned frequency extension; other position weights belong to `pos_emb`."""
+"""Weights of a learned frequency extension. Position weights that match neither pattern belong to `pos_emb`."""
 GATE_WEIGHTS = re.compile(r".+\.position_gates\..+")
-"""Weights of a forgetting gate."""
+"""Weights of forgetting gates."""
 
 
 class InitialModel(NamedTuple):
-    """A model, and the identity of the checkpoint that its weights are from; None if they are random."""
+    """A model, and the identity of the checkpoint from which its weights were loaded (None if they are random)."""
 
     model: GPT
     origin: str | None
 
 
 def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
-    """Build a model for `device` with its weights in host memory, the same on every rank.
+    """Build a model for `device` with its weights in host memory. All ranks get the same weights.
 
-    With `finetune` the weights are those of the checkpoint `load`, which may have another position method. Its learned
-    position weights are then dropped, and those of the new method are drawn at random.
+    With `finetune`, the weights are loaded from the checkpoint `load`. If its position method is different, its learned
+    position weights are dropped, and those of the new method are drawn at random.
 
     Args:
-        tokenizer: that of the run's data, or None if unknown.
-        verify: as for `open_checkpoint`.
+        tokenizer: the tokenizer of the run's data, or None if unknown.
+        verify: see `open_checkpoint`.
 
     Raises:
-        CheckpointError: there is nothing to load, the weights are of another architecture, or their tokenizer gives
-            other ids than `tokenizer`.
-        DataError: the tokenizer of the checkpoint is damaged.
+        CheckpointError: there is no checkpoint to load, its architecture is different, or its tokenizer assigns
+            different ids than `tokenizer`.
+        DataError: the checkpoint's tokenizer is damaged.
     """
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
@@ -68,17 +68,17 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     drawn, note = [name for name in learned if name not in taken.entries], extension_note(saved, config)
     summary = [f"starts from the weights of {source.folder}", *([] if note is None else [note])]
     changed = _changed_positions(saved, config)
-    summary += [f"with another {', '.join(changed)}"] if changed else []
-    summary += [f"without {', '.join(dropped)}"] if dropped else []
-    summary += [f"{', '.join(drawn)} drawn"] if drawn else []
+    summary += [f"changes {', '.join(changed)}"] if changed else []
+    summary += [f"drops {', '.join(dropped)}"] if dropped else []
+    summary += [f"draws {', '.join(drawn)} at random"] if drawn else []
     logger.info("; ".join(summary))
     return InitialModel(model, source.identity)
 
 
 def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool]:
-    """Return for each kind of position weights whether the saved ones have the same meaning in the wanted model.
+    """Return, for each kind of position weights, whether the saved weights have the same meaning in the wanted model.
 
-    CLEX needs the same frequencies, gates need the same gate, and all others the same method.
+    CLEX weights need the same frequencies, gate weights need the same gate, and all others need the same method.
     """
     both = (saved, wanted)
     kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in both]
@@ -98,9 +98,9 @@ def _same_positions(saved: Config, wanted: Config) -> dict[re.Pattern[str], bool
 
 
 def _changed_positions(saved: Config, wanted: Config) -> list[str]:
-    """Return the keys of positions that differ, each with both values."""
+    """Return the position keys that differ, each with both values."""
 
-    def kind(value: object) -> object:  # instead of a section with many options
+    def kind(value: object) -> object:  # shows a section with many options by its type
         keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]
         return value[keys[0]] if isinstance(value, dict) and keys else value
 
@@ -113,22 +113,24 @@ def _changed_positions(saved: Config, wanted: Config) -> list[str]:
 
 
 def check_same_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
-    """Raise a CheckpointError if the weights were trained with other token ids, or have another number of rows."""
+    """Raise a CheckpointError if the weights were trained with different token ids, or if their embedding has a
+    different number of rows.
+    """
 
     def describe(tokenizer: Tokenizer | None, rows: int) -> str:
         if tokenizer is None:
-            return f"an unknown tokenizer ({rows} rows of the embedding)"
+            return f"an unknown tokenizer ({rows} embedding rows)"
         name = f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]}"
-        return f"{name} with vocab_size {tokenizer.vocab_size} ({rows} rows of the embedding)"
+        return f"{name} with vocab_size {tokenizer.vocab_size} ({rows} embedding rows)"
 
     (theirs, why), rows, wanted = source.tokenizer(), source.trained.model.padded_vocab_size, config.model
-    sides = f"it has {describe(theirs, rows)}, and the run {describe(ours, wanted.padded_vocab_size)}"
+    sides = f"the checkpoint has {describe(theirs, rows)}, and the run has {describe(ours, wanted.padded_vocab_size)}"
     same = theirs is None or ours is None or made_of(ours, source.folder) or first_difference(theirs, ours) is None
     if not same:
         raise CheckpointError(
-            f"{source.folder}: the weights were trained with another tokenizer than the data of this run: {sides}; "
-            "prepare the data with the tokenizer of the checkpoint (megatron-coca prepare --tokenizer-type ... "
-            "--vocab-file ...), or, to train them for the new tokenizer, import them with it first "
+            f"{source.folder}: the weights were trained with a different tokenizer than the data of this run: {sides}; "
+            "prepare the data with the checkpoint's tokenizer (megatron-coca prepare --tokenizer-type ... "
+            "--vocab-file ...) or, to adapt the weights to the new tokenizer, first import them with it "
             "(megatron-coca import ... --set tokenizer_type=... vocab_file=...)"
         )
     if theirs is None and ours is not None:
@@ -138,6 +140,6 @@ def check_same_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokeniz
         remedy = (
             f"set make_vocab_size_divisible_by={rows}"
             if wanted.vocab_size is not None and wanted.vocab_size <= rows
-            else "prepare the data with the tokenizer of the checkpoint, or start from another one"
+            else "prepare the data with the checkpoint's tokenizer, or start from another checkpoint"
         )
-        raise CheckpointError(f"{source.folder}: the embeddings are of different sizes: {sides}; {remedy}")
+        raise CheckpointError(f"{source.folder}: the embedding sizes differ: {sides}; {remedy}")

@@ -1,4 +1,4 @@
-"""The loss guard: detect bad steps and decide whether to skip or stop."""
+"""The loss guard: detects bad steps and decides whether to skip them or stop the run."""
 
 import math
 import statistics
@@ -10,26 +10,27 @@ from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import FaultConfig
 
 SIGMA_PER_MAD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and Croux, 1993)."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation (Rousseeuw and Croux, 1993)."""
 SMALLEST_SPREAD = 1e-3
-"""Smallest relative standard deviation, so that rounding is no spike if the losses hardly vary."""
+"""Minimum relative standard deviation, so that rounding errors are not spikes if the losses hardly vary."""
 LARGEST_LOGARITHM = 700.0
-"""Just below the logarithm of the largest float."""
+"""A value just below the logarithm of the largest float."""
 
 
 class Limits(NamedTuple):
-    """Values above which a step is bad; a value that is not finite is bad in any case."""
+    """Values above which a step is bad. Values that are not finite are always bad."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
 
 
 class Verdict(NamedTuple):
-    """The consequence of a step.
+    """The loss guard's decision about a step.
 
     Attributes:
-        kind: "ok": the step counts; "skipped": it changed nothing and the run continues; "stop": the run ends.
-        reason: the fault, for the log, or None. Under the policy `warn` a step that is "ok" may have one.
+        kind: "ok" (the step counts), "skipped" (it did not change the weights, and the run continues) or "stop" (the
+            run ends).
+        reason: why the step is bad, for the log, or None. Under the policy `warn`, an "ok" step may have a reason.
     """
 
     kind: Literal["ok", "skipped", "stop"]
@@ -40,8 +41,8 @@ def bad_reason(loss: float, grad_norm: float | None, limits: Limits) -> str | No
     """Return why a step is bad, or None.
 
     Args:
-        loss: mean over all ranks, in nats per token.
-        grad_norm: before clipping, over all ranks; None is an overflow of fp16's loss scaling, which is not a fault.
+        loss: mean loss over all ranks, in nats per token.
+        grad_norm: norm over all ranks before clipping. None means an overflow of the fp16 loss scale, which is not bad.
     """
     named = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
     values = [(name, float(value), limit) for name, value, limit in named if value is not None]
@@ -55,11 +56,12 @@ def bad_reason(loss: float, grad_norm: float | None, limits: Limits) -> str | No
 
 
 def spike_limit(values: Iterable[float], factor: float) -> float:
-    """Return the median of positive values times e to the `factor` robust standard deviations of their logarithms.
+    """Return exp(median + `factor` * robust standard deviation) of the logarithms of positive values.
 
-    OLMo-core's SkipStepOptimizer, the source of the defaults for window and factor, takes mean and standard deviation
-    of the values: a spike among them hides the next one, while median and absolute deviation hardly change. It uses
-    logarithms, because gradient norms have a long upper tail, which is full of spikes on a linear scale.
+    The defaults for window and factor are from OLMo-core's SkipStepOptimizer. Unlike it, this function uses the median
+    and the median absolute deviation, because a spike changes mean and standard deviation so much that it hides the
+    next spike. It uses logarithms, because gradient norms have a long upper tail, which looks like spikes on a linear
+    scale.
     """
     logarithms = [math.log(value) for value in values]
     middle = statistics.median(logarithms)
@@ -70,8 +72,8 @@ def spike_limit(values: Iterable[float], factor: float) -> float:
 class LossGuard:
     """Judges every step of a run by its loss and gradient norm.
 
-    All ranks must pass the same numbers, so that they get the same verdicts. A step is judged by the steps before it:
-    get `limits`, skip the optimizer's step if `bad_reason` returns a reason, then call `observe`.
+    All ranks must pass the same numbers, so that they get the same verdicts. A step is compared with earlier steps: get
+    `limits`, skip the optimizer step if `bad_reason` returns a reason, then call `observe`.
     """
 
     def __init__(self, config: FaultConfig) -> None:
@@ -81,7 +83,9 @@ class LossGuard:
         self._consecutive = 0
 
     def spike_limits(self) -> Limits:
-        """Return the limits of a spike at the next step: infinite under `off` and before half the window is filled."""
+        """Return the values above which the next step is a spike: infinite under `off`, and until half of the window is
+        filled.
+        """
         config = self._config
         loss, norm = (
             spike_limit(values, config.loss_spike_factor)
@@ -92,11 +96,13 @@ class LossGuard:
         return Limits(loss, norm)
 
     def limits(self) -> Limits:
-        """Return the values above which the next step must be skipped: infinite if spikes are only noted or ignored."""
+        """Return the values above which the next step must be skipped: infinite if spikes only cause a warning or are
+        ignored.
+        """
         return Limits() if self._config.loss_spike_policy in ("off", "warn") else self.spike_limits()
 
     def observe(self, loss: float, grad_norm: float | None) -> Verdict:
-        """Record a step and judge it. The arguments are those of `bad_reason`."""
+        """Record a step and judge it. The arguments are as in `bad_reason`."""
         config = self._config
         finite = bad_reason(loss, grad_norm, Limits()) is None
         reason = bad_reason(loss, grad_norm, self.spike_limits())
@@ -113,7 +119,7 @@ class LossGuard:
         return Verdict("skipped" if policy == "skip" else "stop", reason)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, exact in JSON."""
+        """Return the state for `restore`. It can be stored in JSON without loss of precision."""
         return {
             "losses": list(self._losses),
             "norms": list(self._norms),
@@ -121,7 +127,7 @@ class LossGuard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a saved `state`; entries that it lacks are those of a new guard.
+        """Restore a saved `state`. Missing entries keep the values of a new guard.
 
         Raises:
             CheckpointError: the state has unknown entries.
@@ -130,7 +136,7 @@ class LossGuard:
         if unknown := sorted(state.keys() - new.keys()):
             raise CheckpointError(
                 f"the loss guard's state in the checkpoint has unknown entries ({', '.join(unknown)}); "
-                "resume with the version that wrote it, or start from its weights with finetune=true"
+                "resume with the version that wrote the checkpoint, or start from its weights with finetune=true"
             )
         values = new | state
         self._losses = deque(values["losses"], maxlen=self._config.loss_spike_window)

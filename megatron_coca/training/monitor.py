@@ -1,4 +1,4 @@
-"""Monitoring a training run: timings of the loop, and figures for the sinks."""
+"""Monitoring of a training run: times the training loop and reports metrics to the sinks."""
 
 import logging
 import time
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 class IntervalMean:
     """The mean loss since the last multiple of `log_interval`, over the steps that changed weights, as in GPT-NeoX.
 
-    Checkpoints keep its `state`, so that a run that is resumed within an interval reports the same mean. With another
-    `log_interval`, the first mean is that of the steps since the run was resumed.
+    Checkpoints contain its `state`, so that a run that is resumed within an interval reports the same mean. If
+    `log_interval` has changed, the first mean includes only the steps since the run was resumed.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval, self._sum, self._count = interval, 0.0, 0
 
     def add(self, step: int, loss: float | None, skipped: bool) -> float | None:
-        """Add the loss of step number `step`, counted from 1; None if it had no labels. Returns the mean, or this loss
-        if no step has counted yet.
+        """Add the loss of step `step`, counted from 1 (None if the step had no labels). Return the mean or, if no step
+        has counted yet, this loss.
         """
         if (step - 1) % self._interval == 0:
             self._sum, self._count = 0.0, 0
@@ -37,17 +37,17 @@ class IntervalMean:
         return self._sum / self._count if self._count else loss
 
     def state(self) -> list[float]:
-        """Return the state for `restore`, exact in JSON."""
+        """Return the state for `restore`. It can be stored in JSON without loss of precision."""
         return [self._sum, self._count, self._interval]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Restore a saved state. The state of another interval is dropped: the interval then begins here."""
+        """Restore a saved state. If it is for a different `log_interval`, ignore it and start a new interval."""
         known = len(state) == 3 and state[2] == self._interval
         self._sum, self._count = (float(state[0]), int(state[1])) if known else (0.0, 0)
 
 
 class Monitor:
-    """Times the training loop and reports its figures. All ranks call `stepped` together; only rank 0 reports."""
+    """Times the training loop and reports metrics. All ranks call `stepped` together; only rank 0 reports."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Monitor:
         """Open the sinks and, on profiled ranks, the profiler.
 
         Args:
-            start: completed steps, of which `skipped` changed no weight.
-            tokens_per_step: of all ranks.
+            start: number of completed steps, of which `skipped` did not change any weights.
+            tokens_per_step: number of tokens per step on all ranks.
             run: the id of the run.
-            gather: returns the values of every rank, by rank; all ranks pass the same number of values.
+            gather: returns the values of all ranks, indexed by rank; all ranks pass the same number of values.
 
         Raises:
-            ConfigError: a sink or profiler of the logging keys is not available.
+            ConfigError: a sink or profiler that the logging keys request is not available.
         """
         steps = config.schedule.train_iters
-        assert steps is not None, "training has checked it"
+        assert steps is not None, "already checked at the start of training"
         self._config, self._gather, self._rank, self._clock = config, gather, rank, clock
         self._start, self._last = start, config.logging.last_step(start, steps)
         self._tokens, self._flops = tokens_per_step, flops_per_token(config).model
@@ -88,7 +88,9 @@ class Monitor:
 
     @contextmanager
     def during(self, phase: Literal["waiting", "saving", "validating"]) -> Iterator[None]:
-        """Count a block as waiting for data, saving or validating; the last two are not training time."""
+        """Count the time of a `with` block as waiting for data, saving or validating. Saving and validating are not
+        training time.
+        """
         start = self._clock()
         try:
             yield
@@ -96,9 +98,9 @@ class Monitor:
             self._spent[phase] += self._clock() - start
 
     def stepped(self, step: int, figures: Mapping[str, float | None], skipped: bool) -> None:
-        """Call after every optimizer step with its figures; reports at multiples of `log_interval` and at the last.
+        """Record an optimizer step, and report its metrics at multiples of `log_interval` and at the last step.
 
-        `step` is the number of completed steps; `skipped` means that this one left the weights unchanged.
+        `step` is the number of completed steps; `skipped` means that this step left the weights unchanged.
         """
         if self._trace is not None:
             self._trace.step()
@@ -111,19 +113,19 @@ class Monitor:
             self._report(step, figures)
 
     def report(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Report figures by name."""
+        """Report metrics by name."""
         for sink in self._sinks:
             sink.report(step, figures)
 
     def note(self, step: int, message: str) -> None:
-        """Report a one-line message: in the log, and as `event` in metrics.jsonl."""
+        """Report a one-line message in the log and as `event` in metrics.jsonl."""
         if self._rank == 0:
             logger.warning("step %d: %s", step, message)
         for sink in self._sinks:
             sink.note(step, message)
 
     def close(self) -> None:
-        """Flush and close sinks and profiler."""
+        """Flush and close the sinks and the profiler."""
         if self._trace is not None:
             self._trace.close()
         for sink in self._sinks:
@@ -140,7 +142,7 @@ class Monitor:
         rate = self._tokens * steps / max(training, 1e-9)
         flops = rate / len(waited) * self._flops
         done = step - self._start - 1
-        # This includes saves and validations. The first step, which may compile, counts only until there is another.
+        # The pace includes saves and validations. The first step, which may compile, counts only until the second step.
         pace = (now - self._after_first) / done if done > 0 else now - self._begin
         measured = {
             "skipped_steps": self._skipped_before,

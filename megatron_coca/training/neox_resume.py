@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint of GPT-NeoX: its weights, optimizer, step and schedule become a checkpoint of this run."""
+"""Resuming from a GPT-NeoX checkpoint: its weights, optimizer, step and schedule become a checkpoint of this run."""
 
 import io
 from collections.abc import Sequence
@@ -27,27 +27,28 @@ from megatron_coca.training.randomness import rng_states
 from megatron_coca.training.saving import DTYPES
 
 COMPARED = {name for name, place in KEYS.items() if place.group == "position"} - COMPUTE_KEYS
-"""Keys besides the architecture that must agree with the checkpoint. Its files do not record the other groups."""
+"""Keys, in addition to the architecture, that must match the checkpoint. Its files do not record the other groups."""
 
 
 def starts_from_neox(keys: CheckpointConfig) -> bool:
-    """Return whether `load` is a checkpoint of GPT-NeoX that the run resumes from."""
+    """Return whether the run resumes from a GPT-NeoX checkpoint in `load`."""
     return keys.load is not None and not keys.finetune and find_step(Path(keys.load)) is not None
 
 
 def take_over(stages: Sequence[OpenedStage]) -> Path:
-    """Write the checkpoint of GPT-NeoX in `load` as one of this run into `save`, and return its folder.
+    """Convert the GPT-NeoX checkpoint in `load` to a checkpoint of this run in `save`, and return the new folder.
 
-    From then on it is a checkpoint like all others. With `no_load_optim` the moments are 0. The states of the random
-    generators and the order of the data are not taken over: both are this project's own.
+    From then on, it is a checkpoint like any other. With `no_load_optim`, the moments are 0. Random generator states
+    and data order are not converted, because this project has its own.
 
     Raises:
-        CheckpointError: it is of another model or optimizer, has no optimizer state, or cannot be written.
+        CheckpointError: the model or optimizer differs, the optimizer state is missing, or the new checkpoint cannot be
+            written.
     """
     keys, optimizer = stages[0].corpus.config.checkpoint, None
     if keys.save is None:
         raise CheckpointError(
-            f"load: {keys.load} is a checkpoint of GPT-NeoX, which must first be written as a checkpoint of this run; "
+            f"load: {keys.load} is a GPT-NeoX checkpoint, which must first be converted to a checkpoint of this run; "
             "set save=FOLDER, or finetune=true to start from its weights"
         )
     own = {"imports": stages[0].corpus.config.position.imports}
@@ -64,8 +65,8 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         differing += _differing_options(optimizer, config)
     if differing:
         raise CheckpointError(
-            f"{source.folder}: cannot be resumed with another {', '.join(differing)}; "
-            "restore these, or start a new run from its weights with finetune=true"
+            f"{source.folder}: cannot be resumed with a different {', '.join(differing)}; "
+            "restore these values, or start a new run from its weights with finetune=true"
         )
     meta = {
         "step": step,
@@ -73,7 +74,7 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
         "origin": source.identity,
         "data": corpus.identity,
         **opened.shared,
-        "topology": {},  # unlike that of any run, so that every rank draws new dropout masks
+        "topology": {},  # matches no run, so that every rank draws new dropout masks
         "counters": {STEP: optimizer.step if optimizer is not None else 0.0},
         "progress": {},
         "mixture": [asdict(share) for share in corpus.mixture(step, opened.sizes.total)],
@@ -91,12 +92,14 @@ def take_over(stages: Sequence[OpenedStage]) -> Path:
     except BaseException as error:
         native.abandon(save, step)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{save}: the state of {source.folder} cannot be written ({error})") from error
+            raise CheckpointError(
+                f"{save}: the state of {source.folder} cannot be written ({error}); choose another save folder"
+            ) from error
         raise
 
 
 def _differing_options(optimizer: NeoxOptimizer, config: Config) -> list[str]:
-    """Return a line for each option of the optimizer that is not the configured one."""
+    """Return a line for each optimizer option that differs from the configured value."""
     own = config.optimizer
     moments = set(MOMENTS[OPTIMIZERS[own.type]])
     if optimizer.moments != moments:
@@ -110,7 +113,7 @@ def _differing_options(optimizer: NeoxOptimizer, config: Config) -> list[str]:
 
 
 def _write_state(folder: Path, weights: Any, optimizer: NeoxOptimizer | None, config: Config) -> None:
-    """Write `state/`, a file for each block, and the random state that a checkpoint must have."""
+    """Write `state/`, with one file per block, and the random state, which every checkpoint must contain."""
     (folder / native.STATE).mkdir()
     (folder / native.RNG).mkdir()
     buffer = io.BytesIO()

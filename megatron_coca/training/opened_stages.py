@@ -1,4 +1,4 @@
-"""The stages of a run with their data, and the values that a resumed run must share with the saved one."""
+"""The stages of a run with their data, and the values that must not change when a run is resumed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from megatron_coca.training.topology import Topology
 
 
 class OpenedStage(NamedTuple):
-    """A stage, its data, its batch sizes, and a record for JSON of every stage up to it, if the run has stages."""
+    """A stage, its data, its batch sizes and, if the run has stages, a JSON record of every stage up to this one."""
 
     stage: RunStage[Config]
     corpus: Corpus
@@ -20,7 +20,7 @@ class OpenedStage(NamedTuple):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Entries of meta.json besides the configuration that a resumed run must share."""
+        """Entries of meta.json, in addition to the configuration, that must not change when a run is resumed."""
         own = {"batch": self.sizes.total, "dtype": self.stage.config.precision.dtype}
         return own | ({"stages": list(self.records)} if self.records else {})
 
@@ -28,11 +28,11 @@ class OpenedStage(NamedTuple):
 def open_stages(config: Config, topology: Topology) -> list[OpenedStage]:
     """Open the data of all stages, so that missing data of a later stage is reported at the start.
 
-    A stage with the sources, weights and length of the stage before continues its order. Any other stage begins in each
-    source after the tokens that the run has read of it.
+    If a stage has the same sources, weights and sequence length as the previous stage, it continues in the same data
+    order. Any other stage starts, in each source, after the tokens that the run has already read.
 
     Raises:
-        ConfigError, DataError: as `open_corpus`, or the stages have different tokenizers.
+        ConfigError, DataError: see `open_corpus`; also if the stages have different tokenizers.
     """
     opened: list[OpenedStage] = []
     for number, stage in enumerate(config.run_stages()):
@@ -45,8 +45,8 @@ def open_stages(config: Config, topology: Topology) -> list[OpenedStage]:
             before, previous = opened[-1], opened[-1].corpus
             if _vocabulary(corpus) != _vocabulary(previous):
                 raise DataError(
-                    f"{name}its data has another tokenizer or vocabulary than the stage before; prepare the data of "
-                    "all stages with one tokenizer"
+                    f"{name}the data has a different tokenizer or vocabulary than in the previous stage; prepare the "
+                    "data of all stages with the same tokenizer"
                 )
             sample = previous.start[1] + (stage.first - previous.start[0]) * before.sizes.total
             if _order(corpus.train) == _order(previous.train):
@@ -71,18 +71,20 @@ def _vocabulary(corpus: Corpus) -> tuple[int | None, str | None]:
 
 
 def _order(samples: Samples) -> tuple[Any, ...]:
-    """Return the values that decide the order of samples, besides the seed of the run."""
+    """Return the values that, together with the run's seed, determine the order of the samples."""
     return samples.seq_length, samples.weights, [(str(shard.prefix), shard.len_tokens) for shard in samples.shards]
 
 
 def differing_stages(saved: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the differences between the saved stages up to a saved step and the wanted ones; the last may change."""
+    """Return the differences between the saved stages up to a saved step and the wanted stages. The last stage may
+    change.
+    """
     if max(1, len(saved)) != max(1, len(wanted)):
         return [
-            f"list of stages (the step was saved in stage {max(1, len(saved))}, now it is in {max(1, len(wanted))})"
+            f"list of stages (the step was in stage {max(1, len(saved))}, but is now in stage {max(1, len(wanted))})"
         ]
     problems = []
     for number, (old, new) in enumerate(zip(saved[:-1], wanted[:-1], strict=True)):
         changed = [f"{key} (saved {old.get(key)!r}, now {new[key]!r})" for key in new if old.get(key) != new[key]]
-        problems += [f"stages[{number}], which is finished: {line}" for line in changed]
+        problems += [f"{line} in the finished stages[{number}]" for line in changed]
     return problems

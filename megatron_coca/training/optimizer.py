@@ -1,4 +1,4 @@
-"""The optimizer: trained parameters and their weight-decay groups."""
+"""The optimizer: which parameters are trained, and their weight-decay groups."""
 
 import re
 from typing import Any, NamedTuple
@@ -24,19 +24,19 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"\bfinal_linear\.", ("output_head",)),
     (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates)\.|^positions\.", ("positions",)),
 )
-"""Patterns of parameter names, and the values of `trainable` that a matching parameter belongs to."""
+"""Patterns of parameter names, each with the values of `trainable` to which a matching parameter belongs."""
 
 
 def parts_of(name: str) -> tuple[TrainablePart, ...]:
-    """Return the values of `trainable` that the named parameter belongs to: several for a packed projection."""
+    """Return the values of `trainable` to which the named parameter belongs (several for a packed projection)."""
     return next(parts for pattern, parts in PARTS if re.search(pattern, name))
 
 
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
-    """Freeze the parameters that `trainable` does not name, in place.
+    """Freeze, in place, all parameters that `trainable` does not name.
 
     If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers.
-    Call it after weights are loaded and before an engine is built.
+    Call this after loading weights and before building an engine.
     """
     if config.trainable is None:
         return
@@ -48,23 +48,23 @@ def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
 
 
 class TrainableShare(NamedTuple):
-    """Numbers of trained and of all parameters of a model, in elements."""
+    """The number of trained parameters and the total number of parameters of a model, in elements."""
 
     trained: int
     total: int
 
     def text(self) -> str:
-        """Format for the log."""
+        """Return the numbers as text for the log."""
         total = f"{self.total:,} parameters"
         share = f", {self.trained:,} ({self.trained / self.total:.2%}) trained"
         return total if self.trained == self.total else total + share
 
 
 def trainable_share(config: Config) -> TrainableShare:
-    """Count parameters as `numel()` of the model does, the embedding's padding and the output head included.
+    """Count parameters like `numel()` of the model, including the padding of the embedding and the output head.
 
     Raises:
-        ConfigError: `vocab_size` is not known.
+        ConfigError: `vocab_size` is unknown.
     """
     return TrainableShare(trained_count(config).total, parameter_count(config).total)
 
@@ -82,7 +82,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Change the parameters that have gradients; `closure` is not supported."""
+        """Update the parameters that have gradients; `closure` is not supported."""
         assert closure is None
         for group in self.param_groups:
             rate, (beta1, beta2) = group["lr"], group["betas"]
@@ -103,7 +103,9 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "lion": Lion,
 }
-"""By GPT-NeoX's names. Its Adam decouples weight decay too; PyTorch's fused AdamW needs no compiler on the CPU."""
+"""Optimizers by their GPT-NeoX names. GPT-NeoX's Adam has decoupled weight decay, too. PyTorch's fused AdamW needs no
+compiler on the CPU.
+"""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -118,7 +120,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Group parameters that require gradients: matrices and embeddings decay; biases and norms do not (GPT-NeoX)."""
+    """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
+    and norms, as in GPT-NeoX.
+    """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and "norm." not in name}
     decayed = [parameter for name, parameter in trainable.items() if name in matrices]

@@ -1,4 +1,4 @@
-"""Peak memory, and a trace of a few steps by PyTorch's profiler."""
+"""Peak memory, and a trace of a few steps recorded by PyTorch's profiler."""
 
 import logging
 import resource
@@ -16,29 +16,29 @@ FOLDER = "profile"
 
 
 def peak_memory() -> float:
-    """Return the peak memory of this process in GiB: PyTorch's allocations on a GPU, else the resident set."""
+    """Return this process's peak memory in GiB: PyTorch's allocations on a GPU, otherwise the resident set size."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 class Trace:
-    """PyTorch's profiler over steps `first` + 1 to `last` of a launch: a Chrome trace for https://ui.perfetto.dev."""
+    """Profiles steps `first` + 1 to `last` of a launch and writes a Chrome trace for https://ui.perfetto.dev."""
 
     def __init__(self, config: Config, start: int, rank: int) -> None:
-        """Start the profiler; `start` is the number of steps before the launch.
+        """Start the profiler; `start` is the number of steps completed before this launch.
 
         Raises:
-            ConfigError: the folder cannot be made.
+            ConfigError: the folder for traces cannot be created.
         """
         self._first, self._last = config.logging.profile_step_start, config.logging.profile_step_stop
         self._folder, self._start, self._rank, self._done = run_folder(config) / FOLDER, start, rank, 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"profile: {error}; needs a writable folder") from error
+            raise ConfigError(f"profile: {error}; choose a writable folder") from error
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-        warmup = min(1, self._first)  # the step in which the profiler starts is distorted, and not recorded
+        warmup = min(1, self._first)  # timings of the profiler's first step are distorted, so it is not recorded
         plan = schedule(wait=self._first - warmup, warmup=warmup, active=self._last - self._first, repeat=1)
         self._profile = profile(
             activities=activities, schedule=plan, on_trace_ready=self._write, record_shapes=True, profile_memory=True

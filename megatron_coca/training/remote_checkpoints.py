@@ -1,8 +1,8 @@
-"""A run with its `save` or `load` on an object store.
+"""Support for runs with `save` or `load` on an object store.
 
-A run saves to a local folder. From there a thread of rank 0 uploads every complete checkpoint while training continues.
-At its start, a run downloads the checkpoint to resume from into that folder, and uploads the checkpoints that the last
-launch left behind. All other training code sees only local folders.
+A run saves to a local folder. From there, a thread of rank 0 uploads every complete checkpoint while training
+continues. At its start, a run downloads the checkpoint from which it resumes to that folder, and uploads the
+checkpoints that the last launch did not upload. All other training code uses only local folders.
 """
 
 import logging
@@ -22,24 +22,24 @@ from megatron_coca.training.resume import runs_of
 logger = logging.getLogger(__name__)
 
 KEPT_LOCALLY = 2
-"""Checkpoints kept in the local folder of a `save` on an object store: the newest, and the one before. Those that
-are not uploaded yet are kept too.
+"""Number of checkpoints to keep in the local folder if `save` is on an object store, plus those that are not uploaded
+yet.
 """
 AGREE_SECONDS = 1.0
-"""Interval at which the ranks agree on the progress of rank 0's transfers."""
+"""Seconds between the exchanges in which the ranks agree on the progress of rank 0's transfers."""
 LAST_SECONDS = 5.0
-"""Seconds that a failed run waits for transfers in progress."""
+"""Seconds for which a failed run waits for transfers in progress."""
 
 
 def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
-    """Replace URLs in `config` by local folders; returns the new config and the object store of `save`.
+    """Replace the URLs in `config` with local folders; return the new configuration and the object store of `save`.
 
-    It creates the folder of `save`, so that it can be locked, and downloads a checkpoint that `load` names on another
-    store. Every rank must call it.
+    This creates the local folder for `save`, so that it can be locked. If `load` is a different URL, this downloads its
+    checkpoint. Every rank must call this.
 
     Raises:
-        CheckpointError: no installed library can open a URL, or `load` holds no checkpoint.
-        OSError: the folder of `save` below `checkpoint_cache` cannot be made.
+        CheckpointError: no installed library can open a URL, or `load` contains no checkpoint.
+        OSError: the folder for `save` in `checkpoint_cache` cannot be created.
     """
     given, changed = config.checkpoint, dict[str, Any]()
     if given.save is not None and is_url(given.save):
@@ -55,14 +55,14 @@ def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
 
 
 class RemoteCheckpoints:
-    """The object store of `save`, if that is a URL.
+    """The object store of `save`, if `save` is a URL.
 
     Attributes:
-        failure: on rank 0, the error of an upload; `wait` raises it. Nothing is uploaded after it.
+        failure: on rank 0, the error of an upload, which `wait` raises. After it, nothing more is uploaded.
     """
 
     def __init__(self, given: CheckpointConfig, local: CheckpointConfig) -> None:
-        """`given` are the checkpoint keys as the user wrote them, `local` the same with local folders."""
+        """`given` are the checkpoint keys as the user wrote them; in `local`, URLs are replaced with local folders."""
         self._given, self._local, self._folder = given, local, Path(local.save or "")
         self._beat: Callable[[str], None] = lambda reached: None
         self._stopping: Callable[[], bool] = lambda: False
@@ -72,11 +72,11 @@ class RemoteCheckpoints:
         self._store = None
         if given.save != local.save:
             self._store = RemoteFolder(str(given.save), given.object_store_timeout)
-            self._pool = ThreadPoolExecutor(1, "transfers")  # one after the other, in no collective
+            self._pool = ThreadPoolExecutor(1, "transfers")  # one at a time, without collectives
 
     def attend(self, beat: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """Set the functions that later waits for transfers call: `beat` takes their progress, and `stopping` returns
-        True if this rank was asked to stop. After any rank was, a transfer that fails is not tried again.
+        """Set the functions to call while waiting for transfers: `beat` receives their progress, and `stopping` returns
+        whether this rank was asked to stop. Once any rank was, failed transfers are not retried.
         """
         self._beat, self._stopping = beat, stopping
 
@@ -86,20 +86,20 @@ class RemoteCheckpoints:
         return config.override({key: value for key, value in given.items() if value != local[key]})
 
     def prepare(self) -> None:
-        """Download the checkpoint to resume from, if the local folder lacks it.
+        """If the checkpoint to resume from is not in the local folder, download it.
 
-        Every rank must call it, under the local folder's lock and before checkpoints are listed. Raises
-        CheckpointError, for example if the store holds another run.
+        Every rank must call this, with the local folder locked and before checkpoints are listed. Raises
+        CheckpointError, for example if the store contains another run.
         """
         if self._store is not None:
             self._finish(self._store, self._pool.submit(self._download, self._store) if dist.is_main() else None)
 
     def deliver(self, step: int, catch_up: bool = False) -> None:
         """On rank 0, start to upload the complete local checkpoint of `step`. At the start of a launch, `catch_up` adds
-        the older ones that the last launch did not upload.
+        the older checkpoints that the last launch did not upload.
 
-        Checkpoints in the store of a higher step, or of the same step with other files, are moved to its quarantine:
-        the run did not continue from them, or could not be resumed from them.
+        Checkpoints in the store with a higher step, or with the same step but different files, are moved to its
+        quarantine, because the run did not continue from them or could not be resumed from them.
         """
         if self._store is None or not dist.is_main() or step not in (local := native.steps(self._folder)):
             return
@@ -108,16 +108,16 @@ class RemoteCheckpoints:
         self._last = self._pool.submit(self._upload, self._store, steps)
 
     def owed(self) -> set[int]:
-        """The steps that the store does not hold yet; their local checkpoints must stay."""
+        """Return the steps that are not in the store yet. Their local checkpoints must not be removed."""
         return set(self._owed)
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until all checkpoints are uploaded; with `hurry`, an upload that fails is not tried again. Every rank
-        must call it.
+        """Wait until all checkpoints are uploaded. With `hurry`, failed uploads are not retried. Every rank must call
+        this.
 
         Raises:
             ServiceError: the store does not answer.
-            CheckpointError: a checkpoint could not be uploaded; raised once.
+            CheckpointError: a checkpoint could not be uploaded. This is raised only once.
         """
         if self._store is None:
             return
@@ -130,15 +130,15 @@ class RemoteCheckpoints:
             self.failure = None
 
     def leave(self) -> None:
-        """Give transfers a few seconds to complete: the training loop has failed."""
+        """Wait a few seconds for transfers to complete, after the training loop has failed."""
         if self._store is not None and self._last is not None:
             self._store.hurry.set()
             wait([self._last], LAST_SECONDS)
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, store: RemoteFolder, transfer: "Future[None] | None") -> None:
-        """Wait on all ranks for a transfer of rank 0, and raise its error on all of them. The ranks beat as long as
-        bytes are transferred.
+        """Wait on all ranks for a transfer of rank 0, and raise its error on all of them. As long as bytes are
+        transferred, the ranks report progress to the watchdog.
         """
         busy, before = True, -1
         try:
@@ -150,7 +150,7 @@ class RemoteCheckpoints:
                     self._beat("transferring checkpoints")
                 if stop:
                     store.hurry.set()
-        except BaseException:  # Python waits for the thread of transfers at its end
+        except BaseException:  # at exit, Python waits for the transfer thread
             store.hurry.set()
             raise
         from_main(lambda: transfer.result() if transfer is not None else None)
@@ -165,8 +165,8 @@ class RemoteCheckpoints:
         runs = runs_of(native.step_folder(save, step) for step in begun)
         if not (begun or resumes) or (runs and store.read_json(stored[-1], native.META).get("run") not in runs):
             raise CheckpointError(
-                f"{store.url}: already holds a run, up to step {stored[-1]}, and {save} does not; choose another URL, "
-                "or move checkpoints of other runs out of that folder and resume the run with auto_resume=true"
+                f"{store.url}: already contains a run (up to step {stored[-1]}) that is not in {save}; choose another "
+                "URL, or move other runs' checkpoints out of that folder and resume the run with auto_resume=true"
             )
         named = None if given.auto_resume else given.iteration
         lacking = stored[-1] > max(local, default=-1) if named is None else named not in local
@@ -174,7 +174,7 @@ class RemoteCheckpoints:
             store.download(stored[-1] if named is None else named, save)
 
     def _upload(self, store: RemoteFolder, steps: list[int]) -> None:
-        """Upload the last of ascending `steps`, and the earlier ones that are newer than all in the store."""
+        """Upload the last of the ascending `steps`, and the earlier ones that are newer than all steps in the store."""
         if self.failure is not None:
             raise self.failure
         given = self._given
@@ -188,7 +188,7 @@ class RemoteCheckpoints:
                 store.remove(old)
         except CheckpointError as error:
             self.failure = type(error)(
-                f"{native.step_folder(self._folder, steps[-1])}: is complete, but could not be uploaded ({error}); run "
+                f"{native.step_folder(self._folder, steps[-1])}: could not be uploaded, but is complete ({error}); run "
                 "the same command with auto_resume=true to upload it and continue"
             )
             raise self.failure from error

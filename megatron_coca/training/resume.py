@@ -1,8 +1,8 @@
-"""Choice of the checkpoint that a run resumes from.
+"""Choosing the checkpoint from which a run resumes.
 
-`candidates` lists the checkpoints to resume from, `first_valid` verifies them on all ranks and chooses one,
-`check_same_run` compares it with the configuration, `quarantine_newer` moves newer ones away. Without a checkpoint to
-resume from, `initial_model.py` builds the model.
+`candidates` lists the checkpoints, `first_valid` verifies them on all ranks and chooses one, `check_same_run` compares
+it with the configuration, and `quarantine_newer` moves newer checkpoints away. If there is no checkpoint to resume
+from, `initial_model.py` builds the model.
 """
 
 import logging
@@ -31,48 +31,49 @@ logger = logging.getLogger(__name__)
 
 FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch", "faults"})
 FREE_KEYS = COMPUTE_KEYS | {"optimizer.params.lr"}
-"""Keys that may change when a run is resumed. Data and batch are compared by content instead (meta.json), and the saved
-state does not depend on the parallel layout.
+"""Keys that may change when a run is resumed. For data and batch, the values in meta.json are compared instead. The
+saved state does not depend on the parallel layout.
 """
 ALIASED_KEYS = frozenset({"optimizer.type"})
-"""Keys with several values for one meaning; the meanings are compared."""
+"""Keys for which several values mean the same; the meanings are compared."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
-"""Intervals at which ranks agree on the progress of a verification, and log it."""
+"""Intervals in seconds at which ranks agree on the progress of a verification, and at which they log it."""
 MOST_THREADS = 16
-"""Verification threads per process; more do not read faster."""
+"""Maximum number of verification threads per process. More threads do not read faster."""
 
 
 def _real(path: str | Path) -> Path:
-    """Resolve links as `Path.resolve` does, which before Python 3.13 raises for a loop of links."""
+    """Resolve links like `Path.resolve`, which raises an error for a loop of links before Python 3.13."""
     return Path(os.path.realpath(path))
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
-    """Return the checkpoints to resume from, the preferred one first; none for a fresh start.
+    """Return the checkpoints from which the run can resume, in order of preference; empty for a fresh start.
 
-    With `auto_resume` they are those in `save`, if there are any. If `load` names the folder of `save`, and it holds
-    no checkpoint yet, it is a fresh start, so that the same command works for the first and all later launches.
+    With `auto_resume`, these are the checkpoints in `save`, if any. If `load` and `save` are the same folder and it
+    contains no checkpoint yet, this is a fresh start, so that the same command works for the first and all later
+    launches.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, `save` holds those of another run, or `auto_resume` has no `save`
-            folder.
+        CheckpointError: `load` contains no checkpoint, `save` contains checkpoints of another run, or `auto_resume` is
+            set without `save`.
     """
     if config.auto_resume and config.save is None:
-        raise CheckpointError("auto_resume: needs a folder to resume from; set save=FOLDER")
+        raise CheckpointError("auto_resume: requires a save folder; set save=FOLDER")
     folders = _newest_first(config.save) if config.auto_resume and config.save is not None else []
     if not folders:
         folders, save = _named_by_load(config), Path(config.save) if config.save is not None else None
         steps = native.begun_steps(save) if save is not None else []
         if save is not None and steps and (not folders or _real(folders[0]).parent != _real(save)):
             raise CheckpointError(
-                f"{save}: already holds a run, up to step {steps[-1]}; resume it with load={save} or auto_resume=true, "
-                "or choose another save folder"
+                f"{save}: already contains a run, up to step {steps[-1]}; resume it with load={save} or "
+                "auto_resume=true, or choose another save folder"
             )
     return folders
 
 
 def _newest_first(save: str) -> list[Path]:
-    """Return all checkpoints of a folder by descending step, including damaged ones without a manifest."""
+    """Return all checkpoints in a folder by descending step, including damaged ones without a manifest."""
     return [native.step_folder(Path(save), step) for step in reversed(native.begun_steps(Path(save)))]
 
 
@@ -86,8 +87,8 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
         )
     if find_step(load) is not None:
         if config.save is not None and _real(load) == _real(config.save):
-            raise CheckpointError(f"{load}: holds checkpoints of GPT-NeoX; choose another save folder for this run")
-        return []  # neox_resume.py converts it after the data is opened
+            raise CheckpointError(f"{load}: contains GPT-NeoX checkpoints; choose another save folder for this run")
+        return []  # neox_resume.py converts the checkpoint after the data is opened
     if config.save is not None and _real(load) == _real(config.save) and not native.begun_steps(load):
         return []
     try:
@@ -101,7 +102,7 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
 
 
 def runs_of(folders: Iterable[Path]) -> set[str | None]:
-    """Return the ids of the runs that wrote the checkpoints which can be read; None for one without an id."""
+    """Return the run ids of all readable checkpoints; None stands for a checkpoint without an id."""
     runs: set[str | None] = set()
     for folder in folders:
         with suppress(CheckpointError):
@@ -110,8 +111,8 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
 
 
 class Choice(NamedTuple):
-    """The checkpoint that a run resumes from, None for a start from step 0, and the preferred checkpoints that could
-    not be read: they may be valid, so they must not be moved.
+    """The checkpoint from which a run resumes (None to start from step 0), and the preferred checkpoints that could not
+    be read. They may be valid, so they must not be moved.
     """
 
     folder: Path | None
@@ -119,13 +120,13 @@ class Choice(NamedTuple):
 
 
 def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda reached: None) -> Choice:
-    """Choose the first of `folders` that is valid and can be resumed; log why the others are not.
+    """Choose the first of `folders` that is valid and can be resumed, and log why the preferred ones are not.
 
-    Every rank must call it with the same folders. `beat` reports progress to the watchdog.
+    Every rank must call this with the same folders. `beat` reports progress to the watchdog.
 
     Raises:
-        CheckpointError: none of them can be resumed; an existing run never restarts silently from step 0.
-            UnreadableError if one of them could not be read.
+        CheckpointError: none of the folders can be resumed; an existing run never restarts silently from step 0. The
+            error is an UnreadableError if one of the folders could not be read.
     """
     unreadable: dict[Path, UnreadableError] = {}
     last: CheckpointError | None = None
@@ -138,20 +139,20 @@ def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda re
             if isinstance(failure, UnreadableError):
                 unreadable[folder] = failure
             if dist.is_main() and folder is not folders[-1]:
-                logger.warning("%s; falling back to the checkpoint before it", failure)
+                logger.warning("%s; falling back to the previous checkpoint", failure)
     if last is None:
         return Choice(None)
     raise next(iter(unreadable.values()), last)
 
 
 def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: bool = False) -> None:
-    """Compare all files of a checkpoint with its manifest, the work divided among the ranks. Every rank must call it.
+    """Compare all files of a checkpoint with its manifest. The ranks share the work, so every rank must call this.
 
-    `resumable` also checks that a run can be resumed from it.
+    With `resumable`, also check that a run can be resumed from the checkpoint.
 
     Raises:
-        UnreadableError: a rank cannot read a file, which may be valid.
-        CheckpointError: as `native.verify`.
+        UnreadableError: a rank cannot read a file, which may still be valid.
+        CheckpointError: see `native.verify`.
     """
 
     def list_files() -> list[tuple[str, int, str]]:
@@ -160,7 +161,7 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
             if resumable:
                 native.require_run_state(folder)
             for name in native.unlisted(folder):
-                logger.warning("%s: is not listed in %s and is ignored", folder / name, native.MANIFEST)
+                logger.warning("%s: not listed in %s, and therefore ignored", folder / name, native.MANIFEST)
             digests = native.expected_digests(folder, manifest)
             return [(str(path), path.stat().st_size, digest) for path, digest in digests.items()]
         except OSError as error:
@@ -173,9 +174,10 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
 
 
 def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
-    """Compare this rank's files until all ranks are done or one has failed; raises an error of any rank on all.
+    """Compare this rank's files until all ranks are done or one has failed. An error on one rank is raised on all.
 
-    The ranks agree at intervals on the bytes read, so that a rank that is done early still beats while others read.
+    The ranks periodically add up the bytes read, so that a rank that is done early still reports progress to the
+    watchdog while others read.
     """
     start = reported = time.monotonic()
     before, threads = 0.0, min(MOST_THREADS, threads_per_process(os.environ))
@@ -190,7 +192,7 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
             over = comparison.wait(AGREE_SECONDS)
             failed = comparison.failure is not None
             read, running, failing = dist.sum_over_ranks([comparison.bytes_read, not over, failed])
-            if read > before:  # a rank that hangs in a read must not seem busy
+            if read > before:  # a rank that hangs in a read must not report progress
                 before = read
                 beat(f"verifying {folder}: {rate(read)}")
             if failing or not running:
@@ -210,9 +212,9 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
 
 
 def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError that names all differences between the run of `folder` and the configured one.
+    """Raise a CheckpointError that lists all differences between the run in `folder` and the configured run.
 
-    `shared` is compared with meta.json: size of the batch, dtype, finished stages. Free keys that changed are logged.
+    `shared` (batch size, dtype, finished stages) is compared with meta.json. Changes of free keys are logged.
     """
     own, meta = {"imports": corpus.config.position.imports}, native.read_meta(folder)
     saved = load_saved_config(folder / native.CONFIG, own, same=True).config
@@ -227,22 +229,24 @@ def check_same_run(folder: Path, corpus: Corpus, shared: Mapping[str, Any]) -> N
     problems += differing_stages(meta.get("stages") or [], shared.get("stages", []))
     if problems:
         raise CheckpointError(
-            f"{folder}: cannot be resumed with another {', '.join(problems)}; "
-            "restore these, or start a new run from its weights with finetune=true"
+            f"{folder}: cannot be resumed with a different {', '.join(problems)}; "
+            "restore these values, or start a new run from its weights with finetune=true"
         )
     if dist.is_main():
         for line in differing_keys(saved, corpus.config, ALIASED_KEYS, FREE_GROUPS - {"schedule"}):
-            logger.warning("resuming with another %s", line)
+            logger.warning("resuming with a different %s", line)
 
 
 def begins_optimizer(keys: CheckpointConfig, folder: Path) -> bool:
-    """Return whether `no_load_optim` starts the optimizer anew from `folder`; the run's own checkpoints keep states."""
+    """Return whether `no_load_optim` resets the optimizer states when resuming from `folder`. It does not for the run's
+    own checkpoints.
+    """
     own = keys.save is not None and _real(folder).parent == _real(keys.save)
     return keys.no_load_optim and not own
 
 
 def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GROUPS) -> list[str]:
-    """Return a line for every key that differs between two runs, except in groups that are `free`."""
+    """Return a line for every key that differs between two runs, except in the `free` groups."""
     problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, free)
     before, after = saved.optimizer.type, wanted.optimizer.type
     if "optimizer" not in free and OPTIMIZERS[before] is not OPTIMIZERS[after]:
@@ -251,13 +255,14 @@ def differing_run(saved: Config, wanted: Config, free: frozenset[str] = FREE_GRO
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Move to quarantine/ the checkpoints in `save` that a later start would prefer over `chosen`.
+    """Move the checkpoints in `save` that a later start would prefer over `chosen` to quarantine/.
 
-    They are damaged, or the run does not continue from them. Unreadable ones stay, because they may be valid: the next
-    start tries them again. Leftovers of interrupted saves are removed. Every rank must call it, under the lock.
+    They are damaged, or the run does not continue from them. Unreadable checkpoints stay, because they may be valid;
+    the next start tries them again. Leftovers of interrupted saves are removed. Every rank must call this, with the
+    folder locked.
 
     Raises:
-        CheckpointError: a folder cannot be changed.
+        CheckpointError: a folder cannot be moved or removed.
     """
 
     def move() -> None:

@@ -1,4 +1,4 @@
-"""A training run in one process: its start, and its stages in turn."""
+"""A training run in one process: start the run, and train its stages one after the other."""
 
 import logging
 import os
@@ -47,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 
 def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
-    """Train in the process group of the environment, from step 0 or from a checkpoint, as the configuration says.
+    """Train in the process group that the environment describes, from step 0 or from a checkpoint.
 
-    `without_effect` are the given GPT-NeoX keys that have no effect; they are logged.
+    `without_effect` contains the configured GPT-NeoX keys that have no effect; they are logged.
 
     Raises:
         ConfigError, DataError, CheckpointError, BackendError: an input is invalid; nothing was overwritten.
-        Stopped: the run ended in an orderly way before its last step; its `status` gives the reason.
+        Stopped: the run ended in an orderly way before its last step; `status` tells why.
     """
     launch.complete_environment(os.environ)
     launch.check_devices(config, os.environ)
     if not torch.cuda.is_available():
         keep_freed_memory()
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
-    # Until there is something to save, a signal ends the process as usual: other ranks may never join.
+    # Until there is something to save, a signal ends the process as usual, because other ranks may never join.
     peers = dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout, watch=True)
     orderly = False
     try:
@@ -88,20 +88,20 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
 
 
 def _log_devices(config: Config, without_effect: Sequence[str]) -> None:
-    """Log the devices and attention backends of the run, and the notes on its configuration."""
+    """Log the run's devices and attention backends, and warnings about its configuration."""
     chosen = [choose_backends(stage.config, dist.local_device()) for stage in config.run_stages()]
     backends = ", ".join(dict.fromkeys(name for names in chosen for name in names.values()))
     logger.info(launch.describe_devices(config, dist.world_size(), backends))
     if (note := launch.unused_gpus(config, dist.world_size())) is not None:
         logger.warning(note)
     if without_effect:
-        logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
+        logger.info("keys without effect (docs/config.md): %s", ", ".join(without_effect))
     if (note := config.model.narrow_mlp) is not None:
         logger.warning(note)
 
 
 def _train_stages(config: Config, lock: FolderLock, context: RunContext) -> None:
-    """Train the remaining stages of the run, each from the checkpoint of the one before."""
+    """Train the remaining stages of the run, each from the checkpoint of the previous stage."""
     stages, folder = _open_run(config, lock, context)
     start = 0 if folder is None else int(native.read_meta(folder)["step"])
     last = config.logging.last_step(start, stages[-1].stage.last)
@@ -113,13 +113,13 @@ def _train_stages(config: Config, lock: FolderLock, context: RunContext) -> None
 
 
 def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[list[OpenedStage], Path | None]:
-    """Open the data and choose the checkpoint to resume from; returns the remaining stages and that checkpoint."""
+    """Open the data and choose the checkpoint to resume from. Return the remaining stages and that checkpoint."""
     keys, data_ranks = config.checkpoint, context.topology.data
     if config.schedule.train_epochs is not None:
         config = with_train_iters(config, config.batch.resolve(data_ranks))
     for stage in config.run_stages():
         stage.config.batch.resolve(data_ranks)
-    lock.take()  # if the folder exists, so that no other run changes it after it is read
+    lock.take()  # if the folder exists already: no other run may change it after it is read
     context.remotes.prepare()
     folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
     stages = open_stages(config, context.topology)
@@ -133,7 +133,7 @@ def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[li
         meta = native.read_meta(chosen.folder, resumable=True)
         number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
         check_same_run(chosen.folder, stages[number].corpus, stages[number].shared)
-        # If the validation at a border was postponed, it belongs to the stage that ends there.
+        # A postponed validation at the end of a stage still belongs to that stage.
         finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
         number += finished and number + 1 < len(stages)
     require_writable(stages[number].corpus.config)
@@ -145,11 +145,11 @@ def _open_run(config: Config, lock: FolderLock, context: RunContext) -> tuple[li
 
 
 def _check_corpora(corpora: Sequence[Corpus]) -> None:
-    """Check the data that validation needs, and log the properties of the data that could not be verified."""
+    """Check the data for validation, and log properties of the data that could not be verified."""
     unverified = dict.fromkeys(name for corpus in corpora for name in corpus.unverified)
     if dist.is_main() and unverified:
         names = ", ".join(unverified)
-        logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
+        logger.warning("no tokenizer is saved with %s; cannot verify that it matches this run", names)
     for line in dict.fromkeys(line for corpus in corpora for line in corpus.left_out) if dist.is_main() else ():
         logger.warning(line)
     for note, absent in {validation_note(corpus): corpus.valid is None for corpus in corpora}.items():
@@ -160,9 +160,10 @@ def _check_corpora(corpora: Sequence[Corpus]) -> None:
 
 
 def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) -> int:
-    """Build the engine and train one stage, from the checkpoint in `folder` if there is one; returns the last step.
+    """Build the engine and train one stage, starting from the checkpoint in `folder` if set. Return the last step.
 
-    A stage starts from the checkpoint at its border in the same way as a resumed run, so that both compute the same.
+    A later stage starts from the checkpoint of the previous stage, exactly as a resumed run does, so that both compute
+    the same results.
     """
     context.watchdog.beat("building the model")
     engine, origin = _build_engine(opened, folder is not None, context)
@@ -185,9 +186,9 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
 
 
 def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tuple[Engine, str | None]:
-    """Build the engine; also returns the identity of the checkpoint that gave a fresh run its weights, if any."""
+    """Build the engine. Also return the identity of the checkpoint from which a new run gets its weights, if any."""
     config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
-    if resumed:  # the weights come from the checkpoint's state
+    if resumed:  # the weights are restored later
         model, origin = assemble_model(config, device), None
     else:
         given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
@@ -205,7 +206,7 @@ def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tu
 
 
 def _log_summary(opened: OpenedStage, step: int) -> None:
-    """Log the model, the batch, the first step, and the tokens that the stage reads of each source."""
+    """Log the model, the batch, the first step, and the tokens that the stage reads from each source."""
     stage, corpus, total = opened.stage, opened.corpus, opened.sizes.total
     logger.info(
         "%s: %s, %s, %d process(es), %d x %d tokens a step; %s",

@@ -1,4 +1,4 @@
-"""The objects that all stages of a run share."""
+"""The objects shared by all stages of a run."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from megatron_coca.training.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class RunContext:
-    """One per process, from the start of the run to its end.
+    """Objects that exist once per process, from the start of a run to its end.
 
     Attributes:
-        topology: the places of all ranks in the parallel layout.
-        remotes: uploads and downloads of checkpoints, if `save` is on an object store.
-        preemption: the signal that asked this process to stop, if one came.
+        topology: the coordinates of all ranks in the parallel layout.
+        remotes: uploads and downloads checkpoints if `save` is on an object store.
+        preemption: records the signal that asked this process to stop.
         watchdog: ends the run if no progress is reported to it.
     """
 

@@ -1,4 +1,4 @@
-"""Saving and restoring checkpoints: a snapshot is taken between two steps and written by a background thread."""
+"""Saving and restoring checkpoints. A background thread writes a snapshot that was taken between two steps."""
 
 import hashlib
 import io
@@ -47,9 +47,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
-    """True if the checkpoint keys ask for a checkpoint after `step` completed iterations.
+    """Return whether a checkpoint is due after `step` completed steps, according to the checkpoint keys.
 
-    With `checkpoint_scale: log` that is after the powers of the factor, rounded down, as in GPT-NeoX.
+    With `checkpoint_scale: log`, checkpoints are due after the powers of the factor, rounded down, as in GPT-NeoX.
     """
     factor = config.checkpoint_factor
     if step in (config.extra_save_iters or ()):
@@ -63,7 +63,7 @@ def is_due(step: int, config: CheckpointConfig) -> bool:
 
 
 class Snapshot(NamedTuple):
-    """The state of one rank between two steps, in CPU memory that training does not change."""
+    """The state of one rank between two steps, in CPU memory that training does not modify."""
 
     step: int
     pieces: list[StatePiece]
@@ -75,11 +75,11 @@ class Snapshot(NamedTuple):
 class Checkpoints:
     """Saves and restores the checkpoints of one run.
 
-    Every `meta.json` names the run by an id that is drawn at a fresh start and kept when the run is resumed.
+    Every `meta.json` contains the run's id, which is drawn when a new run starts and kept when it is resumed.
     """
 
     def __init__(self, opened: OpenedStage, engine: Engine, context: RunContext, origin: str | None = None) -> None:
-        """Every rank must call it. `origin` identifies the checkpoint that gave the run its first weights."""
+        """Every rank must call this. `origin` is the identity of the checkpoint with the run's initial weights."""
         self._corpus, self._engine, self._shared = opened.corpus, engine, opened.shared
         self._topology, self._coordinates = context.topology, context.topology.coordinates(dist.rank())
         self._remotes, self._watchdog = context.remotes, context.watchdog
@@ -89,25 +89,26 @@ class Checkpoints:
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
         self._run, self._origin = uuid4().hex, origin
-        self._versions = code_versions()  # once, because it calls git
+        self._versions = code_versions()  # only once, because this runs git
 
     @property
     def run(self) -> str:
-        """The id of the run. Its checkpoints have the id of rank 0."""
+        """The id of the run. Checkpoints contain the id of rank 0."""
         return self._run
 
     @property
     def failed(self) -> bool:
-        """True if the last save or an upload failed; `wait` raises its error."""
+        """Whether the last save or an upload failed; `wait` raises the error."""
         return self._error is not None or self._remotes.failure is not None
 
     def restore(self, folder: Path, weights_only: bool = False) -> dict[str, Any]:
-        """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.
+        """Restore the engine and the random state from a checkpoint, and return its `meta.json`. Every rank must call
+        this.
 
-        With `weights_only` the optimizer's states are those before its first step.
+        With `weights_only`, the optimizer states are reset to those before the first step.
 
         Raises:
-            CheckpointError: the checkpoint lacks state that this rank needs, or has other state in its place.
+            CheckpointError: state that this rank needs is missing from the checkpoint or does not match.
         """
         meta = native.read_meta(folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
@@ -125,27 +126,29 @@ class Checkpoints:
                 load_rng_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: cannot be read, although it was just verified ({error})") from error
+            raise CheckpointError(
+                f"{folder}: cannot be read, although it was just verified ({error}); check the disk, and resume again"
+            ) from error
         logger.warning(
-            "saved with another parallel layout (%s): new dropout masks are drawn", meta["topology"] or "GPT-NeoX"
+            "saved with a different parallel layout (%s): new dropout masks are drawn", meta["topology"] or "GPT-NeoX"
         )
         seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take a snapshot after `step` and start writing it. It leaves a complete checkpoint or none. Every rank must
-        call it.
+        """Take a snapshot after `step` and start writing it. The result is a complete checkpoint or none. Every rank
+        must call this.
 
-        `progress` is the state of the training loop, in types of JSON.
+        `progress` is the state of the training loop, as JSON values.
 
         Raises:
-            CheckpointError: this checkpoint could not be written, or the one before, if that was not raised yet.
-                Earlier checkpoints are not changed.
+            CheckpointError: this checkpoint could not be written, or the previous one could not and its error has not
+                been raised yet. Earlier checkpoints are unchanged.
         """
         if self._keys.save is None:
             return
-        self._wait_for_save()  # its buffers are reused
-        # A daemon thread does not keep a failed process alive.
+        self._wait_for_save()  # the new snapshot reuses the buffers
+        # A daemon thread, because it must not keep a failed process alive.
         job = Path(self._keys.save), self._snapshot(step, progress)
         self._thread = threading.Thread(target=self._write, args=job, name="background", daemon=True)
         self._thread.start()
@@ -153,16 +156,18 @@ class Checkpoints:
             self.wait()
 
     def catch_up(self, step: int) -> None:
-        """Start to upload the checkpoint of `step`, which the run resumes from, and those that the last launch left."""
+        """Start to upload the checkpoint of `step`, from which the run resumes, and earlier ones that the last launch
+        did not upload.
+        """
         self._remotes.deliver(step, catch_up=True)
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until the save in progress is complete and uploaded. `hurry` is that of `RemoteCheckpoints.wait`. Every
-        rank must call it.
+        """Wait until the save in progress is complete and uploaded. `hurry` is as in `RemoteCheckpoints.wait`. Every
+        rank must call this.
 
         Raises:
             ServiceError: the object store does not answer.
-            CheckpointError: it could not be written, or uploaded; raised once.
+            CheckpointError: the checkpoint could not be written or uploaded. This is raised only once.
         """
         self._wait_for_save()
         self._remotes.wait(hurry)
@@ -176,8 +181,8 @@ class Checkpoints:
             raise error
 
     def leave(self) -> None:
-        """After a failure of the training loop, give the save in progress a few seconds to complete: an exit while its
-        thread is in a collective would abort the process.
+        """After a failure of the training loop, wait a few seconds for the save in progress: if the process exits while
+        the save's thread is in a collective, the process aborts.
         """
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
@@ -207,7 +212,7 @@ class Checkpoints:
         return Snapshot(step, pieces, slices, rng_states(), meta)
 
     def _writes(self, name: str, parameter: ParameterSlice) -> bool:
-        """True if this rank writes its slice of a parameter: replicas are written once."""
+        """Return whether this rank writes its slice of a parameter; only one replica is written."""
         first_tensor = parameter.shard is not None or self._coordinates.tensor == 0
         replica = not self._engine.partitioned and (self._coordinates.data or self._coordinates.sequence)
         return first_tensor and not replica and name not in self._engine.copies
@@ -219,7 +224,7 @@ class Checkpoints:
         return self._buffers[key].copy_(piece.tensor, non_blocking=True)
 
     def _write(self, root: Path, snapshot: Snapshot) -> None:
-        """Write a snapshot in the background thread; `wait` raises its error."""
+        """Write a snapshot in the background thread; `wait` raises an error that occurs here."""
         step, folder = snapshot.step, native.partial_folder(root, snapshot.step)
         own_files: dict[str, Any] = {}
 
@@ -227,7 +232,7 @@ class Checkpoints:
             self._enter(f"step {step}: writing {name}")
 
         try:
-            self._enter(f"step {step}: making its folder")
+            self._enter(f"step {step}: creating the folder")
             self._on_all_ranks(lambda: native.begin(root, step), root, step, main_only=True)
             self._enter(f"step {step}: writing the state")
             self._on_all_ranks(lambda: own_files.update(_write_own(folder, snapshot)), root, step)
@@ -248,11 +253,11 @@ class Checkpoints:
             self._watchdog.follow(None)
 
     def _enter(self, part: str) -> None:
-        """Enter the next part of a save. If it hangs, the watchdog ends the run."""
+        """Report the next part of a save to the watchdog, which ends the run if the part hangs."""
         self._watchdog.follow(f"saving {part}")
 
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
-        """Run `action` on every rank (or rank 0), and fail on all of them if it fails on one."""
+        """Run `action` on every rank (or on rank 0), and raise an error on all ranks if it fails on any."""
         errors = (OSError, RuntimeError, SafetensorError, CheckpointError)
         failure = attempt(action, errors, main_only, self._group)
         if failure is not None:
@@ -261,13 +266,13 @@ class Checkpoints:
             newest = native.steps(root)[-1:] or "none"
             raise CheckpointError(
                 f"{root}: the checkpoint of step {step} could not be written ({failure}); "
-                f"earlier ones are intact (newest: {newest})"
+                f"earlier checkpoints are intact (newest: {newest})"
             ) from failure
 
     def _complete(
         self, root: Path, snapshot: Snapshot, described: Mapping[str, Any], transfer: "WeightTransfer"
     ) -> None:
-        """On rank 0, once all ranks have written their state: add the other files and commit."""
+        """On rank 0, after all ranks have written their state, add the other files and commit the checkpoint."""
         folder = native.partial_folder(root, snapshot.step)
         weights_path, digest = folder / native.WEIGHTS, hashlib.sha256()
         try:
@@ -278,8 +283,8 @@ class Checkpoints:
         native.flush(weights_path)
         weights_entry = {"size": weights_path.stat().st_size, "sha256": digest.hexdigest()}
         config = self._remotes.given_in(self._corpus.config)
-        (folder / native.CONFIG).write_text(masked(config.to_yaml()))  # checkpoints are shared
-        # safetensors makes its files readable by their owner only
+        (folder / native.CONFIG).write_text(masked(config.to_yaml()))  # masked, because checkpoints are shared
+        # safetensors creates files that only their owner can read
         for name in (native.WEIGHTS, *(name for name in described if name.endswith(".safetensors"))):
             shutil.copymode(folder / native.CONFIG, folder / name)
         native.write_json(folder / native.META, snapshot.meta)
@@ -288,7 +293,7 @@ class Checkpoints:
         native.commit(root, snapshot.step, {**described, native.WEIGHTS: weights_entry})
 
     def _prune(self, root: Path) -> None:
-        """Remove old checkpoints, except those that are still to be uploaded."""
+        """Remove old checkpoints, except those that are not uploaded yet."""
         keys = self._keys
         try:
             native.prune(root, keys.keep_last_n_checkpoints, keys.keep_every_n_steps, self._remotes.owed())
@@ -297,9 +302,9 @@ class Checkpoints:
 
 
 class WeightTransfer:
-    """Sends all weights from the memory of the ranks to the file that rank 0 writes. None is read from disk again.
+    """Sends all weights from the ranks' memory to the file that rank 0 writes. No weights are read back from disk.
 
-    On rank 0 `reader` reads all weights once, in the order in which the other ranks send them.
+    On rank 0, `reader` reads each weight once, in the order in which the other ranks send them.
     """
 
     def __init__(
@@ -311,7 +316,7 @@ class WeightTransfer:
         group: Any,
         beat: Callable[[str], None],
     ) -> None:
-        """`held` has the weights of each rank, `pieces` those of this rank; `dtype` is that of the file."""
+        """`held` lists the weights of each rank, `pieces` are this rank's weights, and `dtype` is the file's dtype."""
         self._own = {(piece.name, piece.start): piece.tensor for piece in pieces if piece.kind == WEIGHT}
         self._dtype, self._group, self._beat = dtype, group, beat
         self.reader = LocalWeightReader(folder, held, self._fetch)
@@ -325,7 +330,7 @@ class WeightTransfer:
                 dist.send_to_main(self._own[weight.name, weight.start].to(self._dtype), self._group)
 
     def drain(self) -> None:
-        """On rank 0, receive the weights that were not read because writing failed: the senders must not hang."""
+        """On rank 0, receive the weights that were not read because writing failed, so that the senders do not hang."""
         while self._fetched < len(self.reader.order):
             self._fetch(*self.reader.order[self._fetched])
 
@@ -338,13 +343,13 @@ class WeightTransfer:
 
 
 def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """Write and flush the files of this rank; returns their entries in the manifest."""
+    """Write and flush the files of this rank, and return their manifest entries."""
     rng = folder / native.RNG / f"rank_{dist.rank()}.pt"
     state = folder / native.STATE / file_name(dist.rank())
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(snapshot.rng, buffer)  # to a file, it would not say that the disk is full
+    torch.save(snapshot.rng, buffer)  # for a file, its error would not say that the disk is full
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.slices)

@@ -1,4 +1,4 @@
-"""Sinks of reported figures: the console, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Sinks for reported metrics: the console, metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import contextlib
 import json
@@ -21,43 +21,45 @@ from megatron_coca.support.regular_files import open_to_append, read_regular
 logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float | None]
-"""Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
+"""Metrics by name. None means that the metric has no value at this step, such as the norm of a skipped step."""
 
 UNSAVED = Path("runs/unsaved")
-"""The folder for the figures of a run without `log_dir` and `save`."""
+"""The folder for the metrics of a run without `log_dir` and `save`."""
 METRICS, OLDER, OWNER = "metrics.jsonl", "metrics_older.jsonl", "metrics_run.json"
 _LARGEST = 1 << 32
-"""Maximum bytes of metrics that are read at the start."""
+"""Maximum size in bytes of an existing metrics file that is read at the start."""
 WANDB_RUN = "wandb.json"
 WANDB_SECONDS = 30
-"""Seconds to wait for the server at the start, and for the rest to be sent at the end."""
+"""Seconds to wait for the server at the start, and for the remaining data to be sent at the end."""
 
 
 def run_folder(config: Config) -> Path:
-    """The folder for the figures of a run: `log_dir`, else `save`, else `UNSAVED`."""
+    """Return the folder for a run's metrics: `log_dir`, else `save`, else `UNSAVED`."""
     return Path(config.logging.log_dir or config.checkpoint.save or UNSAVED)
 
 
 def unsaved_folder(number: int) -> Path:
-    """The folder for the figures of simultaneous runs without `log_dir` and `save`; `number` counts them from 1."""
+    """Return the metrics folder of the `number`-th simultaneous run (from 1) without `log_dir` and `save`."""
     return UNSAVED if number == 1 else UNSAVED.with_name(f"{UNSAVED.name}_{number}")
 
 
 def _continues(folder: Path, run: str | None) -> bool:
-    """Return whether the lines in a folder are of the run with this id: runs may use one `log_dir` in turn."""
+    """Return whether the metrics in a folder belong to the run with this id: several runs may use the same `log_dir`
+    one after the other.
+    """
     if folder.parent == UNSAVED.parent and folder.name.startswith(UNSAVED.name):
         return False
     try:
         return run is None or json.loads(read_regular(folder / OWNER))["run"] == run
-    except FileNotFoundError:  # it is written after the first lines
+    except FileNotFoundError:  # the file is written after the first lines
         return True
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        logger.warning("%s: cannot be read (%s); the lines beside it are set aside", folder / OWNER, error)
+        logger.warning("%s: cannot be read (%s); the folder's metrics are set aside", folder / OWNER, error)
         return False
 
 
 class Sink:
-    """Takes figures (`report`) and one-line messages (`note`) with the number of completed steps."""
+    """Receives metrics (`report`) and one-line messages (`note`), each with the number of completed steps."""
 
     def advance(self) -> None:
         """Count one completed step."""
@@ -66,7 +68,7 @@ class Sink:
         raise NotImplementedError
 
     def note(self, step: int, message: str) -> None:
-        """Do nothing: the console and Weights & Biases show the log anyway."""
+        """Do nothing, because the console and Weights & Biases show the log anyway."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -76,7 +78,7 @@ def open_sinks(config: Config, start: int, run: str | None = None) -> list[Sink]
     """Open all sinks of the run with the id `run`; `start` is the number of completed steps.
 
     Raises:
-        ConfigError: a library is missing, a folder cannot be written, or Weights & Biases does not know the user.
+        ConfigError: a library is missing, a folder is not writable, or the login to Weights & Biases fails.
     """
     keys, folder = config.logging, run_folder(config)
     known, saved = start if _continues(folder, run) else 0, config.checkpoint.save
@@ -95,15 +97,15 @@ def open_sinks(config: Config, start: int, run: str | None = None) -> list[Sink]
         except ImportError as error:
             raise ConfigError(f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'") from error
         except OSError as error:
-            if start and key != "log_dir":  # a resumed run must not stop for it
-                logger.warning("%s: %s; training continues without it, and %s has all figures", key, error, METRICS)
+            if start and key != "log_dir":  # a resumed run must not stop because of this
+                logger.warning("%s: %s; training continues without it, and %s has all metrics", key, error, METRICS)
                 continue
-            raise ConfigError(f"{key}: {error}; needs a writable folder") from error
-    return [*opened, Console(config, start)]  # last, because the lines of the others go above its bar
+            raise ConfigError(f"{key}: {error}; choose a writable folder") from error
+    return [*opened, Console(config, start)]  # last, because the output of other sinks goes above its bar
 
 
 PERPLEXITY = "validation_perplexity_"
-"""Prefix of the perplexities of `eval_windows`."""
+"""Prefix of the perplexity metrics of `eval_windows`."""
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", "{:.4f}".format),
     "validation_loss": ("validation loss", "{:.4f}".format),
@@ -113,11 +115,11 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "mfu": ("MFU", "{:.1%}".format),
     "peak_memory_gib": ("memory", "{:.2f}GiB".format),
 }
-"""Label and format of the figures on the console, in this order; files have all figures."""
+"""Label and format of the metrics on the console, in this order. Files contain all metrics."""
 
 
 def shown(figures: Figures) -> dict[str, str]:
-    """Return label and text of the figures that the console shows."""
+    """Return the label and the text of each metric that the console shows."""
     values = {name: figures.get(name) for name in COLUMNS}
     texts = {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
     windows = {name: value for name, value in figures.items() if name.startswith(PERPLEXITY) and value is not None}
@@ -132,12 +134,12 @@ BAR: dict[str, Callable[[float], str]] = {
     "lr": "lr {:.3g}".format,
     "grad_norm": "grad {:.3g}".format,
 }
-"""Figures beside the bar of a terminal; the first ones if there is no room for all."""
+"""Metrics beside the progress bar. If there is not enough room, only the first ones are shown."""
 
 
 class Console(Sink):
-    """Progress on standard error. A terminal shows a bar, and a line above it for each validation. Elsewhere, such as
-    in a job's log file, there is a line for each report.
+    """Shows progress on standard error. On a terminal, this is a bar, with one line above it for each validation. In
+    other outputs, such as a job's log file, it is one line per report.
     """
 
     def __init__(self, config: Config, start: int) -> None:
@@ -171,7 +173,7 @@ class Console(Sink):
 
 
 class Unneeded(Sink):
-    """A sink that must not end the training: its first failure is logged as a warning, and it is not used again."""
+    """A sink that must not stop the training. Its first failure is logged as a warning; then it is not used again."""
 
     def __init__(self, sink: Sink, key: str) -> None:
         self._sink, self._key, self._failed = sink, key, False
@@ -190,23 +192,23 @@ class Unneeded(Sink):
             return
         try:
             action()
-        except Exception as error:  # each library has its own
+        except Exception as error:  # each library has its own exceptions
             self._failed = True
             logger.warning(
-                "%s: failed (%s); training continues without it, and %s has all figures", self._key, error, METRICS
+                "%s: failed (%s); training continues without it, and %s has all metrics", self._key, error, METRICS
             )
 
 
 class JsonLines(Sink):
-    """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
+    """Writes one line of JSON to `metrics.jsonl` for every report and for every note, which has its text as `event`.
 
-    A resumed run drops the lines of steps that it will repeat. It does not repeat notes of the step that it resumes
-    from, such as the start of a stage. A fresh run moves the lines of older runs to `OLDER`. NaN and infinity, which
-    JSON lacks, become null.
+    A resumed run drops the lines of steps that it will repeat, but does not repeat the notes of the step from which it
+    resumes (such as the start of a stage). A new run moves the lines of older runs to `OLDER`. NaN and infinity, which
+    JSON does not have, become null.
     """
 
     def __init__(self, folder: Path, start: int, run: str | None = None, may_fail: bool = False) -> None:
-        """`run` is the id of the run. With `may_fail` a full disk delays the lines, else it ends the run."""
+        """`run` is the id of the run. With `may_fail`, a full disk only delays the lines; otherwise it ends the run."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         kept = [line for line in _read_lines(path) if line["step"] <= start] if start else []
@@ -228,7 +230,7 @@ class JsonLines(Sink):
             self._write({"step": step, "event": message})
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `report` has raised for a full disk already, or warned
+        with contextlib.suppress(OSError):  # `report` has already raised an error or warned
             self._append()
         with contextlib.suppress(OSError):
             self._file.close()
@@ -241,19 +243,19 @@ class JsonLines(Sink):
             if not self._may_fail:
                 self._waiting = b""
                 raise CheckpointError(
-                    f"{self._path}: cannot be written ({error}); complete checkpoints are intact: free some space, and "
-                    "resume with --auto-resume"
+                    f"{self._path}: cannot be written ({error}), but complete checkpoints are intact; free some space, "
+                    "and resume with --auto-resume"
                 ) from error
             if not self._warned:
                 logger.warning(
-                    "log_dir: %s: cannot be written (%s); its lines are kept until they can be written",
+                    "log_dir: %s: cannot be written (%s); new lines stay in memory until they can be written",
                     self._path,
                     error,
                 )
                 self._warned = True
 
     def _append(self) -> None:
-        """Write the lines that wait. Raises OSError; the file then ends with a whole line."""
+        """Write the waiting lines. If this raises an OSError, the file still ends with a complete line."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             left = self._waiting
@@ -267,11 +269,11 @@ class JsonLines(Sink):
 
 
 VALIDATED = ("validation_loss", "share/")
-"""Prefixes of the figures of a validation. Every validation has the first, the last one of a run the second."""
+"""Prefixes of validation metrics. Every validation reports the first, but only a run's last validation the second."""
 
 
 def is_validated(folder: Path, step: int, run: str) -> bool:
-    """Return whether the metrics file in a folder has the validation of this step of the run with this id."""
+    """Return whether the metrics file in `folder` contains a validation at `step` of the run with the id `run`."""
     return _continues(folder, run) and any(
         line["step"] == step and any(map(_of_validation, line)) for line in _read_lines(folder / METRICS)
     )
@@ -282,7 +284,9 @@ def _of_validation(name: str) -> bool:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a metrics file. Invalid ones are logged, except half a line that a kill left."""
+    """Return the valid lines of a metrics file. Invalid lines are logged, except an incomplete last line (left by a
+    kill).
+    """
     lines = []
     texts = read_regular(path, _LARGEST).decode(errors="replace").split("\n") if path.is_file() else []
     for number, text in enumerate(texts, start=1):
@@ -291,12 +295,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             lines.append(line | {"step": int(line["step"])})
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if number < len(texts):
-                logger.warning("%s: line %d cannot be read (%s) and is dropped", path, number, error)
+                logger.warning("%s: line %d cannot be read, and is dropped (%s)", path, number, error)
     return lines
 
 
 def _keep_older(path: Path) -> None:
-    """Append an older run's lines to `OLDER`; the last one may be half a line that a kill left."""
+    """Append an older run's lines to `OLDER`; the last line may be incomplete if the run was killed."""
     text = path.read_bytes()
     if text:
         with open_to_append(path.with_name(OLDER)) as older:
@@ -307,7 +311,7 @@ def _keep_older(path: Path) -> None:
 
 
 class TensorBoard(Sink):
-    """Scalars, and notes as text. Hides the figures that an earlier process wrote for repeated steps."""
+    """Writes metrics as scalars and notes as text, and hides what an earlier process wrote for repeated steps."""
 
     def __init__(self, folder: str, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # optional dependency
@@ -327,14 +331,14 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """A run at Weights & Biases. WANDB_MODE=offline keeps it on disk, as does a server that does not answer.
+    """Sends metrics to Weights & Biases. With WANDB_MODE=offline, or if the server does not answer, they stay on disk.
 
-    `wandb.json` in the run's folder keeps the run's id and its last step. A resumed run keeps the id, and does not send
-    repeated steps again: wandb cannot replace history.
+    `wandb.json` in the run's folder contains the run's id and its last step. A resumed run keeps the id, and does not
+    send repeated steps again, because wandb cannot replace history.
     """
 
     def __init__(self, config: Config, folder: Path, start: int, resumed: bool) -> None:
-        """`start` is the last step that the run has sent; `resumed` is True if an earlier launch has trained."""
+        """`start` is the last step that the run has sent; `resumed` tells whether an earlier launch has trained."""
         import wandb  # optional dependency
 
         keys = config.logging
@@ -354,36 +358,37 @@ class WandB(Sink):
         )
         try:
             self._run = begin(settings=wandb.Settings(init_timeout=WANDB_SECONDS, **host))
-        except ValueError as error:  # from pydantic, which checks the library's settings and variables
+        except ValueError as error:  # from pydantic, which validates wandb's settings and variables
             reason = masked(" ".join(str(error).split()))[:300]
             raise ConfigError(
-                f"use_wandb: wandb_host or a variable WANDB_* is not valid ({reason}); write addresses with https://"
+                f"use_wandb: wandb_host or a variable WANDB_* is invalid ({reason}); write addresses with https://"
             ) from error
         except wandb.errors.Error as error:
-            # An unreachable server is not the user's mistake, and a resumed run must not stop for it.
+            # An unreachable server is not a user error, and a resumed run must not stop because of wandb.
             if not (resumed or isinstance(error, wandb.errors.CommError)):
                 raise ConfigError(
                     f"use_wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
                 ) from error
             self._run = begin(mode="offline", settings=wandb.Settings(**host))
-            logger.warning("use_wandb: %s; this launch is kept on disk: send it later with `%s`", error, self._sync())
+            logger.warning("use_wandb: %s; metrics stay on disk, so send them later with `%s`", error, self._sync())
 
     def report(self, step: int, figures: Figures) -> None:
         if step <= self._sent:
             return
         self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._path, json.dumps({"id": self._run.id, "step": step}), durable=False)  # at every report
+        # Not durable, because this happens at every report.
+        write_file(self._path, json.dumps({"id": self._run.id, "step": step}), durable=False)
 
     def close(self) -> None:
         finishing = threading.Thread(target=self._run.finish, name="wandb", daemon=True)
         finishing.start()
         finishing.join(WANDB_SECONDS)
         if finishing.is_alive():
-            logger.warning("use_wandb: not everything is sent yet; send the rest later with `%s`", self._sync())
+            logger.warning("use_wandb: some metrics are not sent yet; send them later with `%s`", self._sync())
 
     def _sync(self) -> str:
-        """Return the command that sends the data on disk."""
+        """Return the command that sends the metrics on disk."""
         return f"wandb sync {self._run.settings.sync_dir}"
 
     def _read(self) -> tuple[str, int]:
@@ -392,5 +397,5 @@ class WandB(Sink):
             return str(content["id"]), int(content["step"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"use_wandb: {self._path} does not name a run ({error}); delete it to start another one"
+                f"use_wandb: {self._path} does not contain a run id ({error}); delete the file to start a new wandb run"
             ) from error

@@ -1,4 +1,4 @@
-"""The grid of ranks: pipeline stages, data-parallel copies, tensor-parallel and sequence-parallel ranks."""
+"""The grid of ranks for pipeline, data, tensor and sequence parallelism, and the ZeRO settings that depend on it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from megatron_coca.config import BatchSizes, Config, ConfigError, ParallelConfig
 
 
 class Coordinates(NamedTuple):
-    """A rank's coordinate on each axis of the grid, from 0."""
+    """A rank's coordinates on the axes of the grid, from 0."""
 
     pipe: int
     data: int
@@ -17,8 +17,8 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel axes. Consecutive ranks differ first in their place in the sequence, then in that of the
-    tensor, data and pipeline axes, as in DeepSpeed's grids.
+    """Sizes of the parallel axes. As in DeepSpeed's grids, the sequence coordinate varies fastest with the rank,
+    followed by the tensor, data and pipeline coordinates.
     """
 
     pipe: int
@@ -31,7 +31,7 @@ class Topology:
         """Return the grid of `world_size` ranks.
 
         Raises:
-            ConfigError: the sizes do not divide the ranks.
+            ConfigError: the product of the sizes does not divide the number of ranks.
         """
         pipe, tensor = max(1, parallel.pipe_parallel_size), parallel.model_parallel_size
         sequence = parallel.sequence_parallel_size
@@ -39,14 +39,14 @@ class Topology:
         if world_size % ranks:
             raise ConfigError(
                 f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = "
-                f"{ranks} does not divide {world_size} processes; start a multiple of {ranks} (num_gpus), or lower one"
-                " of them"
+                f"{ranks} does not divide {world_size} processes; start a multiple of {ranks} processes (num_gpus), or "
+                "lower one of these sizes"
             )
         return cls(pipe, world_size // ranks, tensor, sequence)
 
     @property
     def world_size(self) -> int:
-        """Ranks in the grid."""
+        """Number of ranks in the grid."""
         return self.pipe * self.data * self.tensor * self.sequence
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -57,26 +57,30 @@ class Topology:
         return Coordinates(pipe, data, tensor, sequence)
 
     def random_stream(self, rank: int) -> int:
-        """Return the random stream's index of `rank`; tensor-parallel ranks share one, for equal dropout masks."""
+        """Return the index of the random stream of `rank`. Tensor-parallel ranks share a stream, so that they draw the
+        same dropout masks.
+        """
         pipe, data, _, sequence = self.coordinates(rank)
         return (pipe * self.data + data) * self.sequence + sequence
 
     def layout(self) -> dict[str, int]:
-        """Return the sizes by name, for a checkpoint's metadata."""
+        """Return the sizes by name, for the metadata of a checkpoint."""
         return asdict(self)
 
 
 def effective_stage(config: Config, ranks: int) -> int:
-    """Return the ZeRO stage that runs on `ranks` (data times sequence ranks); it changes results by rounding at most.
+    """Return the effective ZeRO stage on `ranks` (data times sequence) ranks. It may differ from the configured stage,
+    but results then differ at most by rounding.
 
-    In half precision the optimizer keeps float32 copies of the weights in any case, and stage 1 divides them among the
-    ranks, so stage 0 runs as 1. Stage 0 also runs as 1 if several ranks hold one model (pipeline, tensor), because only
-    DeepSpeed's ZeRO optimizers compute norms over all of them. On one rank in float32, stages 1 and 2 run as 0, without
-    their buffers and copies, unless they offload. With bfloat16 and `grad_accum_dtype: fp32`, stage 1 runs as 2.
+    Stage 0 runs as stage 1 in half precision, because the optimizer keeps float32 copies of the weights anyway, and
+    stage 1 divides them among the ranks. It also runs as stage 1 if several ranks share a model (pipeline or tensor
+    parallelism), because only DeepSpeed's ZeRO optimizers compute norms over all of these ranks. On a single rank in
+    float32, stages 1 and 2 without offloading run as stage 0, which needs no buffers and copies. With bfloat16 and
+    `grad_accum_dtype: fp32`, stage 1 runs as stage 2.
     """
     stage = config.parallel.stage
     if config.precision.dtype != "fp32" or config.parallel.model_copies > 1:
-        # Stage 1 would sum bfloat16's gradients in float32 with an optimizer that checkpoints do not support.
+        # To sum bfloat16 gradients in float32, stage 1 would use an optimizer that checkpoints do not support.
         in_float32 = config.parallel.accumulates_in_fp32 and config.precision.dtype == "bf16"
         return max(stage, 2 if in_float32 else 1)
     offloads = "offload_optimizer" in (config.parallel.zero_optimization or {})
@@ -84,11 +88,13 @@ def effective_stage(config: Config, ranks: int) -> int:
 
 
 MANY_MICRO_BATCHES = 16
-"""With this many, the rounding of a bfloat16 sum becomes larger than that of its terms (docs/training.md)."""
+"""From this number of micro-batches on, the rounding error of a bfloat16 sum of gradients exceeds that of its terms
+(docs/training.md).
+"""
 
 
 def rounded_sum(config: Config, sizes: BatchSizes) -> str | None:
-    """Return a warning if a step sums the gradients of many micro-batches in bfloat16, else None."""
+    """Return a warning if a step sums the gradients of many micro-batches in bfloat16, otherwise None."""
     parallel = config.parallel
     if config.precision.dtype != "bf16" or parallel.accumulates_in_fp32 or sizes.accumulation < MANY_MICRO_BATCHES:
         return None
@@ -103,22 +109,22 @@ def rounded_sum(config: Config, sizes: BatchSizes) -> str | None:
 REDUCE_BUCKET = 30_000_000
 REDUCE_BUCKET_PER_RANK = 1_000_000
 LARGEST_REDUCE_BUCKET = 200_000_000
-"""Number of gradients that are reduced at a time: at least 30M (60 MB in half precision), and 1M for each rank, so that
-messages do not become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which starts at 40M). At most
-200M, because a buffer has this size. The last bucket is reduced only after the backward pass. DeepSpeed's default of
-500M is the whole gradient of most models.
+"""Limits of the number of gradients that are reduced at a time. The number is at least 30M (60 MB in half precision)
+and at least 1M per rank, so that messages are not latency-bound, as in Megatron-Core's DistributedDataParallelConfig
+(which starts at 40M). It is at most 200M, because each buffer has this size and the last bucket is reduced only after
+the backward pass. DeepSpeed's default of 500M is more than all gradients of most models.
 """
 PREFETCHED_PARAMETERS = 50_000_000
-"""Weights that ZeRO 3 gathers before they are used; DeepSpeed's default."""
+"""Number of parameters that ZeRO 3 gathers before they are used; DeepSpeed's default."""
 
 
 def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
-    """Return DeepSpeed's `zero_optimization` for `ranks` (data times sequence) ranks: the configured keys, and a value
-    for each that decides how communication runs beside computation.
+    """Return DeepSpeed's `zero_optimization` section for `ranks` (data times sequence) ranks: the configured keys, plus
+    explicit values for the keys that determine how communication overlaps with computation.
 
-    On CUDA, ZeRO 1 and 2 reduce gradients on a stream of their own during the backward pass, in two alternating
-    buffers. They do not if DeepSpeed does not support it (pipeline stages), or copies gradients to the host between the
-    reductions (offload). The CPU has no streams. ZeRO 3 always gathers and reduces in streams.
+    On CUDA, ZeRO 1 and 2 reduce gradients on a separate stream during the backward pass, in two alternating buffers.
+    This is off with pipeline stages (DeepSpeed does not support it) and with offloading (gradients are copied to the
+    host between reductions). The CPU has no streams. ZeRO 3 always gathers and reduces on separate streams.
     """
     given, stage = config.parallel.zero_optimization or {}, effective_stage(config, ranks)
     pipelined = config.parallel.pipe_parallel_size > 1

@@ -1,4 +1,4 @@
-"""The training loop of a stage: its steps, and the reports, validations and checkpoints between them."""
+"""The training loop of a stage: steps, reports, validations and checkpoints."""
 
 import logging
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 class _PreemptedDuringValidationError(Exception):
-    """A signal came during a validation, on this rank or another."""
+    """A signal arrived during a validation, on this or another rank."""
 
 
 class Trainer:
-    """The training loop of one process. All ranks run the same calls in the same order.
+    """The training loop of one process. All ranks make the same calls in the same order.
 
     Attributes:
-        step: completed optimizer steps.
+        step: the number of completed optimizer steps.
     """
 
     def __init__(self, opened: OpenedStage, engine: Engine, checkpoints: Checkpoints, context: RunContext) -> None:
         self._stage, self._corpus, self._sizes = opened.stage, opened.corpus, opened.sizes
         self._config, self._engine, self._checkpoints = opened.corpus.config, engine, checkpoints
-        # Ranks that share a model read the same samples.
+        # Ranks that share a model read the same samples, so the data layout has only data-parallel ranks.
         data_rank = context.topology.coordinates(dist.rank()).data
         self._layout = (self._sizes.total, self._sizes.micro, data_rank, context.topology.data)
         self._preemption, self._watchdog = context.preemption, context.watchdog
@@ -48,22 +48,22 @@ class Trainer:
         self.step, self._saved = 0, -1 if is_due(0, self._config.checkpoint) else 0
 
     def restore(self, folder: Path) -> None:
-        """Resume from the checkpoint in `folder`. Raises CheckpointError as `Checkpoints.restore` does."""
+        """Resume from the checkpoint in `folder`. Raises CheckpointError like `Checkpoints.restore`."""
         begins = native.read_meta(folder)["step"] == self._stage.first
         anew = begins_optimizer(self._config.checkpoint, folder)
         meta = self._checkpoints.restore(folder, anew or (begins and self._stage.reset_optimizer))
         progress = meta["progress"]
         self.step, self._skipped = int(meta["step"]), int(progress["skipped"])
         self._saved = self.step
-        # Losses at another length or on other data are no basis for detecting spikes.
+        # Losses at a different length or on different data are no basis for detecting spikes.
         self._guard.restore(progress["guard"] | ({"losses": [], "norms": []} if begins else {}))
         self._losses.restore(progress["losses"])
-        # The checkpoint was written before its validation. A later launch may have validated this step since.
+        # The checkpoint was written before its step was validated, but another launch may have validated it since then.
         folder, run = run_folder(self._config), self._checkpoints.run
         self._unvalidated = progress["unvalidated"] and not from_main(lambda: is_validated(folder, self.step, run))
 
     def run(self) -> None:
-        """Train to the last step of the stage or of this launch, and save.
+        """Train until the last step of the stage or of this launch, and save.
 
         Raises:
             Stopped: a signal or the loss guard ended the run; the last valid state is saved.
@@ -72,7 +72,7 @@ class Trainer:
         last = self._config.logging.last_step(self.step, self._stage.last)
         tokens = self._sizes.total * self._config.model.seq_length
         if self.step >= last and not self._unvalidated:
-            logger.info("nothing to do: step %d is reached already (train_iters is %d)", self.step, last)
+            logger.info("nothing to do: step %d has already been reached (train_iters is %d)", self.step, last)
         if self.step < last or self._unvalidated:
             monitor = Monitor(
                 self._config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped, self._checkpoints.run
@@ -83,7 +83,7 @@ class Trainer:
                 if self.step == 0:
                     self._save()  # if extra_save_iters has 0
                 with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
-                    if self._unvalidated:  # it was due when the run was stopped
+                    if self._unvalidated:  # a validation was due when the run was stopped
                         self._validate_and_save(monitor)
                     while self.step < last:
                         self.train_step(loader, monitor)
@@ -101,7 +101,7 @@ class Trainer:
         """Run one optimizer step: read its data, train, judge and report the result; then validate and save if due.
 
         Raises:
-            Stopped: by a signal, or because the loss guard stops the run.
+            Stopped: a signal or the loss guard ends the run.
         """
         with monitor.during("waiting"):
             micro_batches = loader.micro_batches(self.step)
@@ -118,7 +118,7 @@ class Trainer:
         self._validate_and_save(monitor)
 
     def _report(self, result: StepResult, rate: float, verdict: Verdict, monitor: Monitor) -> None:
-        """Report the figures of the step that was just taken, and its faults."""
+        """Report the metrics of the last step, and the loss guard's findings."""
         loss = self._losses.add(self.step, result.loss if result.labels else None, result.skipped)
         figures = {"loss": loss, "grad_norm": result.grad_norm, "lr": rate}
         if self._engine.loss_scale is not None:
@@ -127,25 +127,25 @@ class Trainer:
         if verdict.reason is not None:
             monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")
         if not result.labels:
-            monitor.note(self.step, "no token of this step counts in the loss (labels and loss masks): no gradient")
+            monitor.note(self.step, "no gradient, because no token of this step has a label that counts in the loss")
 
     def _validate_and_save(self, monitor: Monitor) -> None:
         """Validate and save if due; after a signal, save and end the run."""
         preempted, failed = dist.anyone((self._asked_to_stop(), self._checkpoints.failed))
         if failed:
-            self._checkpoints.wait(hurry=True)  # raises its error
+            self._checkpoints.wait(hurry=True)  # raises the error
 
         if self._unvalidated and not preempted:
             try:
                 with monitor.during("validating"):
                     figures = validate(self._corpus, self._mean_loss, self._layout)
             except _PreemptedDuringValidationError:
-                preempted = True  # the resumed run validates first
+                preempted = True  # the resumed run validates before it trains
             else:
                 self._unvalidated = False
                 if self._finished():
                     figures |= mixture_figures(self._corpus.mixture(self.step, self._sizes.total))
-                if figures:  # in one call, so that a kill leaves all of them or none
+                if figures:  # a single call, so that a kill leaves all of them or none
                     monitor.report(self.step, figures)
 
         if preempted or is_due(self.step, self._config.checkpoint):
@@ -159,7 +159,7 @@ class Trainer:
         return self._preemption.requested is not None
 
     def _leave(self) -> NoReturn:
-        """End the run after a signal to any rank. The next launch repeats uploads that fail.
+        """End the run after a signal to any rank. The next launch retries uploads that fail.
 
         Raises:
             Interrupted, Preempted, Unsaved: always.
@@ -199,12 +199,14 @@ class Trainer:
         self._watchdog.beat(f"step {self.step} is copied for saving")
 
     def _earlier(self) -> str:
-        """Return how to resume from a checkpoint before the bad steps, to end a message with; empty without one."""
+        """Return the end of an error message: how to resume from a checkpoint before the bad steps. It is empty if
+        there are no checkpoints.
+        """
         save = self._config.checkpoint.save
         if save is None or not native.steps(Path(save)):
             return ""
         return (
-            f". To resume from an earlier step, set load={save} iteration=STEP without auto_resume, and for example a "
+            f". To resume from an earlier step, set load={save} iteration=STEP without auto_resume and, for example, a "
             "lower optimizer.params.lr; the run then moves later checkpoints to quarantine/"
         )
 

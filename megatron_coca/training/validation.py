@@ -1,4 +1,4 @@
-"""Validation during training: losses on held-out data, and perplexities at longer windows."""
+"""Validation during training: losses on held-out data, and perplexities at different window lengths."""
 
 import logging
 import math
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 VALIDATION_LOSS = "validation_loss"
 VALIDATION_PERPLEXITY = "validation_perplexity"
 MeanLoss = Callable[[Sequence[Batch]], HeldOutLoss]
-"""Returns the loss of a batch's micro-batches over all ranks, and the number of their labels."""
+"""Returns the mean loss of this rank's micro-batches and those of all other ranks, and the number of labels."""
 
 
 def check_validation(corpus: Corpus) -> None:
-    """Check that the data and the position method fit `eval_windows`.
+    """Check that the data and the position method support `eval_windows`.
 
     Raises:
-        ConfigError, DataError: they do not; the message names the problem.
+        ConfigError, DataError: they do not; the message describes the problem.
     """
     config, windows = corpus.config, _windows(corpus.config)
     longest = max(windows.values(), default=0)
     for shard in corpus.valid.shards if corpus.valid is not None else ():
         if windows and shard.len_tokens <= longest:
             raise DataError(
-                f"{shard.prefix}: has {shard.len_tokens} tokens to validate on, and eval_windows needs more than "
+                f"{shard.prefix}: has {shard.len_tokens} validation tokens, but eval_windows needs more than "
                 f"{longest}; hold out more documents, or leave out the longest window"
             )
     if windows and config.position.pos_emb == "xpos":
@@ -47,13 +47,14 @@ def check_validation(corpus: Corpus) -> None:
 
 
 def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
-    """Return mean losses, in nats per token, of the first batches of the validation data, the same each time.
-    Each is the mean over all labels of its batches. Without labels it is left out, with a warning.
+    """Return mean losses, in nats per token, on the first batches of the validation data, which are always the same.
+    A loss is the mean over all labels of its batches. Without labels, it is omitted with a warning.
 
-    `validation_loss` is that of `eval_iters` batches of the blend. With several sources and `eval_per_source`,
-    `validation_loss/NAME` is that of each source. A source gets batches by its weight in the blend, at least one, so
-    that all sources together cost about as much as the blend. `eval_windows` adds `window_perplexities`. The result is
-    empty if there is nothing to validate. Every rank must call it.
+    `validation_loss` is the loss on `eval_iters` batches of the blend. With several sources and `eval_per_source`,
+    `validation_loss/NAME` is the loss on each source. A source's number of batches is proportional to its weight in the
+    blend, but at least one, so that all sources together take about as long as the blend. With `eval_windows`, the
+    result includes `window_perplexities`. The result is empty if there is no validation data. Every rank must call
+    this.
     """
     valid, keys = corpus.valid, corpus.config.logging
     if valid is None or keys.eval_iters == 0:
@@ -77,10 +78,10 @@ def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, f
 def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
     """Return `validation_perplexity_W` for every window W of `eval_windows`.
 
-    Every sample has the length of the longest window. All windows score its last S tokens, where S is half of the
-    shortest window. A window reads the last W tokens, so every scored token has at least W-S+1 and at most W tokens to
-    read, as in a sliding window of stride S. Windows cross documents as training samples do. The longest window reads
-    about as many tokens as the validation loss.
+    Every sample has the length of the longest window. For each window, the last S tokens of a sample are scored, where
+    S is half of the shortest window. A window of W tokens reads the last W tokens, so every scored token has a context
+    of W-S+1 to W tokens, as in a sliding window with stride S. Like training samples, windows may cross document
+    boundaries. The longest window reads about as many tokens as the validation loss.
     """
     keys, length, windows = corpus.config.logging, valid.seq_length, _windows(corpus.config)
     if not windows:
@@ -101,24 +102,26 @@ def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, lay
 
 
 def _terms(name: str, measured: Sequence[HeldOutLoss]) -> list[float]:
-    """The mean losses of batches, weighted so that their average is the mean over all labels; none without labels."""
+    """Return the mean losses of batches, weighted so that their average is the mean over all labels; empty without
+    labels.
+    """
     counts = [each.labels for each in measured]
     if not any(counts):
         if dist.is_main():
-            logger.warning("%s: no token of these validation samples counts in the loss; it is not reported", name)
+            logger.warning("%s: not reported, because no token of its validation samples counts in the loss", name)
         return []
     weights = label_weights(counts, sum(counts), len(counts))
     return [each.mean * weight for each, weight in zip(measured, weights, strict=True)]
 
 
 def _windows(config: Config) -> dict[str, int]:
-    """Tokens of each entry of `eval_windows`, by its name in figures."""
+    """Return the number of tokens of each entry of `eval_windows`, by its name in metrics."""
     given, length = config.logging.eval_windows or (), config.model.seq_length
     return {str(window): tokens for window in given if (tokens := window_tokens(window, length)) is not None}
 
 
 def _last_scored(batch: Batch, count: int) -> Batch:
-    """The batch with a loss mask of its last `count` inputs only."""
+    """Return the batch with a loss mask that selects only its last `count` inputs."""
     mask = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), dtype=bool)
     mask[:, -count:] = True
     return replace(batch, loss_mask=mask if batch.loss_mask is None else mask & batch.loss_mask)

@@ -1,10 +1,10 @@
-"""The watchdog that ends a hanging process, and the report of an error that ends a process.
+"""The watchdog, which ends a hanging process, and the report of an error that ends a process.
 
-Ranks started by this project's launcher write their error to a file, and the launcher prints the first one
-(`launch/processes.py`). The file has torchrun's name (TORCHELASTIC_ERROR_FILE) and format, so that torchrun finds the
-first error too. All other processes print their errors.
+Ranks started by this project's launcher write their error to a file, and the launcher prints the first error
+(`launch/processes.py`). The file has the name (TORCHELASTIC_ERROR_FILE) and format that torchrun uses, so that torchrun
+finds the first error, too. All other processes print their errors.
 
-Only the standard library is imported here, because the import of another library may be the error to report.
+This module imports only the standard library, because importing another library may cause the error to report.
 """
 
 import faulthandler
@@ -24,17 +24,17 @@ from megatron_coca.support.plain_text import plain
 from megatron_coca.training.exit_status import HUNG
 
 GRACE = 10.0
-"""Seconds between a rank's report and its exit. Ranks do not notice a hang at the same moment, and the exit of the
-first makes the launcher stop the rest, so all must have written by then.
+"""Seconds between a rank's report and its exit. Ranks do not detect a hang at the same moment, and when the first rank
+exits, the launcher stops the others, so all ranks must have written their reports by then.
 """
 LONGEST_POLL = 1.0
 COMMUNICATION = ("distributed_c10d.py", f"{os.sep}deepspeed{os.sep}comm{os.sep}")
-"""Parts of the file names of code that waits for other ranks."""
+"""Parts of the paths of files whose code waits for other ranks."""
 STDERR = 2
 
 
 class Heartbeat(NamedTuple):
-    """A heartbeat: its number, the point that was reached, and the monotonic time."""
+    """A heartbeat: its number, the point that the run has reached, and the monotonic time."""
 
     number: int
     reached: str
@@ -45,15 +45,15 @@ class Watchdog:
     """Exit with status HUNG if `beat` is not called for `timeout` seconds, or if a background job, reported through
     `follow`, makes no progress for that long.
 
-    First the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
+    First, the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
     with the host, the last heartbeat and the innermost function of the main thread. They show whether a rank waits in a
-    collective, or is the rank that the others wait for. The process then has `GRACE` seconds; if it makes progress, it
+    collective or is the rank for which the others wait. If the process makes progress within `GRACE` seconds, it
     continues.
 
-    A daemon thread watches. It needs the GIL, so C code that never releases the GIL would block it too; 3 times GRACE
-    later faulthandler's own thread writes the stacks to standard error and exits with status 1. That thread also fires
-    after the process was suspended (SIGSTOP) for that long; shorter suspensions do not count. faulthandler has one such
-    timer per process, so only one watchdog may run at a time.
+    The watchdog is a daemon thread, which needs the GIL. C code that never releases the GIL blocks it, too; in this
+    case, 3 times GRACE later, a thread of faulthandler writes the stacks to standard error and exits with status 1.
+    This also happens if the process was suspended (SIGSTOP) for that long; shorter suspensions do not count.
+    faulthandler has only one such timer per process, so only one watchdog may run at a time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Watchdog:
         grace: float = GRACE,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`timeout` in seconds, None disables the watchdog; `end` exits with a status."""
+        """`timeout` is in seconds; None disables the watchdog. `end` is called with the exit status."""
         self._timeout, self._folder, self._rank, self._grace, self._end = timeout, report_folder, rank, grace, end
         self._poll = min(LONGEST_POLL, (timeout or LONGEST_POLL) / 4)
         self._main = threading.main_thread().ident
@@ -86,11 +86,11 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def beat(self, reached: str) -> None:
-        """Record that the run has reached a point, such as "step 12" or "saving". Costs about a microsecond."""
+        """Record that the run has reached a point, such as "step 12" or "saving". This takes about a microsecond."""
         self._record("main", reached)
 
     def follow(self, reached: str | None) -> None:
-        """Record that a background job has reached a point, or with None that it has ended."""
+        """Record that a background job has reached a point or, with None, that it has ended."""
         if reached is None:
             self._beats["job"] = None
         else:
@@ -107,7 +107,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout + 3 * self._grace, exit=True, file=STDERR)
             self._over.wait(self._poll)
             now = time.monotonic()
-            # A suspended process has not hung: a long gap counts as two polls at most.
+            # A suspended process has not hung, so a long gap counts as at most two polls.
             passed, before = min(now - before, 2 * self._poll), now
             for kind, beat in last.items():
                 silent[kind] += passed
@@ -119,7 +119,7 @@ class Watchdog:
 
     def _report_and_end(self, kind: str, last: Heartbeat) -> None:
         text = self._describe(last)
-        # In separate threads: a full pipe or a hanging file system must not keep the process alive.
+        # Separate threads, because a full pipe or a hanging file system must not keep the process alive.
         for write in (self._to_stderr, self._to_folder):
             threading.Thread(target=write, args=(text,), daemon=True).start()
         if self._over.wait(self._grace):
@@ -129,13 +129,13 @@ class Watchdog:
             self._end(HUNG)
         else:
             progress = f"continues with {now.reached!r}" if now is not None else f"has finished {last.reached!r}"
-            self._to_stderr(f"rank {self._rank}: {progress}; set watchdog_timeout higher\n")
+            self._to_stderr(f"rank {self._rank}: {progress}; increase watchdog_timeout\n")
 
     def _describe(self, last: Heartbeat) -> str:
         frame = sys._current_frames().get(self._main or 0)
         return (
             f"rank {self._rank} on {socket.gethostname()}: no progress for {time.monotonic() - last.at:.0f} s "
-            f"(watchdog_timeout {self._timeout:g}); last was {last.reached!r}, number {last.number}; "
+            f"(watchdog_timeout {self._timeout:g}); the last heartbeat was {last.reached!r}, number {last.number}; "
             f"the main thread {_doing(frame)}\n{_all_stacks()}\n"
         )
 
@@ -150,14 +150,14 @@ class Watchdog:
         path = self._folder / f"hang_rank_{self._rank}.txt"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # a link in a downloaded folder
+            path.unlink(missing_ok=True)  # in a downloaded folder, this may be a link
             path.write_text(text)
         except OSError as error:
             self._to_stderr(f"rank {self._rank}: {path}: cannot be written ({error})\n")
 
 
 def _doing(frame: FrameType | None) -> str:
-    """The innermost function of a thread, and whether it waits for other ranks."""
+    """Describe the innermost function of a thread, and whether the thread waits for other ranks."""
     if frame is None:
         return "has ended"
     waits = "waits for other ranks" if _communicates(traceback.walk_stack(frame)) else "is"
@@ -169,8 +169,8 @@ def _communicates(frames: Iterable[tuple[FrameType, int]]) -> bool:
 
 
 def _all_stacks() -> str:
-    """The stacks of all threads, written to memory: faulthandler holds the GIL while it writes, so it must not write to
-    anything that could block.
+    """Return the stacks of all threads. They are first written to memory, because faulthandler holds the GIL while it
+    writes, so it must not write to anything that could block.
     """
     with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
         faulthandler.dump_traceback(file)
@@ -187,10 +187,10 @@ class ErrorReport(NamedTuple):
 
     Attributes:
         summary: the error in one line.
-        text: its message, or the traceback of an unexpected error.
-        traceback: True if `text` is a traceback.
-        communication: True if the process waited for other ranks; the error then usually follows from one of theirs.
-        time: in seconds, as of `time.time`.
+        text: the error message or, for an unexpected error, the traceback.
+        traceback: whether `text` is a traceback.
+        communication: whether the process was waiting for other ranks; an error of theirs is then the likely cause.
+        time: time of the error in seconds, from `time.time`.
     """
 
     summary: str
@@ -201,7 +201,7 @@ class ErrorReport(NamedTuple):
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
-        """The report in an error file, or None if the process wrote none."""
+        """Return the report in an error file, or None if there is none."""
         try:
             message = json.loads(file.read_text())["message"]
             extra = message["extraInfo"]
@@ -213,11 +213,11 @@ class ErrorReport(NamedTuple):
                 bool(extra["communication"]),
                 float(extra["time"]),
             )
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or cut short by a kill
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or incomplete after a kill
             return None
 
     def write(self, file: Path) -> None:
-        """Write an error file in torchrun's format."""
+        """Write the error file in torchrun's format."""
         extra = {"timestamp": str(int(self.time)), "time": self.time, "communication": self.communication}
         extra |= {"py_callstack": self.text} if self.traceback else {}
         file.write_text(
@@ -231,7 +231,7 @@ def install() -> None:
 
 
 def tell(message: object) -> None:
-    """Report the reason of the exit, for an expected end that needs no traceback."""
+    """Report why the process exits, for an expected exit that needs no traceback."""
     text = plain(str(message))
     if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)
@@ -245,7 +245,9 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _wrote(report: ErrorReport) -> bool:
-    """Write the error file; True if the launcher will print it. Under torchrun the process prints it itself."""
+    """Write the error file, and return whether the launcher will print it. Under torchrun, the process itself must
+    print the error.
+    """
     file = os.environ.get(ERROR_FILE)
     if not file:
         return False

@@ -76,5 +76,5 @@ def test_a_kernel_alone(length: int, causal: bool, dtype: torch.dtype) -> None:
 
 
 def test_full_precision_has_no_kernel() -> None:
-    with pytest.raises(TypeError, match=r"torch.float32 on cuda; set it to triton"):
+    with pytest.raises(TypeError, match=r"torch.float32 on cuda; set triton"):
         flash_op(torch.zeros(1, device="cuda"))

@@ -52,13 +52,13 @@ def truncate_state(folder: Path) -> None:
 
 Damage = Callable[[Path], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a bit of the weights": (lambda folder: flip_bit(folder / native.WEIGHTS), "its content has changed"),
-    "truncated state": (truncate_state, "bytes, the checkpoint was written with"),
-    "no meta.json": (lambda folder: (folder / native.META).unlink(), "meta.json: is missing"),
+    "a bit of the weights": (lambda folder: flip_bit(folder / native.WEIGHTS), "content has changed"),
+    "truncated state": (truncate_state, "bytes, but was written with"),
+    "no meta.json": (lambda folder: (folder / native.META).unlink(), "meta.json: not found"),
     "garbled manifest": (lambda folder: flip_bit(folder / native.MANIFEST), "global_step6"),
     "manifest without a sense": (
         lambda folder: (folder / native.MANIFEST).write_text('{"format": 2, "files": {"meta.json": 3}}'),
-        "is damaged (it lists no files)",
+        "damaged (lists no files)",
     ),
     "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: cannot be read"),
     "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: cannot be read"),
@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_not_chosen(
     damage(newest)
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     assert first_valid([newest, before]) == Choice(before)
-    assert any(message in line and "falling back to the checkpoint before it" in line for line in caplog.messages)
+    assert any(message in line and "falling back to the previous checkpoint" in line for line in caplog.messages)
 
 
 def plant_strays(folder: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_damaged_checkpoint_and_files_of_another_run(
     flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
     plant_strays(native.step_folder(stopped, 4))
     output = live(KEYS | {"save": str(stopped)}).output
-    assert "falling back to the checkpoint before it" in output and "resuming at step 4" in output
+    assert "falling back to the previous checkpoint" in output and "resuming at step 4" in output
     assert (stopped / native.QUARANTINE / "global_step6").is_dir(), "the damaged one is kept"
     for name in ("state/rank_0000.safetensors", "more"):
-        assert f"global_step4/{name}: is not listed in manifest.json and is ignored" in output
+        assert f"global_step4/{name}: not listed in manifest.json, and therefore ignored" in output
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
 
@@ -124,7 +124,7 @@ def test_first_start_partial_save_and_finished_run(
     assert "from step 0" in live(KEYS | {"save": str(run), "load": str(run)}).output
     assert_same_end(open_run(run), whole, assert_same_state)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != native.LOCK}
-    assert "nothing to do: step 8 is reached already" in live(KEYS | {"save": str(run)}).output
+    assert "nothing to do: step 8 has already been reached" in live(KEYS | {"save": str(run)}).output
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
@@ -174,13 +174,11 @@ def test_an_unreadable_newest_checkpoint_gives_way_and_stays(
     put_folder(folder / name)
     first = live(KEYS | {"save": str(stopped), "exit_interval": 5})
     assert f"global_step6/{name}: cannot be read" in first.output and "resuming at step 4" in first.output
-    assert "falling back to the checkpoint before it" in first.output
+    assert "falling back to the previous checkpoint" in first.output
     assert (folder / name).is_dir() and not (stopped / native.QUARANTINE).exists(), "it may be as it was written"
     second = live(KEYS | {"save": str(stopped)})
     assert f"global_step6/{name}: cannot be read" in second.output, "the next start looks at it again"
-    assert (
-        "resuming at step 5" in second.output and "is written again; the existing folder was moved to" in second.output
-    )
+    assert "resuming at step 5" in second.output and "already exists; the existing folder was moved to" in second.output
     assert (stopped / native.QUARANTINE / "global_step6" / name).is_dir()
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
@@ -201,7 +199,7 @@ def test_two_ranks_verify_and_agree(live: Any, stopped: Path) -> None:
     put_folder(native.step_folder(stopped, STOPPED) / native.RNG / "rank_0.pt")
     flip_bit(next((native.step_folder(stopped, 4) / native.STATE).iterdir()))
     output = live(keys, ranks=2).output
-    assert "global_step6/rng/rank_0.pt: cannot be read" in output and "its content has changed" in output
+    assert "global_step6/rng/rank_0.pt: cannot be read" in output and "content has changed" in output
     assert re.search(r"verified .*global_step2: \d\.\d+ of .* GB/s with 2 process\(es\)", output), output
     assert "resuming at step 2" in output and (stopped / native.QUARANTINE / "global_step4").is_dir()
 

@@ -52,7 +52,7 @@ def test_two_runs_at_a_time_lose_no_figure(server: Any, train: Any, tmp_path: Pa
         assert first.wait(0.1) is None, first.output()
     second = train(shared | {"save": str(tmp_path / "b")})
     first.send(signal.SIGCONT)
-    assert second.status == 2 and "another run writes its figures into it" in second.output, second.output
+    assert second.status == 2 and "in use by another run" in second.output, second.output
     assert first.end() == [0], first.output()
     assert list(losses(tmp_path / "logs")) == list(range(1, STEPS + 1))
 
@@ -63,5 +63,5 @@ def test_an_unreachable_weights_and_biases_server_does_not_end_a_run(server: Any
     keys = {"save": str(tmp_path / "run"), "use_wandb": True, "wandb_host": "http://127.0.0.1:9", "eval_iters": 0}
     launch = server.start(keys, environment=environment)
     assert launch.end() == [0], launch.output()
-    assert "this launch is kept on disk: send it later with `wandb sync " in launch.output()
+    assert "metrics stay on disk, so send them later with `wandb sync " in launch.output()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

@@ -67,8 +67,9 @@ def test_a_lost_rank_ends_the_other_without_a_launcher(point: str, victim: int, 
     begin, statuses = time.monotonic(), launch.end()
     assert statuses == ([-9, 1] if victim == 0 else [1, -9]), launch.output()
     assert time.monotonic() - begin < GRACE + PROMPT
-    assert f"rank {victim} on {socket.gethostname()} had ended before" in launch.output() or (
-        f"rank {victim} on {socket.gethostname()} has ended, and this process still waits for it" in launch.output()
+    assert f"rank {victim} on {socket.gethostname()} had already ended" in launch.output() or (
+        f"rank {victim} on {socket.gethostname()} has ended, but this process is still waiting for it"
+        in launch.output()
     )
 
 
@@ -88,7 +89,9 @@ def test_a_rank_that_hangs(action: str, statuses: list[int], reports: list[int],
     stacks = {int(path.stem[-1]): path.read_text() for path in tmp_path.glob("hang_rank_*.txt")}
     assert sorted(stacks) == reports
     assert "the main thread waits for other ranks in" in stacks[0]
-    assert "last was 'step 3'" in stacks[0] and all(f" in _{action}" in text for rank, text in stacks.items() if rank)
+    assert "the last heartbeat was 'step 3'" in stacks[0] and all(
+        f" in _{action}" in text for rank, text in stacks.items() if rank
+    )
 
 
 BAD = 3

@@ -104,7 +104,7 @@ def test_text_of_a_model_that_learned_facts_too(
     assert "stride 8, softmax over the ids below 512 only, 2 documents" in capsys.readouterr().out
     assert all(one.nll < other.nll for one, other in zip(alone.results, whole.results, strict=True))
     assert main(arguments(checkpoint, text, "--vocabulary", 64)) == 2
-    assert "vocabulary 64: the documents have the token" in capsys.readouterr().err
+    assert "vocabulary 64: the documents contain the token id" in capsys.readouterr().err
 
 
 def test_a_start_token_is_named_and_put_on_request(
@@ -163,7 +163,7 @@ def test_another_measurement_is_not_overwritten_unasked(
     assert main(arguments(checkpoint, text, "--output", output)) == 0
     before = output.read_bytes()
     assert main(arguments(checkpoint, text, "--output", output, "--stride", 16)) == 2
-    assert "holds another measurement (different protocol.stride)" in capsys.readouterr().err
+    assert "contains another measurement (different protocol.stride)" in capsys.readouterr().err
     assert output.read_bytes() == before
     assert main(arguments(checkpoint, text, "--output", output, "--stride", 16, "--overwrite")) == 0
     assert read(output).protocol.stride == 16
@@ -187,7 +187,7 @@ def test_what_is_refused_is_noted_and_the_others_go_on(
         (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants; name a folder"),
         (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
         (["--variant", "a", "absent.yml"], "no such file: absent.yml"),
-        (["--variant", " "], "the name is empty"),
+        (["--variant", " "], "empty name"),
         (["--variant", "a", "rope_scalin.factor=2"], "rope_scalin: unknown key; did you mean `rope_scaling`?"),
     ],
 )
@@ -243,7 +243,7 @@ def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:
         (["--checkpoint", "absent"], "absent"),
         (["--windows", "4"], "window 4: is shorter than the stride 8"),
         (["--windows", "16,1024"], "no document has the required 1024 tokens"),
-        (["--max-length", "32"], "--max-length 32: is shorter than the window 64"),
+        (["--max-length", "32"], "--max-length 32: must be at least 64"),
         (["--data", "absent"], "absent: no such text file, folder or shard"),
         (["--set", "rope_scaling.rope_typ=dynamic"], "rope_typ"),
         (["--set", "hidden_size=64"], "hidden_size"),
@@ -288,7 +288,7 @@ def test_a_window_that_does_not_fit_is_noted(
     found = read(output)
     assert [each.window for each in found.results] == [16]
     assert [(each.at, each.kind) for each in found.missing] == [("window 64", "out of memory")]
-    assert "window 64: out of memory: the memory of cpu is exhausted; lower --tokens-per" in capsys.readouterr().err
+    assert "window 64: out of memory: cpu ran out of memory; lower --tokens-per" in capsys.readouterr().err
     monkeypatch.setattr(GPT, "hidden_states", compute)
     assert main(arguments(checkpoint, text, "--output", output)) == 0, "tried again, and only that"
     assert [each.window for each in read(output).results] == [16, 64] and not read(output).missing

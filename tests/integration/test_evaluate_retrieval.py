@@ -132,10 +132,9 @@ def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(
 
 
 SAYS = {
-    "current": "dynamic length current: in generation an extension that depends on the length sees the tokens so far",
-    "prompt": "dynamic length prompt: in generation an extension that depends on the length sees the prompt's length",
-    "total": "dynamic length total: in generation an extension that depends on the length sees "
-    "the length of prompt and",
+    "current": "dynamic length current: in generation, a length-dependent extension uses the number of tokens so far",
+    "prompt": "dynamic length prompt: in generation, a length-dependent extension uses the prompt's length",
+    "total": "dynamic length total: in generation, a length-dependent extension uses the length of prompt and",
 }
 
 
@@ -178,5 +177,5 @@ def test_files_that_do_not_say_what_a_dynamic_extension_saw(
     path.write_text(json.dumps(told))
     assert NeedleResult.model_validate_json(path.read_bytes()).protocol.dynamic_length == "total"
     assert evaluate("needle", checkpoint, *options, "--dynamic-length", "total") == 0
-    with pytest.raises(EvaluationError, match=r"holds another measurement \(different protocol.dynamic_length\)"):
+    with pytest.raises(EvaluationError, match=r"contains another measurement \(different protocol.dynamic_length\)"):
         evaluate("needle", checkpoint, *options)

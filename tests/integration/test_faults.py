@@ -129,10 +129,10 @@ def empty_shard(folder: Path) -> Path:
 DATA_FAULTS = {
     "missing": (lambda folder: folder / "absent", "absent.bin: no such file"),
     "empty": (empty_shard, "empty.idx: not an MMIDIDX index"),
-    "truncated": (truncated_shard, "short.bin: 4001 bytes, but its index records 8000"),
+    "truncated": (truncated_shard, "short.bin: has 4001 bytes, but its index records 8000"),
     "too short": (
         lambda folder: write_shard(folder / "tiny", 32),
-        "tiny: 32 tokens do not fill a sample of seq_length + 1 = 33",
+        "tiny: only 32 tokens, fewer than one sample of seq_length + 1 = 33",
     ),
 }
 
@@ -150,14 +150,14 @@ def test_shards(name: str, attempt: Attempt, tmp_path: Path) -> None:
     [
         (
             {"vocab_size": 100},
-            "vocab_size: 100, but the tokenizer of the data has 512 tokens; set vocab_size=512 or larger",
+            "vocab_size: 100, but the data's tokenizer has 512 tokens; set vocab_size=512 or larger",
         ),
         ({"train_batch_size": 5}, "train_batch_size: 5 is not a multiple of micro-batch 2"),
         ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not divide hidden_size 32"),
         ({"attention_backend": "flex"}, "attention_backend: flex does not support this model"),
         ({"train_iters": "null", "lr_decay_iters": 5}, "train_iters: not set; training needs it"),
         ({"optimizer.params.lr": "null"}, "optimizer.params.lr: not set; training needs it"),
-        ({"seq_length": 100000}, "do not fill a sample of seq_length + 1 = 100001"),
+        ({"seq_length": 100000}, "fewer than one sample of seq_length + 1 = 100001"),
     ],
 )
 def test_configurations(changes: dict[str, Any], message: str, attempt: Attempt, tmp_path: Path) -> None:
@@ -179,18 +179,18 @@ CHECKPOINT_FAULTS = {
     "truncated optimizer": (truncate_optimizer, "the checkpoint was written with"),
     "lost random state": (
         lambda run: (run / "global_step12/rng/rank_0.pt").unlink(),
-        "rank_0.pt: is missing from the checkpoint",
+        "rank_0.pt: not found; copy the checkpoint",
     ),
     "altered configuration": (
         lambda run: (run / "global_step12/config.yml").write_bytes(
             (run / "global_step12/config.yml").read_bytes()[:-1] + b" "
         ),
-        "config.yml: its content has changed",
+        "config.yml: content has changed",
     ),
-    "no manifest": (lambda run: (run / "global_step12/manifest.json").unlink(), "holds no complete checkpoint"),
+    "no manifest": (lambda run: (run / "global_step12/manifest.json").unlink(), "no complete checkpoint"),
     "foreign folder": (
         lambda run: [path.unlink() for path in run.rglob("*") if path.is_file()],
-        "holds no complete checkpoint",
+        "no complete checkpoint",
     ),
     "Hugging Face folder": (
         lambda run: (run / "config.json").write_text("{}"),
@@ -238,17 +238,17 @@ def test_other_data_of_equal_size(
     keys = {"load": str(run_copy), "save": str(run_copy), "train_data_paths": [str(own)], "train_iters": 14}
     before = contents(run_copy)
     status, output = attempt(keys)
-    assert_one_message(status, output, f"cannot be resumed with another content of {own} (saved ")
+    assert_one_message(status, output, f"cannot be resumed with a different content of {own} (saved ")
     assert len(output) < 500, "the differing entries only"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum(f"no tokenizer saved with {own}; cannot verify" in line for line in warnings) == 1
+    assert sum(f"no tokenizer is saved with {own}; cannot verify" in line for line in warnings) == 1
     assert contents(run_copy) == before
 
 
 def test_a_folder_that_already_holds_a_run(attempt: Attempt, run_copy: Path) -> None:
     before = contents(run_copy)
     status, output = attempt({"save": str(run_copy)})
-    assert_one_message(status, output, "already holds a run, up to step 12; resume it with load=")
+    assert_one_message(status, output, "already contains a run, up to step 12; resume it with load=")
     assert contents(run_copy) == before
 
 
@@ -280,7 +280,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(live: Any, small_disk: Path, tmp_path: Path, open_run: Any, whole: Any) -> None:
     run = small_disk / "run"
     finished = live({"save": str(run), "checkpoint_factor": 2}, expected=2)
-    assert_one_message(finished.status, finished.output, "could not be written", "earlier ones are intact")
+    assert_one_message(finished.status, finished.output, "could not be written", "earlier checkpoints are intact")
     steps = native.steps(run)
     left = [path.name for path in run.glob(".*")]
     assert steps and left == [native.LOCK], "what could not be completed was removed"

@@ -214,7 +214,7 @@ def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Pat
     first = native.step_folder(uninterrupted, 2)
     RemoteFolder(url).upload(of_another_run(first, tmp_path / "another"))
     fresh = train({"save": url, "checkpoint_cache": str(tmp_path / "cache"), "auto_resume": False}, expected=2)
-    assert f"{url}: already holds a run, up to step 2" in fresh.output
+    assert f"{url}: already contains a run (up to step 2)" in fresh.output
     assert RemoteFolder(url).steps() == [2]
 
 
@@ -238,5 +238,5 @@ def test_a_model_is_loaded_from_a_url(
     before = downloaded.stat().st_mtime_ns
     assert torch.equal(load_model(f"{url}/global_step6")(tokens), expected)
     assert downloaded.stat().st_mtime_ns == before, "what has not changed is not downloaded again"
-    with pytest.raises(CheckpointError, match=r"s3://bucket/nothing: holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"s3://bucket/nothing: no complete checkpoint"):
         load_model("s3://bucket/nothing")

@@ -181,11 +181,11 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     )
     done = run_tool(tmp_path / "recipe.yml", "--root", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0 and "a train: 3 documents" in done.stdout, done.stderr
-    assert "valid_fraction: no valid document" in done.stdout
+    assert "valid_fraction: the valid split has no documents, so training reports no validation loss" in done.stdout
     assert "Train with: megatron-coca train" in done.stdout
     (tmp_path / "recipe.yml").write_text("sources: {a: {path: [a.txt]}}\n")
     done = run_tool(tmp_path / "recipe.yml", "--output", tmp_path / "o")
-    assert done.returncode == 2 and "sources.a.path: unknown key; did you mean paths?" in done.stderr
+    assert done.returncode == 2 and "sources.a.path: unknown key; did you mean `paths`?" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -196,7 +196,7 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
         (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "--input none.jsonl: not NAME=PATH"),
         (
             ("--input", "c=x.jsonl", "--output", "o"),
-            "--input: give either tokenizer_type, with vocab_file, or train_tokenizer",
+            "--input: needs a tokenizer; set either tokenizer_type (with vocab_file) or train_tokenizer",
         ),
         (("--output", "o"), "give exactly one of a recipe, --input and --builtin"),
         (

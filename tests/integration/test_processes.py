@@ -125,6 +125,6 @@ def test_bfloat16_learns(train: Any, open_run: Any, tmp_path: Path) -> None:
     assert finished.status == 0, finished.output
     devices, without_effect = finished.output.splitlines()[:2]
     assert devices.endswith("device: CPU, 1 process(es) of 1 thread(s) (gloo), bf16, attention backend sdpa")
-    assert without_effect.endswith("no effect here (docs/config.md): rope_fusion")
+    assert without_effect.endswith("keys without effect (docs/config.md): rope_fusion")
     losses = open_run(tmp_path).losses
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]

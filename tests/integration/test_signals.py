@@ -102,7 +102,7 @@ def test_ctrl_c_before_there_is_anything_to_save(live: Any, tmp_path: Path) -> N
     keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2, "exit_interval": 2}
     live(keys)
     finished = live(keys | {"exit_interval": 6}, [Hook("restore", "interrupt")], expected=130)
-    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume resumes")
+    assert finished.output.splitlines()[-1].startswith("interrupted; use --auto-resume to resume")
     assert native.steps(tmp_path) == [2]
 
 

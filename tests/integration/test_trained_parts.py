@@ -351,7 +351,7 @@ def test_one_process_goes_on_from_tensor_ranks(alone: Launched) -> None:
 
 def test_a_stage_that_trains_nothing_is_refused_everywhere(together: Launched) -> None:
     for rank in together.ranks:
-        assert "trainable: a stage of pipe_parallel_size 2 has no weights to train with embedding" in rank["idle"]
+        assert "trainable: with embedding, one of the 2 pipeline stages has no weights to train" in rank["idle"]
 
 
 class Reference:

@@ -40,7 +40,7 @@ def test_the_lines_merge_them(place: str, base: Path, tmp_path: Path) -> None:
     folder = adapters(base, tmp_path / "adapters" if place == "alone" else base)
     expected = theirs(folder, tokens(TRAINED))
     assert (expected - before).abs().max() > 0.5, "transformers applies them"
-    with pytest.raises(CheckpointError, match="has adapters of peft .adapter_config.json, adapter_model.safetensors"):
+    with pytest.raises(CheckpointError, match="has PEFT adapters .adapter_config.json, adapter_model.safetensors"):
         load_model(folder)
     *moves, last = map(shlex.split, merging_lines(folder))
     if moves:
@@ -68,11 +68,11 @@ def test_every_way_to_a_checkpoint(base: Path, tmp_path: Path, capsys: pytest.Ca
     for command in commands:
         assert cli.main(command) == 2
         said = capsys.readouterr().err
-        assert "has adapters of peft (adapter_config.json)" in said and "merge_and_unload" in said, command
+        assert "has PEFT adapters (adapter_config.json)" in said and "merge_and_unload" in said, command
         assert shlex.split(said.splitlines()[-1])[:2] == ["python", "-c"], "a name is no code"
     config = open_checkpoint(write(llama(), tmp_path / "plain")).trained
-    with pytest.raises(CheckpointError, match="has adapters of peft"):
+    with pytest.raises(CheckpointError, match="has PEFT adapters"):
         initial_model(load_config([], config.flat() | {"load": given, "finetune": True}), "cpu")
     (base / "adapter_config.json").rename(base / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match="adapter_model.bin without adapter_config.json"):
+    with pytest.raises(CheckpointError, match="adapter_model.bin but no adapter_config.json"):
         open_checkpoint(base)

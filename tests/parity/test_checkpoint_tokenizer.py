@@ -166,14 +166,12 @@ def test_without_its_tokenizer_the_remedy_is_named(
     for number, tool in enumerate(TOOLS):
         assert cli.main([*tool, str(folder), str(tmp_path / f"{number}")]) == 0
         told = capsys.readouterr().err
-        assert "records HFTokenizer with vocab_file /elsewhere/tokens.json, which cannot be read here" in told
-        assert (
-            f"--set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {folder}" in told
-        )
-    assert "generate() runs to its limit" in told
+        assert "has tokenizer_type HFTokenizer and vocab_file /elsewhere/tokens.json, which cannot be read here" in told
+        assert f"vocab_file=PATH (or another type), or copy the tokenizer's file into {folder}" in told
+    assert "generate() always runs to its length limit" in told
     options = SubjectOptions(str(folder), (Variant("it"),), "cpu", "float32", None, False)
     assert Evaluation(options, "perplexity").tokenizer is None
-    assert "which cannot be read here" in caplog.text and f"or put its file into {folder}" in caplog.text
+    assert "which cannot be read here" in caplog.text and f"or copy the tokenizer's file into {folder}" in caplog.text
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -188,7 +186,7 @@ def test_a_named_tokenizer_that_cannot_be_opened_ends_a_tool_with_its_message(
 def test_tokenizers_that_do_not_fit(vocabulary: Path, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", KEYS | {"vocab_size": 256}, tokenizer_type="CharLevelTokenizer")
     opened, said = open_checkpoint(folder), ["tokenizer_type=HFTokenizer", f"vocab_file={vocabulary}"]
-    assert "records CharLevelTokenizer, which has 512 ids for 256 rows" in (opened.tokenizer().note or "")
+    assert "CharLevelTokenizer, which has 512 ids, but the embedding has 256 rows" in (opened.tokenizer().note or "")
     for use in (lambda: import_checkpoint(folder, tmp_path / "i", said), lambda: export(folder, tmp_path / "e", said)):
         with pytest.raises(CheckpointError, match="some_name.json: has 330 ids, but the embedding of .* has 256 rows"):
             use()
@@ -201,7 +199,7 @@ def test_a_vocabulary_without_the_end_of_gpt_neox(tmp_path: Path) -> None:
     train_sentencepiece(LINES, IDS, tmp_path / "tokenizer.model")
     folder = saved(tmp_path / "save", KEYS, tokenizer_type="SPMTokenizer", vocab_file=str(tmp_path / "tokenizer.model"))
     done = export(folder, tmp_path / "out")
-    assert "has no '<|endoftext|>', which ends documents in GPT-NeoX; '<eod>' does" in (done.tokenizer_note or "")
+    assert "has no '<|endoftext|>', which ends documents in GPT-NeoX; using '<eod>'" in (done.tokenizer_note or "")
     eos = json.loads((done.folder / "generation_config.json").read_text())["eos_token_id"]
     assert eos == load_tokenizer("SPMTokenizer", tmp_path / "tokenizer.model").eod
 

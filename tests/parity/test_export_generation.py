@@ -319,7 +319,9 @@ def test_positions_that_a_cache_cannot_keep_are_an_error(tmp_path: Path) -> None
     theirs, gaps = exported("coca", tmp_path), torch.tensor([[0, 1, 5, 6]])
     cache = theirs(tokens(2, 1), use_cache=True).past_key_values
     for given in ({"position_ids": gaps}, {"position_ids": gaps + 2}):
-        with pytest.raises(ValueError, match="do not go up by 1, which a cache does not keep; set use_cache=False"):
+        with pytest.raises(
+            ValueError, match="must increase by 1, because the cache stores no positions; set use_cache=False"
+        ):
             theirs(tokens(4, 1), past_key_values=cache, **given)
     assert theirs(tokens(4, 1), position_ids=gaps, use_cache=False).logits.shape[1] == 4
 
@@ -354,7 +356,7 @@ def test_ways_of_decoding_that_the_model_card_tells_apart(scaling: dict[str, Any
 @torch.no_grad()
 def test_beyond_what_can_be_computed(tmp_path: Path) -> None:
     learned = exported("learned", tmp_path / "learned")
-    with pytest.raises(ValueError, match="128 learned positions do not include 128"):
+    with pytest.raises(ValueError, match="position 128 is beyond the 128 learned positions"):
         learned(tokens(129, 1))
     xpos = exported("xpos", tmp_path / "xpos", dtype=torch.float16)
     with pytest.raises(ValueError, match="xpos overflows torch.float16 at 9999 tokens; use at most 5"):

@@ -168,7 +168,7 @@ GATES = {"nope": {"pos_emb": "none", "forgetting_gate": "fox"}}
 @pytest.mark.parametrize(
     ("write", "types", "message"),
     [
-        (export_neox, {"nope": {"pos_emb": "none"}}, r"layer_types: the layers differ \(global, nope\)"),
+        (export_neox, {"nope": {"pos_emb": "none"}}, r"layer_types: layers differ \(global, nope\)"),
         *((export, types, "layer_types: layers of type nope have weights") for types in (SINKS, SHARED, GATES)),
     ],
 )

@@ -303,7 +303,7 @@ def test_a_dense_folder_is_imported_and_exported_bit_by_bit(block: str, tmp_path
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (None, "this coca_dense has no `network` in its config.json"),
+        (None, "config.json: `network` is missing for this coca_dense"),
         ({"norm": "batchnorm"}, "batchnorm"),
         ({"activation": "tanh"}, "tanh"),
     ],
@@ -318,7 +318,7 @@ def test_what_a_dense_network_has_to_say(network: Any, message: str, tmp_path: P
     content["network"] = network and content["network"] | network
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(
-        CheckpointError, match="is missing 'network'" if network is None else "network.* is not supported"
+        CheckpointError, match="'network' is missing" if network is None else "network.* is not supported"
     ):
         load_model(folder)
 
@@ -347,12 +347,12 @@ def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
         (
             "rope_scaling",
             {"rope_type": "dynamik", "factor": 4.0},
-            "rope_type 'dynamik' is not known; known are default, ",
+            "rope_type 'dynamik' is not supported; supported values: default, ",
         ),
-        ("rope_scaling", {"rope_type": "linear"}, "has no factor"),
-        ("rope_scaling", {"rope_type": "clex"}, "has no clex_frequencies"),
-        ("pos_emb", "cope", "pos_emb 'cope' is not known"),
-        ("relative_positions", {"type": "rerope"}, "has no window"),
+        ("rope_scaling", {"rope_type": "linear"}, "factor is missing"),
+        ("rope_scaling", {"rope_type": "clex"}, "clex_frequencies is missing"),
+        ("pos_emb", "cope", "pos_emb 'cope' is not supported"),
+        ("relative_positions", {"type": "rerope"}, "window is missing"),
     ],
 )
 def test_what_the_modelling_file_refuses(key: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -369,10 +369,10 @@ def test_stock_scaling_is_refused_and_no_code_without_trust(tmp_path: Path) -> N
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     config.rope_parameters = config.rope_parameters | {"rope_type": "linear", "factor": 4.0}
-    with pytest.raises(ValueError, match=r"set as config.position\['rope_scaling'\]"):
+    with pytest.raises(ValueError, match=r"set config.position\['rope_scaling'\]"):
         AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     config.position = None
-    with pytest.raises(ValueError, match="no `position` in its config.json"):
+    with pytest.raises(ValueError, match="`position` is missing for this"):
         AutoModelForCausalLM.from_config(config, trust_remote_code=True)
 
 

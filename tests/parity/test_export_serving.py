@@ -110,9 +110,9 @@ def test_an_engine_may_compile(name: str, engine: Engine, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("coca, dynamic", "an_engine keeps rotated keys.*dynamic"),
-        ("coca, clex", "keeps rotated keys"),
-        ("xpos", "keeps rotated keys.*pos_emb xpos"),
+        ("coca, dynamic", "an_engine caches rotated keys.*dynamic"),
+        ("coca, clex", "caches rotated keys"),
+        ("xpos", "caches rotated keys.*pos_emb xpos"),
         ("alibi", "attn_implementation: an_engine .* use eager or sdpa"),
         ("coca, rerope", "use eager or sdpa"),
     ],

@@ -422,7 +422,7 @@ def test_other_positions_are_exported_in_the_block_of_the_family(name: str, tmp_
 def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path / "source")
     config, _ = read_config(parser().parse_args([str(tmp_path / "source"), COCA, "intermediate_size=96"]))
-    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now an inner width of 32\)"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now a width of 32 inside the MLP\)"):
         initial_model(config, "cpu")
 
 
@@ -481,7 +481,7 @@ def test_a_temperature_that_the_class_would_not_read(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "config.json").read_text())
     values["rope_parameters"]["llama_4_scaling_beta"] = 0.1
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="llama_4_scaling_beta: Qwen3ForCausalLM does not read it"):
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta: Qwen3ForCausalLM ignores this key"):
         load_model(tmp_path)
 
 
@@ -490,12 +490,14 @@ def test_rotation_that_only_the_class_knows(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "config.json").read_text())
     del values["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="rope_parameters: is missing, and its class would use an extension"):
+    with pytest.raises(
+        CheckpointError, match="rope_parameters: missing, so Ministral3ForCausalLM would use an extension"
+    ):
         load_model(tmp_path)
 
 
 UNREAD = {
-    "a key that is not known": ({"mystery": 3}, "mystery: is not supported"),
+    "a key that is not known": ({"mystery": 3}, "mystery: not supported"),
     "a value of another model": (
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention: True is not supp",
@@ -507,7 +509,7 @@ UNREAD = {
     ),
     "a ramp that its class truncates": (
         {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
-        "rope_parameters.full_attention.truncate: its class ignores",
+        "rope_parameters.full_attention.truncate: .* ignores",
     ),
     "two extensions": (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0},
@@ -638,7 +640,7 @@ def test_a_key_of_another_class_is_not_read(tmp_path: Path) -> None:
     build("gpt2").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_key_value_heads": 1}))
-    with pytest.raises(CheckpointError, match="num_key_value_heads: is not supported"):
+    with pytest.raises(CheckpointError, match="num_key_value_heads: not supported"):
         load_model(tmp_path)
 
 
@@ -646,7 +648,7 @@ def test_a_wrong_number_of_heads_in_packed_weights(tmp_path: Path) -> None:
     build("falcon").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"multi_query": False, "num_kv_heads": 6}))
-    message = r"h\.0\.self_attention\.query_key_value\.weight must be \[108, 36\]"
+    message = r"h\.0\.self_attention\.query_key_value\.weight must have shape \[108, 36\]"
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path)
 

@@ -139,7 +139,7 @@ def test_a_plain_neox_folder_that_may_be_coca_is_told_once(caplog: pytest.LogCap
     for factor in (2.0, 4.0):
         assert opened.configure([f"rope_scaling.factor={factor}", "rope_scaling.rope_type=linear"])
     (line,) = told(caplog)
-    assert "read as pos_emb=rotary" in line and "override with pos_emb=coca" in line and len(line) < 300
+    assert "using pos_emb=rotary" in line and "override with pos_emb=coca" in line and len(line) < 300
 
 
 @pytest.mark.parametrize("overrides", [["pos_emb=coca"], {"pos_emb": "rotary"}])
@@ -157,7 +157,7 @@ def test_other_folders_are_not_doubted(tmp_path: Path, caplog: pytest.LogCapture
     assert load_checkpoint(neox_folder(tmp_path / "said", pos_emb="coca")).config.position.pos_emb == "coca"
     assert not told(caplog)
     with pytest.raises(
-        CheckpointError, match="config.json: pos_emb: 'alibi' is not supported; supported are rotary, coca"
+        CheckpointError, match="config.json: pos_emb: 'alibi' is not supported; supported values: rotary, coca"
     ):
         load_model(neox_folder(tmp_path / "other", pos_emb="alibi"))
 

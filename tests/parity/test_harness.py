@@ -115,5 +115,5 @@ def test_a_log_likelihood_by_hand(checkpoint: Path) -> None:
 
 
 def test_a_continuation_longer_than_the_model_reads(checkpoint: Path) -> None:
-    with pytest.raises(EvaluationError, match="has 49 tokens, and 1 to 48 can be scored"):
+    with pytest.raises(EvaluationError, match="has 49 tokens, but 1 to 48 can be scored"):
         adapter(load_checkpoint(checkpoint)).loglikelihood(requests("loglikelihood", [("a", "b" * 49)]))

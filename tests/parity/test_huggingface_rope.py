@@ -72,7 +72,7 @@ def contradicts_itself(kind: str, config: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_base_and_extension(kind: str, beside: dict[str, Any], section: dict[str, Any]) -> None:
     if contradicts_itself(kind, beside | section):
-        with pytest.raises(CheckpointError, match="contradicts .* transformers 4 and 5 read different ones"):
+        with pytest.raises(CheckpointError, match="contradicts .* transformers 4 and 5 read different keys"):
             ours(kind, beside | section)
         return
     assert ours(kind, beside | section) == theirs(kind, beside | section)

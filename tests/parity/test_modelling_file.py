@@ -261,19 +261,19 @@ def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
         (EXTENSION.replace("rule", "huggingface='only here', rule"), "rope_scaling mine: only here"),
         (
             EXTENSION.replace("rule", "huggingface='stock', rule"),
-            "rope_scaling mine: declared outside of megatron_coca",
+            "rope_scaling mine: declared outside megatron_coca",
         ),
         (
             EXTENSION.replace(", mine)", ", lambda rotary, length: mine(rotary, length))"),
-            "has no name at the top level",
+            "not defined at the top level",
         ),
         (
             EXTENSION.replace("def _fewer", "def less").replace(
                 "\n\n\ndef mine", "\n\nglobals()['_fewer'] = less\n\n\ndef mine"
             ),
-            "does not define _fewer at its top level",
+            "no definition of _fewer at the top level",
         ),
-        (EXTENSION.replace("_fewer", "_theta"), "the modelling file has another _theta; rename yours"),
+        (EXTENSION.replace("_fewer", "_theta"), "the modelling file defines another _theta; rename it here"),
         (
             EXTENSION.replace("math.sqrt", "np.sqrt").replace("HALF =", "import numpy as np\nHALF ="),
             "imports np, which",

@@ -321,7 +321,7 @@ class Soak:
         unread = kind.classes == READS  # what cannot be read is passed over
         if outcome.resumed not in (None, expected) and not unread:
             problems.append(f"resumed at step {outcome.resumed}, though step {expected} is complete")
-        if "is damaged" in output and not unread:
+        if (": damaged" in output or "is damaged" in output) and not unread:
             problems.append("a damaged checkpoint")
         polite = {75} == set(outcome.statuses) and outcome.resumed is not None
         if polite and outcome.reached > max(native.steps(run.save), default=0):

@@ -1,3 +1,1 @@
-"""Attention backends: each turns `AttentionInputs` into the attention output, and reports the inputs it does not
-support.
-"""
+"""Attention backends: each turns `AttentionInputs` into the attention output and reports unsupported inputs."""

@@ -1,9 +1,9 @@
-"""Attention with a bias by distance on the CPU, in linear memory: PyTorch's flash kernel with a strided view as mask.
+"""Attention with a distance bias on the CPU, in linear memory: PyTorch's flash kernel with a strided view as its mask.
 
-The bias b(r) depends only on the distance r = m - n of query m and key n, so a mask of all pairs repeats along its
-diagonals. If the rows of a block of queries are in reverse order, entry (row, column) is element row + column of one
-vector: b at falling distances, then -inf for later keys. A view with strides (1, 1) of that vector is the mask, without
-its rows x columns numbers:
+The bias b(r) depends only on the distance r = m - n between query m and key n, so the mask of all pairs is constant
+along each diagonal. If the rows of a query block are reversed, mask entry (row, column) is element row + column of one
+vector: b at decreasing distances, then -inf for later keys. A view of this vector with strides (1, 1) is the mask; the
+rows x columns numbers are never stored:
 
     queries 3 to 5, keys 0 to 5               along = b5 b4 b3 b2 b1 b0 -- --       (--: -inf)
 
@@ -12,8 +12,9 @@ its rows x columns numbers:
     query 4 (row 1)   b4  b3  b2  b1  b0  --    along[1:7]
     query 3 (row 2)   b3  b2  b1  b0  --  --    along[2:8]
 
-The gradient of b(r) is the sum of a diagonal of the score gradients. They are computed in tiles. Each tile is written
-through a view of a buffer with one more column for every row, so that a diagonal of the tile is a column of the buffer.
+The gradient of b(r) is the sum of the score gradients on one diagonal. Score gradients are computed tile by tile. A
+tile is written through a view of a wider buffer (one extra column per row), in which each diagonal of the tile is a
+column.
 """
 
 import math
@@ -28,22 +29,24 @@ from megatron_coca.kernels.custom_op import operation
 
 aten = torch.ops.aten
 QUERY_BLOCK = 512
-"""Query rows per call. Longer blocks compute more masked pairs, shorter blocks need more calls (docs/attention.md)."""
+"""Query rows per kernel call. Larger blocks compute more masked pairs; smaller blocks need more calls
+(docs/attention.md).
+"""
 TILE_ROWS, KEY_BLOCK = 256, 1024
-"""Query rows and key columns of a tile of score gradients: 1 MiB, which fits into the cache of a core. Fewer rows skip
-more masked keys.
+"""Query rows and key columns of a tile of score gradients: 1 MiB, which fits in a core's cache. With fewer rows per
+tile, more masked keys are skipped.
 """
 
 
 def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias | None, window: int | None = None
 ) -> Tensor:
-    """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype; with a
-    window for r < window only. Without a bias b is 0.
+    """Causal softmax(scale * Q' K'^T + b(r)) V, [batch, heads, query_length, head_dim] in the query's dtype. With a
+    window, only pairs with r < window are visible. Without a bias, b is 0.
 
-    The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients. The
-    gradients of the coefficients are sums over all pairs in which most terms cancel, so half precision uses float32 for
-    them.
+    The operands are those of `AttentionInputs`, on the CPU. Gradients flow to the operands and to the bias
+    coefficients. A coefficient's gradient is a sum over all pairs in which most terms cancel, so with a learned bias
+    half-precision operands are computed in float32.
     """
     rows, dtype = min(QUERY_BLOCK, query.shape[2]), query.dtype
     along = diagonals(bias, key.shape[2], rows, query, window).contiguous()
@@ -55,8 +58,8 @@ def biased_attention(
 def diagonals(
     bias: DistanceBias | None, key_length: int, rows: int, query: Tensor, window: int | None = None
 ) -> Tensor:
-    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (later keys), [heads, ...]. It is
-    also -inf at distances from `window` on.
+    """The bias at distances key_length - 1, ..., 0, followed by `rows - 1` entries of -inf for later keys,
+    [heads, ...]. Entries at distances >= `window` are -inf too.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     distance = torch.arange(key_length - 1, -rows, -1)
@@ -67,13 +70,15 @@ def diagonals(
 
 
 def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
-    """The mask [1, heads, rows, columns] of a block, rows reversed; the last row sees `columns` keys."""
+    """The mask [1, heads, rows, columns] of a query block with its rows reversed; the block's last query sees `columns`
+    keys.
+    """
     heads, length = along.shape
     return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
 
 
 class _Rows(NamedTuple):
-    """Saved values of a block of queries, rows reversed, [batch, heads, rows, ...]."""
+    """Saved tensors of a query block with its rows reversed, [batch, heads, rows, ...]."""
 
     grad: Tensor
     query: Tensor
@@ -90,7 +95,7 @@ class _Tile(NamedTuple):
 
 
 def attend_biased(query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp [batch, heads, query_length]) with the bias `along` the diagonals."""
+    """Return the output and the log-sum-exp [batch, heads, query_length]; `along` is the result of `diagonals`."""
     out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
     for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
         mask = reversed_mask(along, stop - start, visible, key.shape[2])
@@ -113,7 +118,7 @@ def biased_gradients(
     scale: float,
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and, if it is `learned`, `along`."""
+    """The gradients of query, key, value and `along` (zeros unless the bias is `learned`)."""
     wide = torch.promote_types(query.dtype, torch.float32)
     query_grad = torch.empty_like(query)
     key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
@@ -163,7 +168,7 @@ _operation = operation("attend_biased", f"({_GIVEN}) -> (Tensor, Tensor)", atten
 
 
 def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
-    """Yield (first row, row after the last, number of keys that the last row sees) for every block of queries."""
+    """Return (first row, row after the last, number of keys that the last row sees) for every query block."""
     stops = [min(start + QUERY_BLOCK, query_length) for start in range(0, query_length, QUERY_BLOCK)]
     starts = range(0, query_length, QUERY_BLOCK)
     return [(start, stop, key_length - query_length + stop) for start, stop in zip(starts, stops, strict=True)]
@@ -172,7 +177,7 @@ def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
 def _flash_backward(
     rows: _Rows, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sums: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return the query gradient of a block; the gradients of its keys and values are added to `sums`."""
+    """Return the query gradient of a block, and add its key and value gradients to `sums`."""
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         rows.grad, rows.query, keys, values, rows.out, rows.lse, 0.0, False, attn_mask=mask, scale=scale
     )
@@ -190,8 +195,8 @@ def _tiled_backward(
     sums: tuple[Tensor, Tensor],
     diagonal_sums: Tensor,
 ) -> Tensor:
-    """As `_flash_backward`; also add the gradient of entry (row, column) of the mask to `diagonal_sums` [heads, ...] at
-    row + column.
+    """Like `_flash_backward`, but also add the gradient of mask entry (row, column) to `diagonal_sums` [heads, ...] at
+    index row + column.
     """
     wide = diagonal_sums.dtype
     query_grad = torch.zeros(rows.query.shape, dtype=wide)
@@ -214,7 +219,7 @@ def _tiled_backward(
 
 
 def _tiles(rows: int, visible: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows, reversed, and key columns of every tile. Row i sees the first `visible` - i keys."""
+    """Yield (row slice, key slice) of every tile. The rows are reversed: row i sees the first `visible` - i keys."""
     for top in range(0, rows, TILE_ROWS):
         for first in range(0, visible - top, KEY_BLOCK):
             yield slice(top, min(top + TILE_ROWS, rows)), slice(first, min(first + KEY_BLOCK, visible - top))
@@ -225,8 +230,8 @@ def _tile(
 ) -> _Tile:
     """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
 
-    The gradient is written through a strided view of a wider buffer, in which entry (row, column) is in column
-    row + column: summing its columns sums the tile's diagonals.
+    The gradient is written through a strided view of a wider buffer. Tile entry (row, column) is in buffer column
+    row + column, so column sums of the buffer are diagonal sums of the tile.
     """
     rows, columns = len(query), len(keys)
     weights = torch.baddbmm(mask[None], query[None], keys.T[None], alpha=scale)[0].sub_(lse).exp_()

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention: bands, documents and biases inside a compiled CUDA kernel, computed in float32."""
+"""PyTorch's FlexAttention: a compiled CUDA kernel that applies bands, documents and biases and computes in float32."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,46 +12,50 @@ from torch import Tensor
 from megatron_coca.attention.backends.reference import ReferenceBackend, missing_einsum
 from megatron_coca.attention.inputs import PAIRWISE, AttentionInputs, Band, DistanceBias, Needs, Segment, made_once
 
-if TYPE_CHECKING:  # imported when it is used, because it imports TorchDynamo, which takes 2 seconds
+if TYPE_CHECKING:  # at run time, imported on first use: this module imports TorchDynamo, which takes 2 seconds
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """Queries and keys per block of the mask."""
 MOST_SHAPES = 256
-"""Limit of compiled shapes per process; PyTorch's default is 8. In evaluation `padded_size` keeps them few."""
+"""Maximum number of compiled shapes per process (PyTorch's default: 8). In evaluation `padded_size` limits the number
+of shapes.
+"""
 
 
 class FlexBackend:
-    """FlexAttention for one segment. `compiled=False` runs its dense definition on any device (for tests)."""
+    """FlexAttention for one segment. `compiled=False` runs FlexAttention's dense PyTorch version on any device (for
+    tests).
+    """
 
     def __init__(self, compiled: bool = True) -> None:
         self._compiled = compiled
 
     def supports(self, needs: Needs) -> str | None:
         """Return None, or the reason why the model is not supported."""
-        if find_spec("torch.nn.attention.flex_attention") is None:  # before 2.5, which the plugin supports
+        if find_spec("torch.nn.attention.flex_attention") is None:  # PyTorch before 2.5, which the plugin supports
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":
-            return "its compiled kernel has no backward pass off CUDA"
+            return "its compiled kernel has a backward pass only on CUDA"
         if len(needs.bands) > 1:
-            return "FlexAttention takes one query and one key operand, not one pair for each band"
+            return "FlexAttention takes a single query and key operand, not one pair per band"
         if needs.bands[0].chunk is not None:
-            return "its masks take distances in tokens, not in chunks"
+            return "its masks measure distances in tokens, not in chunks"
         if needs.dropout > 0:
             return "FlexAttention has no dropout"
         if needs.bias in PAIRWISE:
-            return f"it looks up a bias by distance, but {needs.bias} also depends on the query's position"
+            return f"it supports only biases of the distance, but {needs.bias} also depends on the query's position"
         if needs.gates:
-            return "it is compiled for every length, and forgetting gates need a call for every block of queries"
+            return "it is compiled for each length, but forgetting gates need one call per query block"
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
-        A single query does not use the kernel, because that would be compiled for every generated token.
+        A single query does not use the kernel, which would be recompiled for every generated token.
 
         Raises:
-            ValueError: there is dropout, or there are forgetting gates.
+            ValueError: the inputs have dropout or forgetting gates.
         """
         if inputs.dropout > 0 or inputs.gates is not None:
             raise ValueError(
@@ -82,17 +86,17 @@ class FlexBackend:
 
 
 def padded_size(size: int, smallest: int) -> int:
-    """Round `size` up to one of four sizes per octave, from `smallest` on."""
+    """Round `size` up to the next of four sizes per power of two, and to at least `smallest`."""
     step = max(smallest, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
 
 def _padded(inputs: AttentionInputs) -> AttentionInputs:
-    """Pad rows and tokens with zeros, and queries to the number of keys. Otherwise every length in evaluation would be
-    compiled.
+    """Pad rows and tokens with zeros, and queries to the number of keys. Otherwise every length in evaluation would
+    compile a new kernel.
 
-    Queries are padded at the front, in the place of cached tokens, and queries and keys at the end, where no token sees
-    them.
+    Queries are padded at the front, at the positions of cached tokens. Queries and keys are padded at the end, where no
+    real token sees the padding.
     """
     (segment,), (batch, _, length, _) = inputs.segments, inputs.value.shape
     behind = padded_size(length, BLOCK) - length
@@ -112,9 +116,9 @@ def _flex_attention() -> Any:
 
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
-    """Compile for each length: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
+    """Compile for each length, because indexing captured tensors of variable length fails (PyTorch 2.13, CPU).
 
-    `fullgraph` makes too many lengths an error instead of a silent fallback to the dense definition.
+    With `fullgraph`, too many lengths are an error instead of a silent fallback to the dense version.
     """
     return torch.compile(_flex_attention(), dynamic=False, fullgraph=True)
 
@@ -125,7 +129,7 @@ def _compiled(*operands: Tensor, **options: Any) -> Any:
 
 
 def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
-    """Soft-capping, then the bias."""
+    """The score modification: soft-capping, then the bias."""
     add, cap = None if inputs.bias is None else _bias_mod(inputs.bias, inputs), inputs.softcap
     if cap is None:
         return add
@@ -138,8 +142,9 @@ def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
 
 
 def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
-    """The bias is looked up in a vector [heads, key_length]: gradients of learned coefficients would need an atomic
-    addition per pair, and tensors created in a score_mod are compiled wrongly.
+    """Return a score_mod that looks up the bias in a table [heads, key_length]. Computing the bias in the kernel would
+    need an atomic addition per pair for the gradients of learned coefficients, and tensors created in a score_mod are
+    compiled wrongly.
     """
     past = inputs.past
     wide = torch.promote_types(inputs.value.dtype, torch.float32)
@@ -156,13 +161,13 @@ def _block_mask(inputs: AttentionInputs, band: Band) -> "BlockMask":
     if inputs.documents is None:
         return _band_mask(query_length, key_length, band, None, inputs.value.device)
     masks = inputs.documents.masks
-    if (query_length, band) not in masks:  # the same in every layer
+    if (query_length, band) not in masks:  # all layers share the mask
         masks[query_length, band] = _mask(query_length, key_length, band, inputs.documents.starts, inputs.value.device)
     return masks[query_length, band]
 
 
 def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> "BlockMask":
-    """Build the mask of `create_block_mask` without its N x N tensor; `starts` is as in `PackedDocuments`."""
+    """Build the same mask as `create_block_mask`, but without an N x N tensor; `starts` is as in `PackedDocuments`."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first = torch.zeros(1, key_length, dtype=torch.long, device=device) if starts is None else starts
@@ -181,14 +186,17 @@ _band_mask = made_once(_mask, evaluated=16)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of `blocks` [..., columns], the number of set columns and all columns, set ones first."""
+    """For each row of `blocks` [..., columns], return the number of true columns and all column indices, true ones
+    first.
+    """
     return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 def _blocks(query_length: int, key_length: int, band: Band, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks with visible pairs (a superset), and full blocks with only visible pairs (a subset).
+    """Two masks [batch, 1, query blocks, key blocks]: blocks that may contain visible pairs (a superset of those that
+    do), and blocks known to contain only visible pairs (a subset of those that do).
 
-    Both [batch, 1, query blocks, key blocks]. The distances in a block are contiguous, and document starts ascend.
+    The distances in a block are contiguous, and document starts are ascending.
     """
     past = key_length - query_length
     high = key_length if band.high is None else band.high
@@ -204,7 +212,7 @@ def _blocks(query_length: int, key_length: int, band: Band, starts: Tensor) -> t
 
 
 def _edges(start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last token of every block of the tokens from `start` to `stop`."""
+    """The first and last token of every block between tokens `start` and `stop`."""
     first = torch.arange(start, stop, BLOCK, device=like.device)
     return first, (first + BLOCK).clamp(max=stop) - 1
 

@@ -1,17 +1,17 @@
-"""Forgetting gates for kernels without gates: in blocks of queries, as features of the operands.
+"""Forgetting gates for kernels that have no gates: the gates become extra operand features, one query block at a time.
 
-The bias of query m and key n is F_m - F_n with F the running sum of log gates. A term that is the same for all keys of
-a row cancels in softmax, so c - F_n works for any c of the row, its origin. F grows with the length, so a block of
-queries has its own origins, the F of a few of its tokens: near the diagonal, where keys count, numbers stay as small as
-the sum between a row and its origin.
+The bias of query m and key n is F_m - F_n, where F is the running sum of log gates. A term that is the same for all
+keys of a row cancels in softmax, so c - F_n works for any constant c of the row, called its origin. F grows with the
+length, so each query block has its own origins: the F of a few of its tokens. Near the diagonal, where most attention
+weight is, |c - F_n| then stays as small as the sum of log gates between a row and its origin.
 
-Q' gets constant features, and K' gets features with products c - F_n. So the kernel computes the gradients of the
-gates, in linear memory. In half precision the number is a sum of three; other precisions use the same features for more
-origins. On the CPU half precision uses float32: the gradient of a gate is a running sum of the gradients of keys, and a
-kernel would round each of these.
+Q' gets constant features, and K' gets features such that their products are c - F_n. The kernel therefore also computes
+the gradients of the gates, in linear memory. In half precision, c - F_n is the sum of three features; in other
+precisions the same features allow more origins. On the CPU, half-precision inputs are computed in float32: a gate's
+gradient is a running sum of key gradients, and the kernel would round each of these.
 
-Strong gates are bounded: a key has no weight if the sum of the gates between it and its query is below `_closed`, and
-the exact sum makes no difference.
+Strong gates are bounded: once the sum of log gates between a key and its query is below `_closed`, the key has no
+weight and the exact sum makes no difference.
 """
 
 import math
@@ -28,16 +28,18 @@ from megatron_coca.attention.backends.reference import widened
 from megatron_coca.attention.inputs import GATE_PARTS, AttentionInputs, gate_features, query_block
 
 QUERY_ROWS = 256
-"""Queries per call. The kernels' float32 sums have errors of 6e-8 times the log gates between a row and its origin."""
+"""Queries per call. The error of the kernels' float32 sums is 6e-8 times the sum of log gates between a row and its
+origin.
+"""
 
 
 def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """Apply an `attend` without gates to inputs with gates: [batch, heads, query_length, head_dim].
+    """Apply `attend`, which has no gates, to inputs with gates: [batch, heads, query_length, head_dim].
 
-    With several blocks, the backward pass computes each block again.
+    With several query blocks, the backward pass recomputes each block.
     """
     dtype = inputs.query.dtype
-    if inputs.query.device.type == "cpu":  # elsewhere kernels may lack float32
+    if inputs.query.device.type == "cpu":  # on other devices, kernels may not support float32
         inputs = widened(inputs)
     assert inputs.gates is not None
     closed, outputs = _closed(inputs), []
@@ -53,11 +55,11 @@ def attend_gated(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
 @torch.no_grad()
 def _closed(inputs: AttentionInputs) -> Tensor:
-    """A sum of log gates [batch, heads, 1] below which a key has no weight compared with the query's own key, for any
-    scores.
+    """Return a sum of log gates [batch, heads, 1] below which a key has no weight relative to the query's own key,
+    regardless of the scores.
 
-    Scores differ by at most twice the product of the largest norms, and biases by the excess of the largest over that
-    of distance 0. exp(-128) is 0 in float32 (exp(-768) in float64). float16 can represent only smaller sums.
+    Scores differ by at most twice the product of the largest norms; biases differ by at most the largest bias minus the
+    bias at distance 0. exp(-128) is 0 in float32 (exp(-768) in float64). The range of float16 limits the result.
     """
     (batch, heads), keys = inputs.query.shape[:2], inputs.value.shape[2]
     wide = torch.promote_types(inputs.query.dtype, torch.float32)
@@ -82,7 +84,9 @@ def _attend_block(
 
 
 def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> AttentionInputs:
-    """Put the gates of a block into its operands; `total` is F of its keys, [batch, heads, keys] float64."""
+    """Add the gates of a block to its operands as features; `total` is F of the block's keys, [batch, heads, keys]
+    float64.
+    """
     kv_heads, dtype, rows = block.value.shape[1], block.value.dtype, block.query.shape[2]
     groups = block.query.shape[1] // kv_heads
     width, parts = gate_features(groups), GATE_PARTS if dtype.itemsize == 2 else 1
@@ -105,9 +109,9 @@ def _with_features(block: AttentionInputs, total: Tensor, closed: Tensor) -> Att
 
 
 def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
-    """Compute c - F_n of all keys for every group of `size` of the last `rows` tokens, [batch, heads, origins, keys]. c
-    is the F of the group's middle token. Values are bounded below by the value that closes a key to the group's first
-    row, which has the largest one.
+    """Compute c - F_n of all keys for every group of `size` tokens in the last `rows` tokens, [batch, heads, origins,
+    keys]. c is the F of the group's middle token. Values are clamped from below to the value at which a key has no
+    weight in the group's first row, and therefore in none of its rows.
     """
     first = torch.arange(total.shape[-1] - rows, total.shape[-1], size, device=total.device)
     stop = (first + size).clamp(max=total.shape[-1])
@@ -117,7 +121,7 @@ def _biases(total: Tensor, rows: int, size: int, closed: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
-    """Split x, float64, into `count` numbers of `dtype` with sum x; the gradient is that of the first."""
+    """Split the float64 tensor x into `count` tensors of `dtype` that sum to x; x gets the gradient of the first."""
     parts = [x.to(dtype)]
     for _ in range(count - 1):
         x = x.detach() - parts[-1].detach()

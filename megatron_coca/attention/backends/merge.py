@@ -1,9 +1,9 @@
-"""Attention over several segments by unmasked flash calls merged by log-sum-exp, in O(N) memory, with each pair
-computed once.
+"""Attention over several segments: flash calls without masks, merged by their log-sum-exp. It needs O(N) memory and
+computes each pair once.
 
-The visible pairs are divided into pieces that need no mask. A row's output is the sum of its pieces' outputs weighted
-by their shares of the softmax denominator. In the backward pass each piece calls the flash kernel's own backward with
-the merged output and log-sum-exp, so softmax weights and row sums are those of the complete row and gradients are
+The visible pairs are divided into pieces that need no mask. A row's output is the sum of its pieces' outputs, each
+weighted by its share of the softmax denominator. The backward pass calls the flash kernel's backward for each piece
+with the merged output and log-sum-exp, so the softmax weights are those of the complete row and the gradients are
 exact.
 """
 
@@ -27,9 +27,9 @@ Shape = Literal["full", "lower", "upper"]
 class Piece:
     """`blocks` equal blocks of `rows` consecutive queries and `columns` consecutive keys, `step` tokens apart.
 
-    `query` and `key` are the indices of the first query row and key of the first block. In a block all pairs are
-    visible (full), or those with column <= row (lower, causal), or those with column >= row (upper, causal after
-    reversing both sides).
+    `query` and `key` are the indices of the first query row and first key of the first block. `shape` says which pairs
+    of a block are visible: all (full), those with column <= row (lower: causal), or those with column >= row (upper:
+    causal after reversing queries and keys).
     """
 
     query: int
@@ -43,12 +43,12 @@ class Piece:
 
 @lru_cache(maxsize=256)
 def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
-    """The pieces of `band` for queries `past` to `length` of `length` keys. They cover every visible pair once and no
-    other pair.
+    """Return the pieces of `band` for queries `past` to `length` and keys 0 to `length`. They cover every visible pair
+    exactly once and no other pair.
 
-    With row = m - low, the query at token m sees the existing keys row - width < n <= row among the first keys. From
-    row to row the range of keys first grows by one, then slides (or stays, if the first keys are exhausted before the
-    width), and then shrinks.
+    With row = m - low, the query at token m sees the keys row - width < n <= row, limited to the band's first keys.
+    From row to row, the range of visible keys first grows by one, then slides (or stays, if `first_keys` ends before
+    `width`), and then shrinks.
     """
     if band.chunk is not None:
         return tuple(_fold(_chunks(band, band.chunk, past, length)))
@@ -69,7 +69,7 @@ def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
 
 
 def _chunks(band: Band, size: int, past: int, length: int) -> Iterator[Piece]:
-    """The queries of a chunk see whole chunks, and in their own chunk the keys up to themselves."""
+    """Yield the pieces for a band of chunks: a query sees earlier chunks and the keys of its own chunk up to itself."""
     for start in range(past // size * size, length, size):
         top, bottom = max(start, past), min(start + size, length)
         left = 0 if band.high is None else max(start - (band.high - 1) * size, 0)
@@ -91,7 +91,7 @@ def _triangle(top: int, left: int, size: int, shape: Shape) -> Iterator[Piece]:
 
 
 def _growing(top: int, bottom: int) -> Iterator[Piece]:
-    """Row m sees the keys 0 to m."""
+    """Yield the pieces for rows m that see the keys 0 to m."""
     if bottom == top + 1:
         yield from _rectangle(top, bottom, 0, bottom)
     elif bottom > top:
@@ -100,7 +100,7 @@ def _growing(top: int, bottom: int) -> Iterator[Piece]:
 
 
 def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
-    """Row m >= width sees the `width` keys up to m: two triangles for each block of `width` rows."""
+    """Yield the pieces for rows m >= width that see the `width` keys up to m: two triangles per `width` rows."""
     for row in range(top, bottom, width):
         end = min(row + width, bottom)
         if end == row + 1:
@@ -111,14 +111,14 @@ def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
 
 
 def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:
-    """Row top + i sees the keys left + i to right - 1."""
+    """Yield the pieces for rows top + i that see the keys left + i to right - 1."""
     size = min(bottom - top, right - left)
     yield from _triangle(top, left, size, "upper")
     yield from _rectangle(top, top + size, left + size, right)
 
 
 def _fold(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Combine equal pieces at equal steps along the diagonal into one with several blocks."""
+    """Combine equal pieces at equal steps along the diagonal into one piece with several blocks."""
     groups: dict[tuple[int, int, int, Shape], list[Piece]] = {}
     for piece in pieces:
         groups.setdefault((piece.query - piece.key, piece.rows, piece.columns, piece.shape), []).append(piece)
@@ -137,16 +137,16 @@ MAX_CUDA_HEAD_DIM = 256
 
 
 class MergeBackend:
-    """Supports any number of segments with any bands."""
+    """Merged flash calls for any number of segments with any bands."""
 
     def supports(self, needs: Needs) -> str | None:
         """Return None, or the reason why the model is not supported."""
         if needs.device_type not in ("cpu", "cuda"):
-            return f"it calls PyTorch's flash kernels, which exist for CPU and CUDA but not for {needs.device_type}"
+            return f"PyTorch has flash kernels for CPU and CUDA, but not for {needs.device_type}"
         if needs.bias:
-            return "its calls take no mask and so no bias"
+            return "its kernel calls have no mask, and therefore no bias"
         if needs.dropout > 0:
-            return "its calls share no random state, so the forward and backward pass would drop different weights"
+            return "its kernel calls cannot share a dropout mask between the forward and the backward pass"
         if needs.device_type == "cuda" and (needs.head_dim % 8 or needs.head_dim > MAX_CUDA_HEAD_DIM):
             return f"its CUDA kernels need a head_dim that is a multiple of 8 and at most {MAX_CUDA_HEAD_DIM}"
         return None
@@ -155,8 +155,8 @@ class MergeBackend:
         """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
-            TypeError: there is no kernel for the operands' dtype and device.
-            ValueError: there is a bias or dropout.
+            TypeError: no kernel exists for the operands' dtype and device.
+            ValueError: the inputs have a bias or dropout.
         """
         if inputs.bias is not None or inputs.dropout > 0:
             raise ValueError(
@@ -175,16 +175,18 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
 
 
 def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
-    """A piece's rows of x [batch, heads, length, ...] from `start` on: the view [batch, blocks, heads, size, ...]."""
+    """Return a view [batch, blocks, heads, size, ...] of x [batch, heads, length, ...]: `size` rows per block of the
+    piece, with the first block at row `start`.
+    """
     strides = (x.stride(0), piece.step * x.stride(2), x.stride(1), *x.stride()[2:])
     shape = (x.shape[0], piece.blocks, x.shape[1], size, *x.shape[3:])
     return x.as_strided(shape, strides, x.storage_offset() + start * x.stride(2))
 
 
 def _cut(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
-    """The same rows in the kernel's order, [batch * blocks, heads, size, ...]."""
+    """Return the rows of `_view` in the kernel's order, [batch * blocks, heads, size, ...]."""
     x = _view(x, piece, start, size)
-    return (x.flip(3) if piece.shape == "upper" else x).flatten(0, 1)  # often a view of the reversed copy
+    return (x.flip(3) if piece.shape == "upper" else x).flatten(0, 1)  # the flip copies; flatten is then often a view
 
 
 def _queries(x: Tensor, piece: Piece) -> Tensor:
@@ -196,16 +198,16 @@ def _keys(x: Tensor, piece: Piece) -> Tensor:
 
 
 def _restore(x: Tensor, piece: Piece) -> Tensor:
-    """A kernel result [batch * blocks, heads, size, ...] in the shape and order of `_view`."""
+    """Bring a kernel result [batch * blocks, heads, size, ...] into the shape and order of `_view`."""
     x = x.flip(2) if piece.shape == "upper" else x
     return x.unflatten(0, (-1, piece.blocks))
 
 
 class _Accumulator:
-    """A tensor [batch, heads, length, ...] to which pieces are added, and a record of the written rows.
+    """A tensor [batch, heads, length, ...] to which pieces are added, and a record of the rows written so far.
 
-    The memory is not cleared, and the first piece of a row is copied, not added. For ReRoPE this saves clearing and
-    reading most of it.
+    The tensor is not cleared first: the first piece of a row is copied, not added. For ReRoPE this avoids clearing and
+    reading most of the tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -213,8 +215,8 @@ class _Accumulator:
         self._written = bytearray(tensor.shape[2])
 
     def first(self, piece: Piece, start: int, size: int, fill: float = 0.0) -> bool:
-        """Record these rows as written. Return True if none was written before; otherwise set the unwritten rows to
-        `fill`.
+        """Mark the rows of a piece as written. Return True if none of them was written before; otherwise set those that
+        were not to `fill` and return False.
         """
         spans = [(start + block * piece.step, start + block * piece.step + size) for block in range(piece.blocks)]
         first = not any(any(self._written[low:high]) for low, high in spans)
@@ -230,7 +232,7 @@ class _Accumulator:
         view.copy_(result) if self.first(piece, start, size) else view.add_(result)
 
     def finished(self) -> Tensor:
-        """The tensor, with zeros in rows without a piece."""
+        """Return the tensor, with zeros in the rows that no piece has written."""
         self._fill(0, len(self._written), 0.0)
         return self.tensor
 
@@ -245,10 +247,10 @@ class _Accumulator:
 def merge(
     scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor], sinks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
+    """Return the output in the query's dtype and the log-sum-exp [batch, heads, query_length] in float32 or better.
 
-    `operands` are the query and key of each segment; `bands` are four numbers for each, from `_numbers`; `sinks` is
-    empty or one tensor [heads], which counts in the log-sum-exp.
+    `operands` are the query and key of each segment; `bands` has four numbers per segment, from `_numbers`; `sinks` is
+    empty or one tensor [heads], which is included in the log-sum-exp.
     """
     op, query = flash_op(value), operands[0]
     out, lse = (_Accumulator(x) for x in _results(value, query))
@@ -263,11 +265,11 @@ def merge(
             rows.copy_(piece_out)
             totals.copy_(piece_lse)
         else:
-            # The piece's share exp(piece_lse) / (exp(lse) + exp(piece_lse)): 1 for a row without keys so far, and
-            # never NaN, because every row of a piece has a key.
+            # The piece's share is exp(piece_lse) / (exp(lse) + exp(piece_lse)): 1 for a row that has seen no keys yet,
+            # and never NaN, because every row of a piece sees a key.
             rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
             totals.copy_(torch.logaddexp(totals, piece_lse))
-    for sink in sinks:  # one more piece with output 0
+    for sink in sinks:  # like one more piece, whose output is 0
         score = sink.to(lse.tensor.dtype)[:, None]
         out.tensor.mul_(torch.sigmoid(lse.tensor - score)[..., None])
         lse.tensor.copy_(torch.logaddexp(lse.tensor, score))
@@ -283,7 +285,7 @@ def merge_gradients(
     value: Tensor,
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The gradients of `value` and of every operand."""
+    """Return the gradients of `value` and of every operand."""
     value_sum, *sums = (_Accumulator(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands))
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     op = flash_op(value)
@@ -306,7 +308,9 @@ def merge_gradients(
 
 
 def _results(value: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the output and the log-sum-exp. Heads are adjacent, so that joining them later copies nothing."""
+    """Allocate the output and the log-sum-exp. A token's heads are adjacent in memory, so that joining them later needs
+    no copy.
+    """
     batch, heads, length, head_dim = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
@@ -323,7 +327,7 @@ def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tupl
 
 
 def _numbers(bands: Sequence[Band]) -> list[int]:
-    """low, high, first_keys and chunk of each band, -1 for None."""
+    """Return low, high, first_keys and chunk of each band as one flat list, with -1 for None."""
     numbers = [number for band in bands for number in (band.low, band.high, band.first_keys, band.chunk)]
     return [-1 if number is None else number for number in numbers]
 
@@ -348,14 +352,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
-    out, lse, *saved = ctx.saved_tensors  # read once, because recomputation provides them once
+    out, lse, *saved = ctx.saved_tensors  # read only once: activation recomputation provides them once
     sinks, (value, *operands) = saved[: ctx.has_sinks], saved[ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
     return None, None, value_grad, grads, [_sink_gradient(sink, grad, out, lse) for sink in sinks]
 
 
 def _sink_gradient(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[heads]. The gradient of a score is p (dp - sum_j p_j dp_j), here with dp = 0 because the sink's value is 0."""
+    """The gradient of the sink logits, [heads]. The gradient of a score is p (dp - sum_j p_j dp_j); for a sink dp = 0,
+    because its value is 0.
+    """
     row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -((sink.to(lse.dtype)[:, None] - lse).exp() * row).sum((0, 2)).to(sink.dtype)
 

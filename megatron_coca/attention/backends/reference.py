@@ -1,4 +1,4 @@
-"""Dense attention with an N x N score tensor: slow, in float32 or better, the reference for the other backends."""
+"""Dense attention with an N x N score tensor, in float32 or better: slow, but the reference for the other backends."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,8 @@ from megatron_coca.attention.inputs import (
 )
 
 LONGEST = 8192
-"""Maximum queries per call. The scores of one head then take 256 MiB in float32, and a call holds several such tensors.
+"""Maximum queries per call. At this length, the scores of one head take 256 MiB in float32, and a call allocates
+several such tensors.
 """
 
 
@@ -27,18 +28,18 @@ class ReferenceBackend:
     """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions. O(N^2) memory."""
 
     def supports(self, needs: Needs) -> str | None:
-        """Return Return None, or the reason: a missing package or too many tokens. It supports everything else."""
+        """Return None, or the reason (a missing package or too many tokens). Everything else is supported."""
         return missing_einsum() or too_long(needs.length)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
-            BackendError: there are more than LONGEST queries.
+            BackendError: the inputs have more than LONGEST queries.
         """
         if reason := too_long(inputs.query.shape[2]):
             raise BackendError(f"attention_backend: reference does not support this model ({reason}); set auto")
-        # Imported here because GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
+        # Imported here because GPT-NeoX does not install opt_einsum, and the other backends work without it.
         import opt_einsum
 
         dtype, inputs = inputs.query.dtype, widened(inputs)
@@ -50,8 +51,8 @@ class ReferenceBackend:
 
 
 def widened(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with operands in float32 or better; scores rounded to half precision at every step would have several
-    times the error.
+    """Convert the operands to float32 or better. If every step were rounded to half precision, the error would be
+    several times larger.
     """
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     segments = tuple(replace(each, query=each.query.to(dtype), key=each.key.to(dtype)) for each in inputs.segments)
@@ -61,19 +62,19 @@ def widened(inputs: AttentionInputs) -> AttentionInputs:
 QUERY_ROWS = 256
 """Maximum queries per block in `attend_in_blocks`."""
 LEAST_ROWS, MOST_ROWS, PAIRS = 64, 128, 1 << 20
-"""Pairs of a block if a network computes each pair's bias, and limits of the queries of such a block."""
+"""Minimum and maximum queries, and target number of pairs, of a block if a network computes the bias of each pair."""
 
 
 def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
-    """Attention for inputs without documents, one block of queries after the other. Memory is linear in the length, and
-    the backward pass computes the scores again. Half precision keeps operands in float32, so that the gradients of the
-    blocks are summed in float32.
+    """Compute attention one query block at a time, for inputs without documents. Memory is linear in the length, and
+    the backward pass recomputes the scores. Half-precision operands are converted to float32, so that the gradients of
+    the blocks are summed in float32.
     """
     dtype, inputs = inputs.query.dtype, widened(inputs)
     block_of, outputs, size = ReferenceBackend().attend, [], QUERY_ROWS
     if inputs.bias is not None and inputs.bias.formula in PAIRWISE:
         size = min(max(PAIRS // inputs.value.shape[2], LEAST_ROWS), MOST_ROWS)
-    for start in reversed(range(0, inputs.query.shape[2], size)):  # each block fits into the memory of the one before
+    for start in reversed(range(0, inputs.query.shape[2], size)):  # longest first, so each block reuses freed memory
         block, _ = query_block(inputs, start, size)
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
@@ -81,17 +82,16 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Append the scores of the sinks [heads], if there are any, to the scores [..., heads, rows, keys] as one more
-    column.
-    """
+    """Append the sink scores [heads], if any, to the scores [..., heads, rows, keys] as an additional column."""
     if sinks is None:
         return scores
     return torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
 
 
 def gate_bias(gates: Tensor, queries: int | Tensor) -> Tensor:
-    """The sum of log gates [batch, heads, length] after every key, up to the query, for the tokens at the indices
-    `queries` or from that index on: [batch, heads, queries, length] float64, meaningless for keys after the query.
+    """For each query and key, sum the log gates [batch, heads, length] of the tokens after the key up to the query:
+    [batch, heads, queries, length] float64, meaningless for keys after the query. `queries` are the queries' token
+    indices, or the index of the first of them.
     """
     total = gates.double().cumsum(-1)
     rows = total[:, :, queries:] if isinstance(queries, int) else total[:, :, queries]
@@ -99,18 +99,18 @@ def gate_bias(gates: Tensor, queries: int | Tensor) -> Tensor:
 
 
 def too_long(queries: int) -> str | None:
-    """Return None, or the reason why so many queries are not supported."""
-    return f"its N x N scores take at most {LONGEST:,} tokens, not {queries:,}" if queries > LONGEST else None
+    """Return None, or the reason why this number of queries is not supported."""
+    return f"its N x N scores are limited to {LONGEST:,} tokens, not {queries:,}" if queries > LONGEST else None
 
 
 def missing_einsum() -> str | None:
-    """Return None, or the reason why the contractions cannot run here."""
+    """Return None, or the reason why opt_einsum's contractions cannot run here."""
     return None if find_spec("opt_einsum") else "opt_einsum is not installed (pip install opt_einsum)"
 
 
 def _scores(inputs: AttentionInputs) -> Tensor:
-    """Scores [batch, heads, query_length, key_length] by the segment of each pair's band, -inf outside all bands, of
-    `widened` inputs.
+    """Return the scores [batch, heads, query_length, key_length] of `widened` inputs. Each pair is scored by the
+    segment of its band; pairs outside all bands get -inf.
     """
     import opt_einsum
 
@@ -124,7 +124,7 @@ def _scores(inputs: AttentionInputs) -> Tensor:
             product = inputs.softcap * torch.tanh(product / inputs.softcap)
         scores = torch.where(_visible(segment.band, distance, first), product, scores)
     if inputs.bias is not None:
-        token = distance[:, :1]  # of the query: the distance of the first key
+        token = distance[:, :1]  # the query's token index: its distance from the first key
         query = (token if first is None else token - first[:, 0]).to(scores.dtype)
         bias = bias_of_pairs(inputs.bias, distance.clamp(min=0).to(scores.dtype), query)
         scores = scores + (bias.transpose(0, 1) if bias.dim() == 4 else bias)
@@ -134,8 +134,8 @@ def _scores(inputs: AttentionInputs) -> Tensor:
 
 
 def _visible(band: Band, distance: Tensor, first: Tensor | None) -> Tensor:
-    """Mask of the pairs in the band, [query_length, key_length], or [batch, 1, query_length, key_length] for documents.
-    `first` is the result of `_first_keys`.
+    """Return the mask of the pairs in the band, [query_length, key_length], or [batch, 1, query_length, key_length]
+    with documents. `first` is the result of `_first_keys`.
     """
     inside, key = distance >= 0, torch.arange(distance.shape[1], device=distance.device)
     begin = 0 if first is None else first
@@ -148,11 +148,11 @@ def _visible(band: Band, distance: Tensor, first: Tensor | None) -> Tensor:
 
 
 def _first_keys(inputs: AttentionInputs) -> Tensor | None:
-    """The index of the first key of every query's document, [batch, 1, query_length, 1]; None without documents."""
+    """Return the index of the first key in each query's document, [batch, 1, query_length, 1], or None."""
     return None if inputs.documents is None else inputs.documents.starts[:, None, inputs.past :, None]
 
 
 def _distances(query_length: int, key_length: int, device: torch.device) -> Tensor:
-    """r = m - n for every pair, [query_length, key_length] int64; the queries are the last tokens."""
+    """Return r = m - n of every pair, [query_length, key_length] int64; the queries are the last tokens."""
     rows = torch.arange(key_length - query_length, key_length, device=device)
     return rows[:, None] - torch.arange(key_length, device=device)[None, :]

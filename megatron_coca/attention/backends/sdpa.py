@@ -1,7 +1,7 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory on the CPU and, without a bias, on CUDA.
 
-Its kernels support neither soft-capping nor a bias that depends on more than the distance. Both are computed in blocks
-of dense scores.
+These kernels support neither soft-capping nor a bias that depends on more than the distance. Inputs with either are
+computed with dense scores, one query block at a time.
 """
 
 from collections.abc import Iterator
@@ -27,31 +27,31 @@ from megatron_coca.attention.inputs import (
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
-"""True if PyTorch supports fewer key heads than query heads; the CPU kernel of 2.3 reads beyond them."""
+"""Whether PyTorch supports fewer key heads than query heads. The CPU kernel of PyTorch 2.3 would read out of bounds."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class CpuFlash:
-    """The CPU kernel: float64, float32, bfloat16, float16, grouped heads.
+    """PyTorch's CPU kernel: float64, float32, bfloat16, float16, grouped heads.
 
-    Operands are [batch, heads, length, head_dim], the log-sum-exp [batch, heads, length].
+    Operands are [batch, heads, length, head_dim]; the log-sum-exp is [batch, heads, length].
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp of the scaled scores, natural base)."""
+        """Return the output and the natural log-sum-exp of the scaled scores."""
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
 
 
 class CudaFlash:
-    """PyTorch's FlashAttention-2, as the CPU kernel: bfloat16 and float16, grouped heads."""
+    """PyTorch's FlashAttention-2 with the interface of `CpuFlash`: bfloat16 and float16, grouped heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -75,22 +75,22 @@ _KERNELS: dict[tuple[str, torch.dtype], CpuFlash | CudaFlash] = {
 
 
 def flash_op(x: Tensor) -> CpuFlash | CudaFlash:
-    """The kernel for the device and dtype of `x`.
+    """Return the kernel for the device and dtype of `x`.
 
     Raises:
-        TypeError: there is none.
+        TypeError: no such kernel exists.
     """
     kernel = _KERNELS.get((x.device.type, x.dtype))
     if kernel is None:
         raise TypeError(
-            f"attention_backend: merge has no kernel for {x.dtype} on {x.device.type}; set it to triton on "
-            "CUDA or to reference, or use another precision"
+            f"attention_backend: merge has no kernel for {x.dtype} on {x.device.type}; set triton (on CUDA) or "
+            "reference, or use another precision"
         )
     return kernel
 
 
 def with_key_heads(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs; before PyTorch 2.5 with keys and values repeated for every query head."""
+    """Before PyTorch 2.5, repeat keys and values for every query head; otherwise return the inputs unchanged."""
     groups = inputs.query.shape[1] // inputs.value.shape[1]
     if GROUPED or groups == 1:
         return inputs
@@ -98,7 +98,7 @@ def with_key_heads(inputs: AttentionInputs) -> AttentionInputs:
     return inputs.replace(segments=segments, value=inputs.value.repeat_interleave(groups, dim=1))
 
 
-BANDS_REASON = "it takes one query and one key operand, and every key up to the query's own"
+BANDS_REASON = "it takes a single query and key operand, and every query sees all keys up to its own"
 
 
 class SdpaBackend:
@@ -111,16 +111,16 @@ class SdpaBackend:
         if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":
-            return "off the CPU its kernels take a bias only as a dense mask in the operands' dtype"
+            return "except on the CPU, its kernels accept a bias only as a dense mask in the operands' dtype"
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
-            ValueError: `supports` does not accept the bands. This happens if a model built for evaluation trains with a
+            ValueError: the bands are not supported, for example because a model built for evaluation trains with a
                 training-only map.
-            RuntimeError: there is a bias and the device is not the CPU.
+            RuntimeError: the inputs have a bias and are not on the CPU.
         """
         inputs = with_key_heads(inputs)
         if inputs.softcap is not None or (inputs.bias is not None and inputs.bias.formula in PAIRWISE):
@@ -134,14 +134,14 @@ class SdpaBackend:
             )
         if inputs.bias is not None and inputs.query.device.type != "cpu":
             raise RuntimeError(
-                "device: this model was built for the CPU; build it for the device that it runs on, "
+                "device: this model was built for the CPU; build it for the device on which it runs, "
                 "build_model(config, device=...)"
             )
         return attend_by_document(_attend_row, inputs)
 
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:
-    """True if SDPA supports these bands: one band of all distances or, with a bias that hides keys, a window."""
+    """Whether SDPA supports these bands: a single band of all distances or, if a bias mask hides keys, a window."""
     return bands == (CAUSAL,) or (biased and bands == (Band(high=bands[0].high),))
 
 
@@ -155,15 +155,15 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
         return _sdpa(inputs, causal=True)
     if inputs.query.shape[2] == 1:
         return _sdpa(inputs)
-    if inputs.query.device.type == "cpu" and inputs.dropout == 0:  # a mask without its rows x keys numbers
+    if inputs.query.device.type == "cpu" and inputs.dropout == 0:  # a strided view as the mask, in linear memory
         return biased_attention(inputs.query, inputs.key, inputs.value, inputs.scale, None)
-    from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo, 2 seconds
+    from torch.nn.attention.bias import causal_lower_right  # importing TorchDynamo takes 2 seconds
 
     return _sdpa(inputs, mask=causal_lower_right(inputs.query.shape[2], inputs.key.shape[2]))
 
 
 def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
-    """The bias of every pair; with dropout, PyTorch's CPU attention is dense anyway."""
+    """Return the bias of every pair as a dense mask for dropout, with which PyTorch's CPU attention is dense anyway."""
     rows, columns = inputs.query.shape[2], inputs.key.shape[2]
     along = diagonals(bias, columns, rows, inputs.query, inputs.segments[0].band.high)
     return reversed_mask(along, rows, columns, columns).flip(2)
@@ -171,10 +171,10 @@ def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
 
 @contextmanager
 def varying_lengths() -> Iterator[None]:
-    """Keep PyTorch from using cuDNN, its first choice from Hopper on, for the shapes of evaluation and decoding.
+    """Disable cuDNN attention, PyTorch's first choice on Hopper and newer GPUs, for evaluation and decoding.
 
-    cuDNN makes a new plan for every shape, so for every token in decoding. It was also reported to give wrong results
-    there with few key heads (github.com/pytorch/pytorch/issues/193893).
+    cuDNN makes a new plan for every shape, which means for every decoded token. It has also been reported to return
+    wrong results in decoding with few key heads (github.com/pytorch/pytorch/issues/193893).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -185,7 +185,7 @@ def varying_lengths() -> Iterator[None]:
 
 
 def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:  # without the switch before 2.5
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:  # no cuDNN switch before 2.5
         return _call_sdpa(inputs, mask, causal)
     with varying_lengths():
         return _call_sdpa(inputs, mask, causal)
@@ -193,7 +193,7 @@ def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = Fa
 
 def _call_sdpa(inputs: AttentionInputs, mask: Tensor | None, causal: bool) -> Tensor:
     grouped = inputs.query.shape[1] > inputs.key.shape[1]
-    options = {"enable_gqa": True} if grouped else {}  # unknown before 2.5, where no heads are grouped here
+    options = {"enable_gqa": True} if grouped else {}  # the option exists from 2.5 on; `grouped` is False before
     return F.scaled_dot_product_attention(
         inputs.query,
         inputs.key,

@@ -1,4 +1,4 @@
-"""The backend of `megatron_coca.kernels`: flash attention with a bias formula and up to two segments."""
+"""The backend that uses `megatron_coca.kernels`: flash attention with a bias formula and up to two segments."""
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ class TritonBackend:
         """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
 
         Raises:
-            ValueError: `supports` does not accept the bands, or there is dropout.
+            ValueError: the bands are not supported, or the inputs have dropout.
         """
         # Imported here because triton exists only on some platforms, and the other backends work without it.
         from megatron_coca.kernels.attention import flash_attention
@@ -38,7 +38,7 @@ class TritonBackend:
         reason = _unsupported_bands(tuple(segment.band for segment in inputs.segments))
         if reason is not None or inputs.dropout > 0:
             problem = reason or "its kernels have no attention dropout"
-            raise ValueError(f"attention_backend: triton does not support this model ({problem}); choose another one")
+            raise ValueError(f"attention_backend: triton does not support this model ({problem}); set another backend")
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
         near, *far = inputs.segments
@@ -58,14 +58,14 @@ class TritonBackend:
 
 
 def _unsupported_bands(bands: tuple[Band, ...]) -> str | None:
-    "Return None for [0, high), optionally followed by [high, no end); otherwise the reason against the bands."
+    "Return None for [0, high), optionally followed by [high, infinity); otherwise the reason against the bands."
     near, *far = bands
     if any(band.chunk is not None for band in bands):
-        return "its kernels choose the segment of a pair by distances in tokens, not in chunks"
+        return "its kernels measure distances in tokens, not in chunks"
     if near.low != 0 or near.first_keys is not None or (near.high is None and far):
-        return f"its first band must be all distances from 0 to an end, not {near}"
+        return f"its first band must contain all distances from 0 up to a limit, not {near}"
     if len(far) > 1:
-        return f"its kernels take two segments, not {len(bands)}"
+        return f"its kernels support at most two segments, not {len(bands)}"
     if far and (far[0].low != near.high or far[0].high is not None):
-        return f"its second band must be all distances from {near.high} on, not {far[0]}"
+        return f"its second band must contain all distances from {near.high} on, not {far[0]}"
     return None

@@ -2,4 +2,4 @@
 
 
 class PositionRangeError(ValueError):
-    """Positions exceed the range of the weights or of the dtype."""
+    """Positions exceed the range supported by the weights or the dtype."""

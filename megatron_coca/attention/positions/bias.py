@@ -1,9 +1,9 @@
 """Additive score biases as formulas of the distance r = m - n, without an N x N tensor.
 
-A bias has a `formula`, its `coefficients` ([heads, k] float32 or better) and `at`, which evaluates it. Kernels support
-some formulas by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16
-has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules; their weights may have any
-dtype.
+A bias has the name of its `formula`, its `coefficients` ([heads, k] float32 or better) and a method `at` that evaluates
+it. Kernels implement some formulas by name; other backends evaluate any bias with `at`. Distances must be float32 or
+better: bfloat16 can represent only 4 or 5 different values among 512 adjacent distances at 32k. Learned biases are
+modules; their weights may have any dtype.
 """
 
 import math
@@ -26,38 +26,42 @@ class DistanceBias(Protocol):
 
     @property
     def formula(self) -> str:
-        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function; or any other.
-        For formulas in `PAIRWISE` use `bias_of_pairs` instead of `at`.
+        """Name of the formula for kernels: `linear` is -c0 r, `log` is -c0 ln(1 + c1 r), `power` is -c0 r^c1, `buckets`
+        is a step function; any other name is allowed. For formulas in `PAIRWISE`, call `bias_of_pairs`, not `at`.
         """
         ...
 
     @property
     def coefficients(self) -> Tensor:
-        """c0, c1 per query head, [heads, 1 or 2] float32 or better (buckets: [heads, buckets]); differentiable if
-        learned. Formulas without a kernel have none, [heads, 0].
+        """c0 and, if present, c1 of each query head, [heads, 1 or 2] float32 or better (for `buckets`: [heads,
+        buckets]); differentiable if learned. Fixed biases without a kernel have shape [heads, 0].
         """
         ...
 
     def at(self, distance: Tensor) -> Tensor:
-        """[heads, ...] for `distance` [...] >= 0 of a floating type, in the dtype and on the device of `distance`."""
+        """Evaluate the bias at floating-point `distance` [...] >= 0: [heads, ...] in the dtype and on the device of
+        `distance`.
+        """
         ...
 
     def part(self, index: int, count: int) -> "DistanceBias":
-        """The bias of part `index` of `count` equal parts of the heads."""
+        """Return the bias for part `index` of `count` equal parts of the heads."""
         ...
 
 
 CPU = torch.device("cpu")
 PAIRWISE = frozenset({"fire"})
-"""Formulas of the distance and the query's position; their `at` takes both."""
+"""Formulas that depend on the query's position as well as the distance; their `at` takes both."""
 SMALLEST = 0.01
-"""Lower bound of KERPLE's p and a, which must be positive (the authors' code)."""
+"""Lower bound of KERPLE's p and a, which must be positive; the value is from the authors' code."""
 LARGEST_POWER = 2.0
 """Upper bound of the exponent, beyond which r^p is not a conditionally positive definite kernel (Chi et al. 2022)."""
 
 
 def _columns(coefficients: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
-    """The columns of `coefficients` [heads, k], each [heads, 1, ...] to be broadcast against `distance` [...]."""
+    """Return the columns of `coefficients` [heads, k], each shaped [heads, 1, ...] to broadcast against `distance`
+    [...].
+    """
     shape = (-1, *[1] * distance.dim())
     return tuple(column.view(shape) for column in coefficients.to(distance).unbind(-1))
 
@@ -72,20 +76,20 @@ class AlibiBias:
 
     @property
     def coefficients(self) -> Tensor:
-        """[heads, 1] float32 on `device`, cached so that later calls copy nothing from the host."""
+        """The slopes, [heads, 1] float32 on `device`, cached so that later calls copy nothing from the host."""
         return _column(self.slopes, torch.float32, self.device)
 
     def to(self, device: torch.device) -> "AlibiBias":
-        """The same bias with its coefficients on `device`."""
+        """Return the same bias with its coefficients on `device`."""
         return self if device == self.device else replace(self, device=device)
 
     def at(self, distance: Tensor) -> Tensor:
-        """The bias at `distance` [...]: [heads, ...]."""
+        """Evaluate the bias at `distance` [...]: [heads, ...]."""
         (slopes,) = _columns(_column(self.slopes, distance.dtype, distance.device), distance)
         return -slopes * distance
 
     def part(self, index: int, count: int) -> "AlibiBias":
-        """The bias of part `index` of `count` equal parts of the heads."""
+        """Return the bias for part `index` of `count` equal parts of the heads."""
         heads = len(self.slopes) // count
         return replace(self, slopes=self.slopes[index * heads : (index + 1) * heads])
 
@@ -101,23 +105,23 @@ class FixedBias:
 
     @property
     def coefficients(self) -> Tensor:
-        """None, [heads, 0]."""
+        """An empty tensor [heads, 0]."""
         return self.at(torch.zeros(1))[:, :0]
 
     def to(self, device: torch.device) -> Self:
-        """The same bias: the function computes on the device of the distances."""
+        """Return the bias unchanged: the function computes on the device of the distances."""
         return self
 
     def at(self, distance: Tensor) -> Tensor:
-        """The bias at `distance` [...]: [heads, ...]."""
+        """Evaluate the bias at `distance` [...]: [heads, ...]."""
         return self.function(distance).to(distance).chunk(self.count)[self.index]
 
     def part(self, index: int, count: int) -> Self:
-        """The bias of part `index` of `count` equal parts of the heads."""
+        """Return the bias for part `index` of `count` equal parts of the heads."""
         return replace(self, index=self.index * count + index, count=self.count * count)
 
 
-@cache  # a copy from the host would wait for the device
+@cache  # otherwise each copy from the host would wait for the device
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be saved for a later backward
         return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -128,7 +132,7 @@ class _OfCoefficients:
     coefficients: Tensor
 
     def part(self, index: int, count: int) -> Self:
-        """The bias of part `index` of `count` equal parts of the heads."""
+        """Return the bias for part `index` of `count` equal parts of the heads."""
         return replace(self, coefficients=self.coefficients.chunk(count)[index])
 
 
@@ -139,7 +143,7 @@ class KerpleLogBias(_OfCoefficients):
     formula: ClassVar[str] = "log"
 
     def at(self, distance: Tensor) -> Tensor:
-        """The bias at `distance` [...]: [heads, ...]."""
+        """Evaluate the bias at `distance` [...]: [heads, ...]."""
         p, a = _columns(self.coefficients, distance)
         return -p * torch.log1p(a * distance)
 
@@ -151,44 +155,45 @@ class KerplePowerBias(_OfCoefficients):
     formula: ClassVar[str] = "power"
 
     def at(self, distance: Tensor) -> Tensor:
-        """The bias at `distance` [...]: [heads, ...]; 0 at r = 0, with zero gradients there."""
+        """Evaluate the bias at `distance` [...]: [heads, ...]. At r = 0, the bias and its gradients are 0."""
         a, p = _columns(self.coefficients, distance)
         return -a * distance.pow(p)
 
 
 FIRE_WIDTH, FIRE_THRESHOLD = 32, 512.0
-"""Hidden units of FIRE's network, and L0: both as in the authors' code."""
+"""The number of hidden units in FIRE's network and the threshold L0, both from the authors' code."""
 
 
 @dataclass(frozen=True, eq=False)
 class FireBias(_OfCoefficients):
-    """f(psi(r) / psi(max(m, |a L0|))), psi(x) = ln(|c| x + 1), f a network with one hidden layer of ReLUs (Li et al.
-    2024, "Functional Interpolation for Relative Positions", section 3).
+    """f(psi(r) / psi(max(m, |a L0|))), where psi(x) = ln(|c| x + 1) and f is a network with one hidden layer of ReLUs
+    (Li et al. 2024, "Functional Interpolation for Relative Positions", section 3).
 
-    `coefficients` [heads, 3 W + 2] for W hidden units: output weights of each head, and for all heads the same hidden
-    weights, hidden biases, c and a. The authors' network also has an output bias, which softmax would cancel.
+    `coefficients` is [heads, 3 W + 2] for W hidden units: the output weights of each head, followed by the hidden
+    weights, hidden biases, c and a, which all heads share. The authors' network also has an output bias, which softmax
+    would cancel.
     """
 
     formula: ClassVar[str] = "fire"
 
     def at(self, distance: Tensor, query: Tensor | None = None) -> Tensor:
-        """The bias at `distance` [...] of queries at token `query` of their documents, counted from 0, which broadcast
-        against each other: [heads, ...].
+        """Evaluate the bias, [heads, ...], at `distance` [...] for queries at token index `query` [...] within their
+        documents; `distance` and `query` broadcast against each other.
         """
         if query is None:
-            raise ValueError("fire: the bias depends on the distance and the query's position; call bias_of_pairs")
+            raise ValueError("fire: the bias also depends on the query's position; call bias_of_pairs instead of at")
         values = self.coefficients.to(distance)
         weight, bias = values[0, FIRE_WIDTH:-2].chunk(2)
         c, threshold = values[0, -2].abs(), (values[0, -1] * FIRE_THRESHOLD).abs()
         furthest = torch.maximum(query.to(distance), threshold)
         share = (c * distance).log1p() / (c * furthest).log1p().clamp(min=torch.finfo(distance.dtype).tiny)
-        hidden = F.linear(share[..., None], weight[:, None], bias).relu()  # the fewest passes over W numbers of a pair
+        hidden = F.linear(share[..., None], weight[:, None], bias).relu()  # fewest passes over W numbers per pair
         return F.linear(hidden, values[:, :FIRE_WIDTH]).movedim(-1, 0)
 
 
 def bias_of_pairs(bias: DistanceBias, distance: Tensor, query: Tensor) -> Tensor:
-    """The bias [heads, ...] at `distance` [...] >= 0 of queries at token `query` [...] of their documents; both
-    broadcast against each other.
+    """Evaluate a bias, [heads, ...], at `distance` [...] >= 0 for queries at token index `query` [...] within their
+    documents; `distance` and `query` broadcast against each other.
     """
     if bias.formula in PAIRWISE:
         return bias.at(distance, query)  # type: ignore[call-arg]
@@ -197,17 +202,17 @@ def bias_of_pairs(bias: DistanceBias, distance: Tensor, query: Tensor) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class BucketBias(_OfCoefficients):
-    """One number per bucket of distances: `coefficients` [heads, buckets] (Raffel et al. 2020, "T5", section 2.1).
+    """One bias value per bucket of distances: `coefficients` [heads, buckets] (Raffel et al. 2020, "T5", section 2.1).
 
-    For B buckets and E = floor(B/2), a distance below E has its own bucket; for larger distances the bucket is E +
-    floor((B - E) ln(r/E) / ln(max_distance/E)), at most B - 1.
+    For B buckets and E = floor(B/2), each distance below E has its own bucket. A larger distance r is in bucket E +
+    floor((B - E) ln(r/E) / ln(max_distance/E)), but at most B - 1.
     """
 
     max_distance: int = 128
     formula: ClassVar[str] = "buckets"
 
     def at(self, distance: Tensor) -> Tensor:
-        """The bias at `distance` [...]: [heads, ...]."""
+        """Evaluate the bias at `distance` [...]: [heads, ...]."""
         firsts = bucket_starts(self.coefficients.shape[-1], self.max_distance)
         starts = _column(firsts, distance.dtype, distance.device)[:, 0]
         bucket = torch.bucketize(distance, starts, right=True) - 1
@@ -217,12 +222,13 @@ class BucketBias(_OfCoefficients):
 
 @cache
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The smallest distance of each bucket, ascending; a bucket without an integer has that of the next bucket.
+    """Return the smallest distance in each bucket, ascending. A bucket that contains no integer gets the value of the
+    next bucket.
 
-    The computation uses integers, because a floating-point logarithm can round a distance at a border to either side:
-    bucket E + k contains r if (r/E)^(B - E) >= (max_distance/E)^k.
+    The computation uses integers, because a floating-point logarithm can round a distance on a boundary either way:
+    r is in bucket E + k or a later one if (r/E)^(B - E) >= (max_distance/E)^k.
 
-    There are at least 2 buckets, and `max_distance` is above half of them.
+    `buckets` must be at least 2, and `max_distance` must be greater than buckets / 2.
     """
     exact = buckets // 2
     rest = buckets - exact
@@ -235,10 +241,10 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8h/H) for h = 1..H if H is a power of two.
+    """Return ALiBi's slopes: 2^(-8h/H) for h = 1..H if H is a power of two.
 
-    Otherwise the slopes of the largest power of two p <= H, then every other slope of 2p, as the ALiBi authors extend
-    them.
+    Otherwise, return the slopes for the largest power of two p <= H, followed by every other slope for 2p, as in the
+    ALiBi authors' code.
     """
     power = 2 ** int(math.log2(num_heads))
     slopes = _geometric_slopes(power)
@@ -252,8 +258,8 @@ def _geometric_slopes(count: int) -> list[float]:
 
 
 class _Bounded(torch.autograd.Function):
-    """clamp(weight, low, high) with the gradient of a projection: beyond a bound, the gradient passes if a descent step
-    leads back. (The gradient of `clamp` is zero there; the authors' code overwrites the weight instead.)
+    """clamp(weight, low, high), except that beyond a bound the gradient passes if a descent step would move the weight
+    back. (The gradient of `clamp` is zero there; the authors' code overwrites the weight instead.)
     """
 
     @staticmethod
@@ -279,8 +285,8 @@ def _bounded(weight: Tensor, high: float = math.inf) -> Tensor:
 
 
 class LearnedBias(nn.Module, ABC):
-    """The weights of a bias. The forward pass returns the coefficients as a tensor, from which ZeRO stage 3 finds the
-    weights to gather again for the backward pass.
+    """A module with the weights of a bias. Its forward pass returns the coefficients as a tensor, so that ZeRO stage 3
+    gathers the weights again for the backward pass.
     """
 
     @abstractmethod
@@ -289,12 +295,12 @@ class LearnedBias(nn.Module, ABC):
 
     @abstractmethod
     def distance_bias(self) -> DistanceBias:
-        """The bias with the current weights."""
+        """Return the bias for the current weights."""
 
 
 class HeadWeights(nn.Module):
-    """One learned number for every query head of a layer, `weight` [heads], or two, with `bias` [heads]. The forward
-    pass returns them, [heads] or [heads, 2], as in LearnedBias.
+    """One learned number per query head of a layer (`weight` [heads]), or two (`weight` and `bias`, each [heads]). The
+    forward pass returns them as one tensor, [heads] or [heads, 2], for the same reason as in LearnedBias.
     """
 
     def __init__(self, heads: int, initial: float, biased: bool = False) -> None:
@@ -305,7 +311,7 @@ class HeadWeights(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the initial value, and a bias of 0. This draws no random numbers."""
+        """Set `weight` to its initial value and `bias` to 0. This draws no random numbers."""
         self.weight.fill_(self.initial)
         if self.bias is not None:
             self.bias.zero_()
@@ -323,16 +329,16 @@ class _LearnedKerple(LearnedBias):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """p ~ U(0, 2) and a ~ U(0, 1), as the authors' code draws them."""
+        """Draw p ~ U(0, 2) and a ~ U(0, 1), as in the authors' code."""
         self.bias_p.uniform_(0, 2)
         self.bias_a.uniform_(0, 1)
 
 
 class LearnedKerpleLog(_LearnedKerple):
-    """KERPLE's logarithmic bias of one layer; weights `bias_p` and `bias_a` [heads]."""
+    """KERPLE's logarithmic bias for one layer, with weights `bias_p` and `bias_a` [heads]."""
 
     def forward(self) -> Tensor:
-        """(p, a), both at least 0.01."""
+        """Return (p, a), both at least 0.01, as [heads, 2]."""
         return torch.stack((_bounded(self.bias_p), _bounded(self.bias_a)), dim=-1)
 
     def distance_bias(self) -> KerpleLogBias:
@@ -340,10 +346,10 @@ class LearnedKerpleLog(_LearnedKerple):
 
 
 class LearnedKerplePower(_LearnedKerple):
-    """KERPLE's power bias of one layer; weights `bias_p` and `bias_a` [heads]."""
+    """KERPLE's power bias for one layer, with weights `bias_p` and `bias_a` [heads]."""
 
     def forward(self) -> Tensor:
-        """(a, p) with a at least 0.01 and p between 0.01 and 2."""
+        """Return (a, p) as [heads, 2], with a at least 0.01 and p between 0.01 and 2."""
         return torch.stack((_bounded(self.bias_a), _bounded(self.bias_p, LARGEST_POWER)), dim=-1)
 
     def distance_bias(self) -> KerplePowerBias:
@@ -351,7 +357,7 @@ class LearnedKerplePower(_LearnedKerple):
 
 
 class LearnedFire(LearnedBias):
-    """FIRE's network of one layer: `hidden_weight`, `hidden_bias` [32], `output_weight` [heads, 32], `c`, `a` [1]."""
+    """FIRE's network for one layer: `hidden_weight`, `hidden_bias` [32], `output_weight` [heads, 32], `c`, `a` [1]."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -362,7 +368,9 @@ class LearnedFire(LearnedBias):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """c = 0.1, a = 1, and weights uniform within 1 / sqrt(inputs), PyTorch's default, as in the authors' code."""
+        """Set c = 0.1 and a = 1, and draw weights uniformly within 1 / sqrt(inputs) (PyTorch's default), as in the
+        authors' code.
+        """
         for weights in (self.hidden_weight, self.hidden_bias):
             weights.uniform_(-1.0, 1.0)
         self.output_weight.uniform_(-(FIRE_WIDTH**-0.5), FIRE_WIDTH**-0.5)
@@ -370,7 +378,7 @@ class LearnedFire(LearnedBias):
         self.a.fill_(1.0)
 
     def forward(self) -> Tensor:
-        """The coefficients of `FireBias`, float32 or better."""
+        """Return the coefficients of `FireBias`, float32 or better."""
         shared = torch.cat((self.hidden_weight, self.hidden_bias, self.c, self.a))
         return _wide(torch.cat((self.output_weight, shared.expand(len(self.output_weight), -1)), dim=1))
 
@@ -379,7 +387,7 @@ class LearnedFire(LearnedBias):
 
 
 class LearnedBuckets(LearnedBias):
-    """T5's bias, one for all layers: `weight` [buckets, heads], named, shaped and drawn as in GPT-NeoX.
+    """T5's bias, shared by all layers: `weight` [buckets, heads] has the name, shape and initialisation of GPT-NeoX.
 
     GPT-NeoX multiplies the table by sqrt(head_dim) and adds it to scores already divided by sqrt(head_dim).
     """
@@ -393,11 +401,11 @@ class LearnedBuckets(LearnedBias):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier-normal: standard deviation sqrt(2 / (buckets + heads))."""
+        """Draw Xavier-normal weights, with standard deviation sqrt(2 / (buckets + heads))."""
         nn.init.xavier_normal_(self.weight)
 
     def forward(self) -> Tensor:
-        """The table, multiplied by sqrt(head_dim), [heads, buckets]."""
+        """Return the table [heads, buckets], multiplied by sqrt(head_dim)."""
         return (_wide(self.weight) * self.scale).T
 
     def distance_bias(self) -> BucketBias:
@@ -406,9 +414,10 @@ class LearnedBuckets(LearnedBias):
 
 @dataclass(frozen=True)
 class BiasSource:
-    """A method's score bias: at most one of a fixed bias, one learned for all layers, and one learned per layer.
+    """The source of a method's score bias: a fixed bias, a learned bias for all layers, a learned bias per layer, or
+    none.
 
-    `formula` is the kind of bias; `shared` and `by_layer` build the learned modules.
+    `formula` is the name of the bias formula; `shared` and `by_layer` build the learned modules.
     """
 
     formula: str | None = None
@@ -418,14 +427,14 @@ class BiasSource:
 
 
 def fixed_bias(formula: str, function: Callable[[Tensor, int], Tensor], heads: int) -> BiasSource:
-    """The source of a bias without weights; `function(distance [...], heads)` -> [heads, ...]."""
+    """Return the source of a bias without weights; `function(distance [...], heads)` returns [heads, ...]."""
     return BiasSource(formula, fixed=FixedBias(lambda distance: function(distance, heads), formula))
 
 
 def sandwich(distance: Tensor, heads: int) -> Tensor:
-    """H/(8h) sum_j (cos(r theta_j) - 1), h = 1..H: inner products of sinusoidal embeddings of 128 features over the
-    authors' compression ratio of each head (Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens
-    of Receptive Field Analysis"). The constant that makes it 0 at r = 0 cancels in softmax.
+    """H/(8h) sum_j (cos(r theta_j) - 1) for heads h = 1..H: the inner product of sinusoidal embeddings with 128
+    features, divided by the head's compression ratio (Chi et al. 2023, "Dissecting Transformer Length Extrapolation via
+    the Lens of Receptive Field Analysis"). The constant that makes the bias 0 at r = 0 cancels in softmax.
     """
     theta = 10000.0 ** (-torch.arange(64, dtype=torch.float64, device=distance.device) / 64)
     profile = (distance.double()[..., None] * theta).cos().sum(-1) - 64
@@ -434,7 +443,7 @@ def sandwich(distance: Tensor, heads: int) -> Tensor:
 
 
 Builder = Callable[[int, int, Mapping[str, Any]], BiasSource]
-"""(query heads, features of a head, options) -> the bias."""
+"""(query heads, features per head, options) -> the source of the bias."""
 
 
 def _alibi(heads: int, head_dim: int, options: Mapping[str, Any]) -> BiasSource:
@@ -455,4 +464,6 @@ BIASES: dict[str, Builder] = {
     "fire": lambda heads, *_: BiasSource("fire", by_layer=lambda: LearnedFire(heads)),
     "sandwich": lambda heads, *_: fixed_bias("sandwich", sandwich, heads),
 }
-"""Biases by `pos_emb`. GPT-NeoX learns one T5 table for all layers; KERPLE's authors learn a kernel for each layer."""
+"""Biases by `pos_emb`. As in GPT-NeoX, all layers share one T5 table; as in KERPLE's code, each layer has its own
+kernel.
+"""

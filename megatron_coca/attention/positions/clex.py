@@ -1,16 +1,18 @@
 """CLEX (Chen et al. 2024, "CLEX: Continuous Length Extrapolation for Large Language Models", sections 3.2-3.4).
 
-Log-frequencies z(t) are the solution of a learned differential equation in the scaling factor t, the same for all
-layers:
+The log-frequencies z(t) are the solution of a learned differential equation in the scaling factor t. All layers share
+the equation:
 
     dz/dt = tanh([z + ln theta_ntk(t)] W_up) W_down + d/dt ln theta_ntk(t),   z(1) = ln theta
 
-theta_ntk(t) are the NTK-aware frequencies with alpha = 2t - 1. Their part of the derivative is known, so it is not
-integrated numerically: y = z - ln theta_ntk obeys dy/dt = tanh([y + 2 ln theta_ntk(t)] W_up) W_down, y(1) = 0.
+theta_ntk(t) are the NTK-aware frequencies with alpha = 2t - 1. Their part of the derivative is known in closed form, so
+only the rest is integrated numerically: y = z - ln theta_ntk obeys dy/dt = tanh([y + 2 ln theta_ntk(t)] W_up) W_down,
+y(1) = 0.
 
-The authors' code uses base 10000 for theta_ntk regardless of the model's base; here both use the model's base.
+The authors' code uses base 10000 for theta_ntk regardless of the model's base; here theta and theta_ntk both use the
+model's base.
 
-In training t and the positions are those of `training_positions: {type: stretched}` (data/training_positions.py).
+In training, `training_positions: {type: stretched}` (data/training_positions.py) determines t and the positions.
 """
 
 import math
@@ -23,16 +25,17 @@ from megatron_coca.attention.positions.frequencies import geometric, ntk_base
 
 
 class Clex(nn.Module):
-    """Learned frequencies for rotary dimension `dim` >= 2 (even), `base` and training length L in tokens.
+    """Learned frequencies for an even rotary dimension `dim` >= 2, a `base` and a training length L in tokens.
 
-    Parameters are `up` [dim/2, dim] and `down` [dim, dim/2]. The equation is small and sequential, so it is solved on
-    the CPU in float64.
+    The parameters are `up` [dim/2, dim] and `down` [dim, dim/2]. The equation is small and its solution is sequential,
+    so it is solved on the CPU in float64.
 
     Attributes:
         max_factor: the largest t, an integer.
-        ode_step: the step in t of the fourth-order Runge-Kutta method. The authors take 0.01; with `down` of standard
-            deviation 0.02, which moves frequencies by factors of e^-10 to e^7 until t = 16, a step of 0.1 errs by at
-            most 2e-8 relative at dim 64 and 128, below float32, in a tenth of the time.
+        ode_step: the step in t of the fourth-order Runge-Kutta method. The authors use 0.01. A step of 0.1 takes a
+            tenth of the time, and its relative error is at most 2e-8, below float32 precision (measured at dim 64 and
+            128, up to t = 16, with a `down` of standard deviation 0.02, which changes frequencies by factors of e^-10
+            to e^7).
     """
 
     def __init__(
@@ -49,37 +52,39 @@ class Clex(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """`up` uniform within 1/sqrt(dim), `down` zero, as the authors draw them: training starts at NTK-aware."""
+        """Draw `up` uniformly within 1/sqrt(dim) and set `down` to zero, as the authors do. Training therefore starts
+        from the NTK-aware frequencies.
+        """
         bound = 1 / math.sqrt(self.dim)
         self.up.uniform_(-bound, bound)
         self.down.zero_()
 
     def factor_for(self, length: int) -> int:
-        """t for an input of `length` tokens: ceil(l/L), at least 1 and at most `max_factor`."""
+        """Return t for an input of `length` tokens l: ceil(l/L), at least 1 and at most `max_factor`."""
         return max(1, min(math.ceil(length / self.original_length), self.max_factor))
 
     def in_training(self, positions: Tensor, length: int, reached: int) -> tuple[int, Tensor]:
-        """t and the positions to rotate by, float64, for `length` tokens of training at `positions` below `reached`.
+        """Return t and the float64 positions to rotate by, for `length` training tokens at `positions` below `reached`.
 
-        Positions that reach t times the length belong to the factor t. They are divided by floor(length/L) if that is
-        above 1. The authors' last position is t*length/floor(length/L) - 1, which can then be smaller than the one
-        before it; here it is divided like all others.
+        Positions that reach t times the length use the factor t. If floor(length/L) is above 1, positions are divided
+        by it. In the authors' code, the last position is t*length/floor(length/L) - 1, which can be smaller than the
+        position before it; here the last position is divided like all others.
         """
         t = min(math.ceil(reached / length), self.max_factor)
         return t, positions.to(torch.float64) / max(1, length // self.original_length)
 
     def inverse_frequencies(self, t: int) -> Tensor:
-        """exp(z(t)) for an integer t >= 1: [dim/2] float64, in radians per position, on the device of the weights.
+        """Return exp(z(t)) for an integer t >= 1: [dim/2] float64, in radians per position, on the weights' device.
 
-        Differentiable in both parameters while gradients are recorded, else cached.
+        While gradients are recorded, the result is differentiable in both parameters; otherwise it is cached.
         """
-        return self(t)  # a call of the module, so that ZeRO stage 3 gathers the weights
+        return self(t)  # calls the module, so that ZeRO stage 3 gathers the weights
 
     def forward(self, t: int) -> Tensor:
         """See `inverse_frequencies`.
 
-        The cache is valid while the values of the weights are the same. Version counters are not sufficient, because
-        DeepSpeed writes parameters through other tensors of the same storage.
+        The cache is valid as long as the weights' values are unchanged. Version counters are not sufficient to detect
+        changes, because DeepSpeed writes parameters through other tensors with the same storage.
         """
         if torch.is_grad_enabled() and (self.up.requires_grad or self.down.requires_grad):
             return self._solve(t)
@@ -100,16 +105,18 @@ class Clex(nn.Module):
         )
 
     def _solve(self, t: int) -> Tensor:
-        """At t = 1 gradients are zero, but they exist, so that ranks that draw different t reduce the same ones."""
+        """Solve for exp(z(t)). At t = 1 the gradients are zero but exist, so that all ranks reduce the same gradients
+        even if they draw different t.
+        """
         up, down = (weight.to("cpu", torch.float64) for weight in (self.up, self.down))
         theta = geometric(self.dim, ntk_base(self.dim, self.base, 2 * t - 1))
         return (theta * self._excess(t, up, down).exp()).to(self.up.device)
 
     def _excess(self, t: int, up: Tensor, down: Tensor) -> Tensor:
-        """y(t) [dim/2] by the classical Runge-Kutta method in equal steps of at most `ode_step`.
+        """Compute y(t) [dim/2] by the classical Runge-Kutta method in equal steps of at most `ode_step`.
 
-        The method integrates w = y W_up, which obeys dw/dt = tanh(w + drive(t)) W_down W_up. A step of the method then
-        takes one small product, and W_down is applied only once, to the sum of all steps, to get y.
+        The method integrates w = y W_up, which obeys dw/dt = tanh(w + drive(t)) W_down W_up. Each evaluation then needs
+        only one small matrix product, and W_down is applied only once, to the sum of all steps, to get y.
         """
         steps = max(1, math.ceil((t - 1) / self.ode_step - 1e-9))  # 1e-9: 15 / 0.1 is 150.00000000000003 or 150
         step = (t - 1) / steps
@@ -128,6 +135,6 @@ class Clex(nn.Module):
         return step / 6 * (total @ down)
 
     def _log_ntk(self, times: Tensor) -> Tensor:
-        """ln theta_ntk at `times` [n]: [n, dim/2] float64; theta_ntk,j = theta_j (2t - 1)^(-2j/(dim-2))."""
+        """Return ln theta_ntk at `times` [n]: [n, dim/2] float64; theta_ntk,j = theta_j (2t - 1)^(-2j/(dim-2))."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64) / max(self.dim - 2, 1)
         return geometric(self.dim, self.base).log() - torch.log(2 * times - 1)[:, None] * exponents

@@ -1,7 +1,7 @@
-"""Relative-position maps: pairs at a large distance are scored as if they were at another distance.
+"""Relative-position maps: pairs at a large distance are scored as if they were at a different distance.
 
-A map divides the pairs into bands of their distance r = m - n, in tokens or in chunks. Each band rotates its queries
-and keys to its own positions, so a band is ordinary attention. All bands share one softmax.
+A map divides the pairs into bands by their distance r = m - n, in tokens or in chunks. Each band rotates queries and
+keys to its own positions, so the scores of a band are ordinary attention scores. All bands share one softmax.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MapPositions = Callable[[Tensor, Tensor], Tensor]
-"""(float64 positions, position of the first token of the document) -> positions that the rotation uses."""
+"""(float64 positions, position of the first token of the document) -> positions used by the rotation."""
 
 
 def _constant(position: float) -> MapPositions:
@@ -21,15 +21,15 @@ def _constant(position: float) -> MapPositions:
 
 @dataclass(frozen=True)
 class Band:
-    """The range low <= r < high of relative distances of one segment (`high` None: no upper end).
+    """The range low <= r < high of relative distances of one segment; `high` = None means no upper limit.
 
-    With `first_keys` only that many keys at the start of the sequence, or document, are visible. With `chunk` the range
-    counts chunks: low <= floor(m / chunk) - floor(n / chunk) < high, for m and n from the start of the document. The
-    two functions return the positions to which queries and keys are rotated; None keeps their own positions. Backends
-    do not use the functions, and equality ignores them.
+    With `first_keys`, only that many keys at the start of the sequence (or document) are visible. With `chunk`, the
+    range counts chunks: low <= floor(m / chunk) - floor(n / chunk) < high, with m and n counted from the start of the
+    document. `query_positions` and `key_positions` return the positions to which queries and keys are rotated; None
+    means their own positions. Backends do not use these functions, and equality ignores them.
 
     Raises:
-        ValueError: there are both `chunk` and `first_keys`.
+        ValueError: both `chunk` and `first_keys` are set.
     """
 
     low: int = 0
@@ -41,20 +41,20 @@ class Band:
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.first_keys is not None:
-            raise ValueError("first_keys: a band of chunks shows all keys of its chunks; leave it out")
+            raise ValueError("first_keys: not supported together with chunk; leave it out")
 
     def apart(self, query: Tensor, key: Tensor) -> Tensor:
-        """The distance that `low` and `high` limit, for indices of tokens within their document."""
+        """Return the distance in tokens or chunks that `low` and `high` limit, for token indices within a document."""
         return query - key if self.chunk is None else query // self.chunk - key // self.chunk
 
 
 CAUSAL = Band()
-"""All keys up to the query's own, at their own distances."""
+"""The band of all keys up to the query's own, at their actual distances."""
 UNMAPPED = (CAUSAL,)
 
 
 Options = Mapping[str, Any]
-"""Options of a map by name: the window w in tokens, and the other options of its declaration."""
+"""A map's options by name: the window w in tokens, and any other options that the map declares."""
 
 
 def _rerope(s: Options, training_length: int) -> tuple[Band, ...]:
@@ -65,13 +65,14 @@ def _rerope(s: Options, training_length: int) -> tuple[Band, ...]:
 
 
 def _leaky_rerope(s: Options, training_length: int) -> tuple[Band, ...]:
-    """Leaky ReRoPE (the same article): r below w, then (r - w)/k + w."""
+    """Leaky ReRoPE (Su 2023, kexue.fm/archives/9708): r below w, then (r - w)/k + w."""
     return _leaking(s["window"], s["leak"])
 
 
 def _inv_leaky_rerope(s: Options, training_length: int) -> tuple[Band, ...]:
-    """Leaky ReRoPE with k = L/(2L'), so with far steps longer than one: a model is trained with it, so that plain
-    rotation at inference stays within the distances of training (Su 2023, kexue.fm/archives/9728).
+    """Inverse Leaky ReRoPE (Su 2023, kexue.fm/archives/9728): Leaky ReRoPE with k = L/(2L'), so that steps beyond the
+    window are longer than 1. It is used in training, so that plain rotation at inference stays within the distances
+    seen in training.
     """
     return _leaking(s["window"], training_length / (2 * s["target_length"]))
 
@@ -100,7 +101,7 @@ def _self_extend(s: Options, training_length: int) -> tuple[Band, ...]:
 
 def _string(s: Options, training_length: int) -> tuple[Band, ...]:
     """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below w, then
-    r - w + local, so that far pairs have the distances that are most frequent in training.
+    r - w + local, so that far pairs get the distances that are most frequent in training.
     """
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
@@ -112,10 +113,10 @@ def _string(s: Options, training_length: int) -> tuple[Band, ...]:
 def _dual_chunk(s: Options, training_length: int) -> tuple[Band, ...]:
     """Dual chunk attention (An et al. 2024, "Training-Free Long-Context Scaling of Large Language Models", section 3).
 
-    Keys are at n mod c. A query is at m mod c for the keys of its own chunk, at m mod c + c for those of the chunk
-    before, and at 2c - 1 for older keys, but never beyond C, `max_position`: this is the largest position of training
-    in the paper, and 3L/4 with c = 11L/16 in its code. Distances stay the same within a chunk, and from its first C - c
-    tokens to the chunk before.
+    Keys are at position n mod c. A query is at m mod c for keys in its own chunk, at m mod c + c for keys in the
+    previous chunk, and at 2c - 1 for older keys, but never beyond C, `max_position`. In the paper, C is the largest
+    position in training; in its code, C is 3L/4 and c is 11L/16. Distances are unchanged within a chunk, and from a
+    chunk's first C - c tokens to the previous chunk.
     """
     size, furthest = s["chunk_size"], s["max_position"]
 
@@ -134,7 +135,7 @@ def _dual_chunk(s: Options, training_length: int) -> tuple[Band, ...]:
 
 
 def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
-    """LM-Infinite (Han et al. 2023, section 3): the near window, and the first keys at distance w."""
+    """LM-Infinite (Han et al. 2023, section 3): the keys in the window, and the first keys, scored at distance w."""
     return Band(high=s["window"]), Band(
         s["window"], None, s["sinks"], query_positions=_constant(s["window"]), key_positions=_constant(0)
     )
@@ -143,8 +144,8 @@ def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
 def _streaming(s: Options, training_length: int) -> tuple[Band, ...]:
     """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
 
-    Pairs within the window keep their distance but not their positions, so score forms that depend on absolute
-    positions are a configuration error.
+    Pairs in the window keep their distance but not their absolute positions, so a score form that depends on absolute
+    positions is a configuration error.
     """
     if s["sinks"] == 0:
         return (Band(high=s["window"]),)
@@ -168,4 +169,5 @@ DISTANCE_MAPS: dict[str, Callable[[Options, int], tuple[Band, ...]]] = {
     "lm_infinite": _lm_infinite,
     "streaming": _streaming,
 }
-"""Maps by name: (options, including the window and defaults; training length) -> bands."""
+"""Maps by name. Each function turns the options (with the window and the defaults) and the training length into bands.
+"""

@@ -1,11 +1,11 @@
-"""Score forms: they turn a query and a key into two operands, and the dot product of these is the attention score.
+"""Score forms: each turns a query and a key into two operands, and their dot product is the attention score.
 
-Every form here, including CoCA, is ordinary attention on modified operands Q' and K', so any flash kernel can run it in
-O(N) memory. The papers write CoCA as a three-operand contraction with an N x N intermediate; `tests.reference` follows
-them literally.
+Every form, including CoCA, is ordinary attention on modified operands Q' and K', so any flash kernel can run it in O(N)
+memory. The papers write CoCA as a three-operand contraction with an N x N intermediate; `tests.reference` implements
+the papers literally.
 
-Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32 or
-better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end) and return x's dtype.
+Operand functions take x [batch, heads, length, head_dim] and the rotary tables, compute in the tables' dtype (float32
+or better, because Q' of CoCA is quadratic in q and must be rounded only once, at the end), and return x's dtype.
 """
 
 import math
@@ -21,7 +21,9 @@ from megatron_coca.attention.positions import PositionRangeError
 
 
 class RotaryTables(NamedTuple):
-    """cos and sin of position times frequency, times an amplitude; each [length, d/2] or [batch, 1, length, d/2]."""
+    """cos and sin of position * frequency, both multiplied by an amplitude; each [length, d/2] or [batch, 1, length,
+    d/2].
+    """
 
     cos: Tensor
     sin: Tensor
@@ -30,9 +32,9 @@ class RotaryTables(NamedTuple):
 def rotary_tables(
     positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype, amplitude: Tensor | float = 1.0
 ) -> RotaryTables:
-    """Tables in float32, or in float64 if `dtype` is float64.
+    """Compute the tables in float32, or in float64 if `dtype` is float64.
 
-    `positions` is [length] or [batch, length], of any real type; `amplitude` broadcasts to [..., length, d/2].
+    `positions` is [length] or [batch, length] of any real dtype; `amplitude` broadcasts to [..., length, d/2].
     """
     phases = positions.to(torch.float64)[..., None] * inverse_frequencies.to(positions.device)
     cos, sin = phases.cos() * amplitude, phases.sin() * amplitude
@@ -43,7 +45,7 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
-    """R_p x for x [batch, heads, length, rotary_dim] in the tables' dtype."""
+    """Return R_p x for x [batch, heads, length, rotary_dim] in the tables' dtype."""
     if tables.cos.requires_grad or torch.compiler.is_compiling():
         (first, second), (cos, sin) = _halves(x), tables
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -51,21 +53,21 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 
 
 def times_rotated(x: Tensor, tables: RotaryTables) -> Tensor:
-    """x * (R_p x), dimension by dimension."""
+    """Return x * (R_p x), elementwise."""
     if tables.cos.requires_grad or torch.compiler.is_compiling():
         return x * rotate(x, tables)
     return _TimesRotated.apply(x, *tables)
 
 
 def spread(x: Tensor, to_first: Tensor, to_second: Tensor) -> Tensor:
-    """(x a, x b), [..., d/2] -> [..., d], for tables a and b."""
+    """Return (x a, x b) for tables a and b: [..., d/2] -> [..., d]."""
     if to_first.requires_grad or torch.compiler.is_compiling():
         return torch.cat((x * to_first, x * to_second), dim=-1)
     return _Spread.apply(x, to_first, to_second)
 
 
 def positive_mean(x: Tensor) -> Tensor:
-    """relu of the mean of the members of each pair, [..., d] -> [..., d/2]."""
+    """Return relu of the mean of the two members of each rotated pair: [..., d] -> [..., d/2]."""
     if torch.compiler.is_compiling():
         first, second = _halves(x)
         return ((first + second) * 0.5).relu()
@@ -73,7 +75,7 @@ def positive_mean(x: Tensor) -> Tensor:
 
 
 def squared_length(x: Tensor) -> Tensor:
-    """x_i^2 + x_{i+d/2}^2, [..., d] -> [..., d/2]."""
+    """Return x_i^2 + x_{i+d/2}^2: [..., d] -> [..., d/2]."""
     if torch.compiler.is_compiling():
         first, second = _halves(x)
         return first.square() + second.square()
@@ -86,7 +88,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """R_p x, or with sign -1 its inverse, R_-p x."""
+    """Return R_p x or, with sign -1, the inverse rotation R_-p x."""
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (first, second), (rotated_first, rotated_second) = _halves(x), _halves(rotated)
     torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-sign)
@@ -116,7 +118,7 @@ class _TimesRotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """g * (R x) + R^-1 (g * x), which is (2c g1 x1 + s (g2 - g1) x2, 2c g2 x2 + s (g2 - g1) x1)."""
+        """Return g * (R x) + R^-1 (g * x), which is (2c g1 x1 + s (g2 - g1) x2, 2c g2 x2 + s (g2 - g1) x1)."""
         x, cos, sin = ctx.saved_tensors
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         (x1, x2), (g1, g2) = _halves(x), _halves(grad)
@@ -184,10 +186,10 @@ SCALE_BASE = 512
 
 
 def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
-    """xPos's factor on queries, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma); keys are divided by it.
+    """Return xPos's factor, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma), for float64 `positions` p:
+    [...] -> [..., dim/2]. Queries are multiplied by it, and keys are divided by it.
 
-    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores. It keeps the factors small: without
-    it they would overflow at 32k.
+    The centre c cancels in the scores. It keeps the factors small, which would otherwise overflow at 32k.
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
@@ -195,11 +197,11 @@ def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
 
 
 def check_range(centre: float, dtype: torch.dtype) -> None:
-    """Check that `dtype` can represent the factors of positions 0 to 2 centre times features of size 100.
+    """Check that `dtype` can represent the factors at positions 0 to 2 * centre, multiplied by features of size 100.
 
     Raises:
-        PositionRangeError: it cannot represent them. The limit is near 68,000 tokens in float32 and near 5,000 in
-            float16.
+        PositionRangeError: `dtype` cannot represent these products. The limit is about 68,000 tokens in float32 and
+            about 5,000 in float16.
     """
     largest = torch.finfo(dtype).max / 100
     reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
@@ -220,16 +222,16 @@ def _identity(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """One row of the table below.
+    """One score form: a value of `SCORE_FORMS`.
 
     Attributes:
-        query: q of the rotary block -> Q'; linear in the tables. None for non-rotary forms.
-        kept: k of the rotary block -> its values before any rotation.
-        key: those -> K'; linear in the tables.
-        query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
-        key_rest: k -> K' on them.
-        kernel: the form's name among the fused kernels, or None.
-        decay: True if the tables include xPos's exponential factors.
+        query: maps q in the rotary block to Q'; linear in the tables. None for non-rotary forms.
+        kept: maps k in the rotary block to the values that `key` rotates.
+        key: maps the result of `kept` to K'; linear in the tables.
+        query_rest: maps q to Q' on the dimensions beyond `rotary_pct`.
+        key_rest: maps k to K' on the dimensions beyond `rotary_pct`.
+        kernel: the name of the form in the fused kernel, or None.
+        decay: whether the tables include xPos's exponential factors.
     """
 
     query: Operand | None = None
@@ -242,12 +244,12 @@ class ScoreForm:
 
     @property
     def rotary(self) -> bool:
-        """True if the form rotates its operands."""
+        """Whether the form rotates its operands."""
         return self.query is not None
 
     def query_operand(self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None) -> Tensor:
-        """Q' of q [batch, heads, length, head_dim]; `factor` ([length, 1] or [batch, 1, length, 1]) multiplies only the
-        features that are not rotated, because the tables already include it.
+        """Return Q' for q [batch, heads, length, head_dim]. `factor` ([length, 1] or [batch, 1, length, 1]) multiplies
+        only the unrotated features, because the tables already include it.
         """
         if self.query is None or tables is None:
             return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
@@ -259,7 +261,7 @@ class ScoreForm:
         return rotated.to(q.dtype)
 
     def key_operand(self, k: Tensor, tables: RotaryTables | None) -> Tensor:
-        """K' of k [batch, kv_heads, length, head_dim]."""
+        """Return K' for k [batch, kv_heads, length, head_dim]."""
         if self.key is None or tables is None:
             return k
         block, rest = _split(k, 2 * tables.cos.shape[-1], tables.cos.dtype)
@@ -273,38 +275,40 @@ def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form; the paper writes it as a contraction)."""
+    """Return q * (R_m q), elementwise (the slack form of Zhu et al. 2024, "CoCA", which the paper writes as a
+    contraction).
+    """
     return times_rotated(q, tables)
 
 
 def coefficients(t: Tensor) -> Tensor:
-    """u = relu of the mean of the two members of each rotated pair, [..., d] -> [..., d/2].
+    """Return u, relu of the mean of the two members of each rotated pair: [..., d] -> [..., d/2].
 
-    `t` is the output of the key projection and has the shape of a key; the collinear key is (u, u).
+    `t` is the output of the key projection, in the shape of a key. The collinear key is (u, u).
     """
     return positive_mean(t)
 
 
 def _slack_key(u: Tensor, tables: RotaryTables) -> Tensor:
-    """R_n (u, u) = (u (cos - sin), u (cos + sin))."""
+    """Return R_n (u, u) = (u (cos - sin), u (cos + sin))."""
     return spread(u, tables.cos - tables.sin, tables.cos + tables.sin)
 
 
 def _strict_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """R_m (|q|^2, 0) with |q|^2 = q_i^2 + q_{i+d/2}^2, so that a score is sum_j u_j |q_j|^2 cos((m - n) theta_j)."""
+    """Return R_m (|q|^2, 0), |q|^2 = q_i^2 + q_{i+d/2}^2. A score is then sum_j u_j |q_j|^2 cos((m - n) theta_j)."""
     return spread(squared_length(q), tables.cos, tables.sin)
 
 
 def _strict_key(u: Tensor, tables: RotaryTables) -> Tensor:
-    """R_n (u, 0)."""
+    """Return R_n (u, 0)."""
     return spread(u, tables.cos, tables.sin)
 
 
 PLAIN = ScoreForm()
-"""Q' = q, K' = k: positions enter through a bias, through the embedding, or not at all."""
+"""Q' = q, K' = k: positions affect the model through a bias, through the embedding, or not at all."""
 
 ROTATED = ScoreForm(query=rotate, key=rotate, kernel="rotary")
-"""R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2)."""
+"""Q' = R_m q, K' = R_n k (Su et al. 2021, "RoFormer", section 3.2.2)."""
 
 SCORE_FORMS: dict[str, ScoreForm] = {
     "rotary": ROTATED,
@@ -312,10 +316,10 @@ SCORE_FORMS: dict[str, ScoreForm] = {
     "coca": ScoreForm(_slack_query, coefficients, _slack_key, torch.square, torch.relu, kernel="coca"),
     "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, torch.square, torch.relu, kernel="coca_strict"),
 }
-"""The rotary values of `pos_emb`; all others are PLAIN."""
+"""Score forms of the rotary values of `pos_emb`; all other values use PLAIN."""
 
 LogitScaling = Callable[..., Tensor]
-"""(float64 positions [...], training length L, its options by name) -> factors [...]."""
+"""(float64 positions [...], training length L, options by name) -> factors [...]."""
 
 
 def _log_n(positions: Tensor, training_length: int) -> Tensor:
@@ -324,22 +328,22 @@ def _log_n(positions: Tensor, training_length: int) -> Tensor:
 
 
 def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
-    """ln(m + 1)/ln L with m counted from 0, from the first step of training on (Su 2021, kexue.fm/archives/8823). The
-    form for a causal model, in which row m sees m + 1 keys, is our reading of it.
+    """ln(m + 1)/ln L with m counted from 0, used from the first training step on (Su 2021, kexue.fm/archives/8823).
+    The form for a causal model, in which row m sees m + 1 keys, is our interpretation of the article.
     """
     return positions.log1p() / math.log(training_length)
 
 
 def _ssmax(positions: Tensor, training_length: int) -> Tensor:
-    """ln(m + 1), multiplied by a learned factor of every head: n^(s z) instead of e^z for the n = m + 1 keys that a row
-    sees (Nakanishi 2025, "Scalable-Softmax Is Superior for Attention", section 3).
+    """ln(m + 1), which each head multiplies by a learned factor s: n^(s z) instead of e^z for a row that sees n = m + 1
+    keys (Nakanishi 2025, "Scalable-Softmax Is Superior for Attention", section 3).
     """
     return positions.log1p()
 
 
 def _temperature(positions: Tensor, training_length: int, strength: float, period: int, first: int) -> Tensor:
-    """1 + a ln(1 + floor(m'/p)): constant within a period, so 1 in the first (Meta 2025, Llama 4's code; Mistral AI
-    2025, Ministral 3's code).
+    """1 + a ln(1 + floor(m'/p)): constant within a period, and 1 in the first period (Meta 2025, Llama 4's code;
+    Mistral AI 2025, Ministral 3's code).
     """
     return 1 + strength * ((positions + first) / period).floor().log1p()
 

@@ -1,8 +1,8 @@
 """Rotary frequencies and their extensions beyond the training length.
 
-An extension is a pure function of (rotary dimension d, base, training length L, scaling, current length l), without
-state between calls. Notation: theta_j = base^(-2j/d), j = 0..d/2-1, s = factor. `clex`, the only learned extension, has
-its own module.
+An extension is a pure function of the rotary dimension d, base, training length L, scaling and current length l. It has
+no state between calls. Notation: theta_j = base^(-2j/d), j = 0..d/2-1, s = factor. `clex`, the only learned extension,
+is in its own module.
 """
 
 import math
@@ -18,7 +18,9 @@ from megatron_coca import methods
 
 @dataclass(frozen=True)
 class Ramp:
-    """Transition between `slow` and `fast` rotations within L; `truncate` rounds its ends to integer dimensions."""
+    """The transition between `slow` and `fast` numbers of rotations within L; `truncate` rounds its ends to integer
+    dimensions.
+    """
 
     slow: float
     fast: float
@@ -26,14 +28,14 @@ class Ramp:
 
 
 def kept_by_rotations(theta: Tensor, base: float, original_length: int, ramp: Ramp) -> Tensor:
-    """gamma of NTK-by-parts, linear in the number of rotations (Peng et al. 2023, "YaRN", section 3.2)."""
+    """The ramp gamma of NTK-by-parts, linear in the number of rotations (Peng et al. 2023, "YaRN", section 3.2)."""
     turns = original_length * theta / (2 * math.pi)
     return ((turns - ramp.slow) / (ramp.fast - ramp.slow)).clamp(0, 1)
 
 
 def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ramp) -> Tensor:
-    """The ramp of the YaRN authors' code and of Hugging Face: linear in j between the dimensions that rotate `fast` and
-    `slow` times, dim(x) = d ln(L/(2 pi x)) / (2 ln base).
+    """The ramp in the YaRN authors' code and in Hugging Face: linear in j between the dimensions that rotate `fast` and
+    `slow` times. The dimension that rotates x times is d ln(L/(2 pi x)) / (2 ln base).
     """
     dim = 2 * theta.shape[-1]
     low, high = (
@@ -44,7 +46,7 @@ def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ra
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(dim // 2, dtype=theta.dtype, device=theta.device)
-    return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp without width is a step
+    return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp of width 0 is a step
 
 
 RAMPS: dict[str, Callable[[Tensor, float, int, Ramp], Tensor]] = {
@@ -54,7 +56,7 @@ RAMPS: dict[str, Callable[[Tensor, float, int, Ramp], Tensor]] = {
 
 
 def interpolate(theta: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """theta / s for `kept` 0, theta for `kept` 1, linear between."""
+    """Return theta / s where `kept` is 0, theta where it is 1, and a linear interpolation in between."""
     return (1 - kept) * theta / factor + kept * theta
 
 
@@ -64,7 +66,7 @@ def temperature(factor: float) -> float:
 
 
 class Scaling:
-    """A declared extension with its options as attributes; hashable. The configuration has validated the options."""
+    """An extension with its options as attributes; hashable. The configuration has already validated the options."""
 
     def __init__(self, rope_type: str = "default", **given: Any) -> None:
         self.declaration: methods.FrequencyExtension = methods.find("rope_scaling", rope_type)
@@ -90,8 +92,8 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The frequencies of a model: rotary dimension d (even), base, L in tokens (the reference length of the scaling's
-    formula) and scaling. Formulas compute on `device`.
+    """A model's rotary frequencies: an even rotary dimension d, a base, L in tokens (the reference length of the
+    scaling formula) and a scaling. Formulas are computed on `device`.
     """
 
     dim: int
@@ -101,37 +103,37 @@ class Rotary:
     device: ClassVar[torch.device] = torch.device("cpu")
 
     def inverse_frequencies(self, length: int) -> Tensor:
-        """The frequencies for an input of `length` tokens, shape [dim/2], float64, in radians per position."""
+        """Return the frequencies for an input of `length` tokens: [dim/2] float64, in radians per position."""
         compute = self.scaling.declaration.compute or EXTENSIONS[self.scaling.rope_type]
         theta = compute(self, length)
         return resonant(theta) if self.scaling.options.get("resonance") else theta
 
     def multiplier(self, length: int) -> float:
-        """Factor on cos and sin; it enters the logits of the rotated block squared."""
+        """Return the factor on cos and sin. Its square multiplies the logits of the rotated block."""
         return multiplier(self, length)
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the frequencies depend on the length, so that cached rotated keys would be wrong."""
+        """Whether the frequencies depend on the length, which would make cached rotated keys wrong."""
         return self.scaling.declaration.length_dependent
 
 
 def geometric(dim: int, base: float, device: torch.device | None = None) -> Tensor:
-    """theta_j = base^(-2j/dim), shape [dim/2], float64 (Su et al. 2021, "RoFormer", section 3.2.2)."""
+    """Return theta_j = base^(-2j/dim), [dim/2] float64 (Su et al. 2021, "RoFormer", section 3.2.2)."""
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
 
 
 def resonant(theta: Tensor) -> Tensor:
-    """2 pi / round(2 pi / theta_j): wavelengths are whole numbers of tokens, so later periods of a feature repeat the
-    values of the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay.
+    """Return 2 pi / round(2 pi / theta_j). Wavelengths are then whole numbers of tokens, so each period of a feature
+    repeats the values of the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay 0.
     """
     return 2 * math.pi / (2 * math.pi / theta).round()
 
 
 def ntk_base(dim: int, base: float, alpha: float) -> float:
-    """base * alpha^(d/(d-2)): the slowest frequency is divided by exactly alpha, the fastest is kept.
+    """Return base * alpha^(d/(d-2)), which divides the slowest frequency by exactly alpha and keeps the fastest.
 
-    A rotary dimension of 2 has only one frequency, which is kept.
+    With a rotary dimension of 2, there is only one frequency, which is kept.
     """
     return base * alpha ** (dim / (dim - 2)) if dim > 2 else base
 
@@ -141,7 +143,7 @@ def _theta(rotary: Rotary) -> Tensor:
 
 
 def _ordinal(rotary: Rotary) -> Tensor:
-    """1 .. d/2, float64."""
+    """Return 1, ..., d/2 in float64."""
     return torch.arange(1, rotary.dim // 2 + 1, dtype=torch.float64, device=rotary.device)
 
 
@@ -161,22 +163,24 @@ def _ntk(rotary: Rotary, length: int) -> Tensor:
 
 
 def _ntk_fixed(rotary: Rotary, length: int) -> Tensor:
-    """NTK-RoPE-fixed (Su 2023, kexue.fm/archives/9706): theta_j * s^(-2(j+1)/d), which also changes the fastest."""
+    """NTK-RoPE-fixed (Su 2023, kexue.fm/archives/9706): theta_j * s^(-2(j+1)/d), which changes even the fastest
+    frequency.
+    """
     return _theta(rotary) * torch.exp(-2 * math.log(rotary.scaling.factor) / rotary.dim * _ordinal(rotary))
 
 
 def _ntk_mixed(rotary: Rotary, length: int) -> Tensor:
     """NTK-RoPE-mixed (Su 2023, kexue.fm/archives/9706): theta_j * exp(-a (j+1)^b) with a (d/2)^b = ln s.
 
-    That is ln s times ((j+1) / (d/2))^b. The post's text has b = 0.625, its code 0.75.
+    The exponent is -ln s * ((j+1) / (d/2))^b. The post's text uses b = 0.625, and its code uses 0.75.
     """
     share = (_ordinal(rotary) / (rotary.dim // 2)) ** rotary.scaling.b
     return _theta(rotary) * torch.exp(-math.log(rotary.scaling.factor) * share)
 
 
 def _dynamic(rotary: Rotary, length: int) -> Tensor:
-    """Dynamic NTK (emozilla 2023; Peng et al. 2023, "YaRN", section 3.3): inputs of up to L tokens have
-    theta_j, inputs of l > L tokens the frequencies of NTK with alpha = s*l/L - (s-1).
+    """Dynamic NTK (emozilla 2023; Peng et al. 2023, "YaRN", section 3.3): inputs of up to L tokens use theta_j, and
+    inputs of l > L tokens use the NTK frequencies with alpha = s*l/L - (s-1).
     """
     factor = rotary.scaling.factor
     alpha = factor * max(length, rotary.original_length) / rotary.original_length - (factor - 1)
@@ -184,9 +188,9 @@ def _dynamic(rotary: Rotary, length: int) -> Tensor:
 
 
 def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
-    """Dynamic NTK made for a target length L': alpha = s*max(L', l)/L - (s-1) with s = L'/(2L).
+    """Dynamic NTK for a target length L': alpha = s*max(L', l)/L - (s-1) with s = L'/(2L).
 
-    All inputs of at most L' tokens, even short ones, have the frequencies of L'.
+    All inputs of at most L' tokens, even short ones, use the frequencies for L'.
     """
     target, trained = rotary.scaling.target_length, rotary.original_length
     factor = target / (2 * trained)
@@ -201,12 +205,14 @@ def _by_parts(rotary: Rotary, factor: float) -> Tensor:
 
 
 def _yarn(rotary: Rotary, length: int) -> Tensor:
-    """YaRN (Peng et al. 2023, section 3.2): slow frequencies interpolated by s, fast ones kept, a ramp between."""
+    """YaRN (Peng et al. 2023, section 3.2): slow frequencies are interpolated by s, fast ones are kept, and a ramp
+    connects the two ranges.
+    """
     return _by_parts(rotary, rotary.scaling.factor)
 
 
 def _stretch(rotary: Rotary, length: int) -> float:
-    """max(1, l/L), the factor of dynamic scaling (Peng et al. 2023, "YaRN", section 3.3)."""
+    """Return max(1, l/L), the factor of dynamic scaling (Peng et al. 2023, "YaRN", section 3.3)."""
     return max(1.0, length / rotary.original_length)
 
 
@@ -216,7 +222,9 @@ def _dynamic_yarn(rotary: Rotary, length: int) -> Tensor:
 
 
 def _longrope(rotary: Rotary, length: int) -> Tensor:
-    """LongRoPE (Ding et al. 2024, section 3): theta_j / lambda_j with the searched short or long factors."""
+    """LongRoPE (Ding et al. 2024, section 3): theta_j / lambda_j, where lambda are the short or the long factors that
+    the authors' search found.
+    """
     scaling = rotary.scaling
     factors = scaling.long_factor if length > rotary.original_length else scaling.short_factor
     theta = _theta(rotary)
@@ -224,9 +232,9 @@ def _longrope(rotary: Rotary, length: int) -> Tensor:
 
 
 def _llama3(rotary: Rotary, length: int) -> Tensor:
-    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor rotations within L, theta above
-    high_freq_factor rotations, linear in the rotations between; in wavelengths, L / low_freq_factor and L /
-    high_freq_factor.
+    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor rotations within L (wavelengths above L
+    / low_freq_factor), theta above high_freq_factor rotations (wavelengths below L / high_freq_factor), and linear in
+    the number of rotations in between.
     """
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
     kept = kept_by_rotations(theta, rotary.base, rotary.original_length, ramp)
@@ -253,11 +261,11 @@ EXTENSIONS: dict[str, Callable[[Rotary, int], Tensor]] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-"""Functions by `rope_type`; other choices have a function `compute` in their declaration."""
+"""Functions by `rope_type`. A `rope_type` that is not listed here has the function `compute` in its declaration."""
 
 
 def _longrope_multiplier(rotary: Rotary, length: int) -> float:
-    """sqrt(1 + ln s / ln L) (Ding et al. 2024, the released code), at every length as in Hugging Face."""
+    """Return sqrt(1 + ln s / ln L) (Ding et al. 2024, the released code), at every length as in Hugging Face."""
     factor = rotary.scaling.factor
     return math.sqrt(1 + math.log(factor) / math.log(rotary.original_length)) if factor > 1 else 1.0
 
@@ -267,11 +275,11 @@ MULTIPLIERS: dict[str, Callable[[Rotary, int], float]] = {
     "dynamic_yarn": lambda rotary, length: temperature(_stretch(rotary, length)),
     "longrope": _longrope_multiplier,
 }
-"""Multipliers by `rope_type`; 1 for all others."""
+"""Multiplier functions by `rope_type`; the multiplier is 1 for all other types."""
 
 
 def multiplier(rotary: Rotary, length: int) -> float:
-    """The factor on cos and sin: `attention_factor` if set, else the formula of the extension."""
+    """Return the factor on cos and sin: `attention_factor` if set, otherwise the value of the extension's formula."""
     compute = MULTIPLIERS.get(rotary.scaling.rope_type)
     if compute is None:
         return 1.0

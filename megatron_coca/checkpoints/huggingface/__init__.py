@@ -1,1 +1,1 @@
-"""Hugging Face folders."""
+"""Read and write Hugging Face folders."""

@@ -1,7 +1,7 @@
-"""The configuration of a model from a Hugging Face config.json.
+"""Read the configuration of a model from a Hugging Face config.json.
 
-`READERS` has GPT-NeoX, LLaMA and the type of our exports with a modelling file (model_source.py); every other
-architecture is a row of `families.FAMILIES`.
+`READERS` contains GPT-NeoX, LLaMA and the architecture of exports with our modelling file (model_source.py). Every
+other architecture is a row of `families.FAMILIES`.
 """
 
 import re
@@ -27,30 +27,34 @@ Json = Mapping[str, Any]
 
 CONFIG = "config.json"
 POSITION, NETWORK = "position", "network"
-"""Keys of an exported config.json that describe the position method and the block of a `coca_dense` model."""
+"""Keys in an exported config.json that describe the position method and the blocks of a `coca_dense` model."""
 OURS = "coca_dense"
-"""`model_type` of a folder with our modelling file."""
+"""`model_type` of folders with our modelling file."""
 
 POSITION_KEYS = (
     *("pos_emb", "rotary_pct", "rotary_emb_base", "rope_scaling", "relative_positions", "logit_scaling"),
     *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
 )
-"""Position keys that the modelling file of our exports computes."""
+"""Position keys that our modelling file supports."""
 LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
 """Position keys that are written only if they are set."""
 LAYERS = "layers"
-"""In `position`: the type of every layer, if they differ. `layer_types` has the keys of each type except `global`."""
+"""Key in `position` that lists the type of every layer, if the types differ. The key `layer_types` contains the keys of
+each type except `global`.
+"""
 LEARNED_ROWS = "max_position_embeddings"
-"""In `position`: rows of the table of learned positions. At the top level this key is the training length."""
+"""Key in `position` for the number of rows in the learned position table. At the top level of config.json, the same key
+is the training length.
+"""
 NETWORK_KEYS = (
     *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
     *("qk_norm", "use_qk_layernorm", "use_bias_in_qkv", "zero_centered_norms", "norm_position", "use_embedding_norm"),
     *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
 )
-"""Keys of the block that the modelling file computes; all of them are written."""
+"""Network keys that the modelling file supports. All of them are always written."""
 QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
-"""Parameters of a norm of queries or keys, by `qk_norm`."""
+"""`qk_norm` -> the end of the parameter name of the query and key norms."""
 
 THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -65,7 +69,7 @@ THEIR_NAMES = {
     "use_bias_in_attn_linear": "attention_bias",
     "use_bias_in_mlp": "mlp_bias",
 }
-"""Our keys that config.json has under another name; for messages."""
+"""Our keys -> their names in config.json, for messages."""
 
 
 HARMLESS = frozenset(
@@ -88,30 +92,31 @@ HARMLESS = frozenset(
         *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     }
 )
-"""Keys of config.json that do not change a causal language model, and keys of rotation, which not all classes read."""
+"""Keys in config.json that do not change a causal language model, and RoPE keys, which not all classes read."""
 UNSUPPORTED = {
     "quantization_config": "quantized weights are not supported",
-    "rope_interleaved": "weights for a rotation of neighbouring features are not supported",
+    "rope_interleaved": "weights for interleaved rotary features are not supported",
 }
-"""Keys that must be false, null or empty -> the reason."""
+"""Keys that must be false, null or empty -> the error message otherwise."""
 ALIASES = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads"})
-"""Keys that a class with its own names for them also accepts; they take precedence over its own."""
+"""Keys that a class accepts even if it has its own names for them. They take precedence over the class's own names."""
 
 
 def parse_config(
     values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
 ) -> Config:
-    """Return the configuration of the model that `values`, the contents of config.json, describe.
+    """Return the configuration of the model that a config.json describes.
 
-    `source` is for messages, `generation` is generation_config.json, and `weights` returns the names of the weights.
-    Raises CheckpointError if the model is not supported.
+    `values` is the content of config.json, and `source` is its path, for messages. `generation` is the content of
+    generation_config.json, and `weights` returns the names of the weights. Raises CheckpointError if the model is not
+    supported.
     """
     family = families.FAMILIES.get(str(values.get("model_type")))
     first = family.first if family is not None else {}
     values = {name: value for name, value in values.items() if name not in first} | {
         common: values[name] for name, common in first.items() if values.get(name) is not None
     }
-    # Keys of a section within config.json, which MPT has, are read as `attn_config.NAME`.
+    # MPT has a nested mapping in config.json. Its keys are read as `attn_config.NAME`.
     inner = values.get("attn_config")
     if isinstance(inner, Mapping):
         values = {name: value for name, value in values.items() if name != "attn_config"} | {
@@ -133,15 +138,15 @@ def parse_config(
             keys = _common_keys(config, generation or {}) | reader.shape(config, source)
             keys |= reader.position(config, source, weights())
     except KeyError as missing:
-        raise CheckpointError(f"{source}: is missing {missing}; add it, or download the folder again") from missing
+        raise CheckpointError(f"{source}: {missing} is missing; add it, or download the folder again") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{source}: has an invalid value ({error}); download the folder again") from error
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
         raise CheckpointError(
-            f"{source}: {', '.join(unread)}: is not supported and may change the model; remove it from {CONFIG} if it "
-            "does not"
+            f"{source}: {', '.join(unread)}: not supported and may change the model; if it has no effect, remove "
+            f"it from {CONFIG}"
         )
     try:
         return load_config([], keys)
@@ -157,10 +162,10 @@ def parse_config(
 
 
 class _Read(dict[str, Any]):
-    """config.json, read by common names of keys. `names` maps them to the names of an architecture.
+    """The content of config.json, read with common key names. `names` maps them to the architecture's own names.
 
     Attributes:
-        read: the keys of config.json that were read.
+        read: the keys in config.json that have been read.
     """
 
     def __init__(self, values: Json, names: Mapping[str, str | None]) -> None:
@@ -185,7 +190,7 @@ class _Read(dict[str, Any]):
 
 def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
     rows, trained, maximum = config["vocab_size"], config.get(TRAINING_LENGTH), config.get(MAXIMUM)
-    # Padding of the vocabulary: the rows at its end that generation suppresses, as our export writes it.
+    # Our exports list the padding rows at the end of the vocabulary in `suppress_tokens`.
     listed = generation.get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
     first = min(suppressed, default=rows)
@@ -207,13 +212,13 @@ def _common_keys(config: Json, generation: Json, tied: bool = False, length: int
 
 
 class Reader(NamedTuple):
-    """How one architecture is read.
+    """Functions that read one architecture.
 
     Attributes:
-        shape: config.json, its path -> our keys of the network's shape.
-        position: config.json, its path, the names of the weights -> our keys of the position method.
-        rows: config.json, the names of the weights -> the table of weights.
-        unneeded: names of masks and frequencies that older versions of transformers saved, and that nothing reads.
+        shape: (config.json, its path) -> our network keys.
+        position: (config.json, its path, the names of the weights) -> our position keys.
+        rows: (config.json, the names of the weights) -> the table of weight names.
+        unneeded: names of masks and frequencies that older versions of transformers saved. They are never read.
     """
 
     shape: Callable[[Json, Path], dict[str, Any]]
@@ -231,14 +236,14 @@ ACTIVATIONS = {
 }
 LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
 NEOX_POSITIONS = ("rotary", "coca")
-"""Values of `pos_emb` in the config.json of a stock GPT-NeoX folder. Only our exports have the key."""
+"""Values of `pos_emb` in the config.json of a GPT-NeoX folder. Only our exports write this key."""
 
 
 def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
     name = config.get("hidden_act", "gelu")
     if name not in ACTIVATIONS:
         raise CheckpointError(
-            f"{source}: hidden_act: {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            f"{source}: hidden_act: {name!r} is not supported; supported values: {', '.join(ACTIVATIONS)}"
         )
     return {
         "activation": ACTIVATIONS[name],
@@ -260,7 +265,7 @@ def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[s
     method = config.get("pos_emb", "rotary")
     if method not in NEOX_POSITIONS:
         raise CheckpointError(
-            f"{source}: pos_emb: {method!r} is not supported; supported are {', '.join(NEOX_POSITIONS)}"
+            f"{source}: pos_emb: {method!r} is not supported; supported values: {', '.join(NEOX_POSITIONS)}"
         )
     keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
     check_spellings(config, source, ("rotary_emb_base", 10000.0), ("rotary_pct", 0.25))
@@ -268,10 +273,10 @@ def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[s
 
 
 def may_be_coca(config: Json) -> bool:
-    """Return whether a folder that is read as RoPE could be a CoCA model of CoCA's authors.
+    """Return whether a folder that is read as a RoPE model could be a CoCA model by CoCA's authors.
 
-    Their config.json and weights have the names of plain GPT-NeoX. Their code rotates all features, unlike Pythia and
-    GPT-NeoX-20B.
+    Their models have the same keys and weight names as plain GPT-NeoX models. Unlike Pythia and GPT-NeoX-20B, their
+    models rotate all features.
     """
     return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
 
@@ -284,12 +289,12 @@ def _head_dim(config: Json) -> dict[str, Any]:
 def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
     if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
         raise CheckpointError(
-            f"{source}: hidden_act: {config['hidden_act']!r} is not supported for LLaMA; supported are "
+            f"{source}: hidden_act: {config['hidden_act']!r} is not supported for LLaMA; supported values: "
             f"{', '.join(LLAMA_ACTIVATIONS)}"
         )
     return _head_dim(config) | {
         "activation": "swiglu",
-        "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX counts both halves of a gated layer, times 3/2
+        "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX's key is 3 times the width of a gated MLP
         "norm": "rmsnorm",
         "rms_norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
         "use_bias_in_attn_linear": config.get("attention_bias") or False,
@@ -299,7 +304,7 @@ def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def _has_t_projection(names: Iterable[str]) -> bool:
-    """Return whether the weights are a LLaMA model of CoCA's authors, who call the key projection `t_proj`."""
+    """Return whether a model is a LLaMA model by CoCA's authors, who call the key projection `t_proj`."""
     return any(name.endswith("self_attn.t_proj.weight") for name in names)
 
 
@@ -308,20 +313,20 @@ def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[
     share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise CheckpointError(
-            f"{source}: partial_rotary_factor: {share} is not supported, LLaMA rotates all features; remove it"
+            f"{source}: partial_rotary_factor: {share} is not supported, because LLaMA rotates all features; remove it"
         )
     return {"pos_emb": "coca" if _has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
 
 
 def _section(config: Json, name: str) -> Json:
-    """Return a mapping of config.json. Raises KeyError if there is none."""
+    """Return a nested mapping of config.json. Raises KeyError if the key is missing or not a mapping."""
     if not isinstance(config[name], Mapping):
         raise KeyError(name)
     return config[name]
 
 
 def position_keys(config: Json) -> dict[str, Any]:
-    """Return our keys of the position method from an exported config.json. Raises KeyError without `position`."""
+    """Return our position keys from an exported config.json. Raises KeyError if `position` is missing."""
     position = _section(config, POSITION)
     keys = (*POSITION_KEYS, *LIMITS, LEARNED_ROWS, "layer_types")
     layers = {"attention_config": [[position[LAYERS], 1]]} if LAYERS in position else {}
@@ -338,15 +343,15 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(
-                f"{source}: network.{name}: {network[name]!r} is not supported; supported are {', '.join(known)}"
+                f"{source}: network.{name}: {network[name]!r} is not supported; use one of {', '.join(known)}"
             )
-    for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's values; `network` has the model's
+    for name in ("hidden_act", "rms_norm_eps"):  # LLaMA's values, saved by transformers; `network` has the model's
         config.get(name)
     return (
         network
         | _head_dim(config)
         | {
-            # GPT-NeoX counts both halves of a gated layer, times 3/2.
+            # GPT-NeoX's key is 3 times the width of a gated MLP.
             "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
             "use_bias_in_attn_linear": config["attention_bias"],
             "use_bias_in_mlp": config["mlp_bias"],
@@ -355,7 +360,7 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
-    """Return the names of the weights in a `coca_dense` folder; `network` has NETWORK_KEYS."""
+    """Return the table of weight names for a `coca_dense` folder. `network` contains NETWORK_KEYS."""
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
     names: list[str] = []
     if (kind := network["qk_norm"]) is not None:
@@ -393,15 +398,15 @@ READERS: dict[str, Reader] = {
         _dense_shape, _exported_position, lambda config, names: dense_rows(_section(config, NETWORK)), LLAMA_UNNEEDED
     ),
 }
-"""Every architecture that is read, by `model_type`."""
+"""`model_type` -> the reader of the architecture."""
 
 
-_EXPERTS = "it has mixtures of experts, and only dense MLPs are supported"
-_IMAGES = "it reads images too; save its language model as a separate folder, as docs/models.md shows"
+_EXPERTS = "it has mixture-of-experts layers, and only dense MLPs are supported"
+_IMAGES = "it is a vision-language model; save its language model as a separate folder, as docs/models.md shows"
 UNSUPPORTED_TYPES = dict.fromkeys(
     ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
 ) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
-"""Architectures that are often asked for, and why they are not supported."""
+"""Popular architectures that are not supported -> the reason."""
 
 
 def find_reader(config: Json, source: Path) -> Reader:
@@ -409,6 +414,6 @@ def find_reader(config: Json, source: Path) -> Reader:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
         known = ", ".join(sorted(READERS.keys() | families.FAMILIES.keys()))
-        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported are {known}")
+        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported values: {known}")
         raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
     return READERS[kind]

@@ -1,4 +1,4 @@
-"""Architectures of transformers other than GPT-NeoX and LLaMA: each is a row of FAMILIES (see `family_keys.Family`)."""
+"""Transformers architectures other than GPT-NeoX and LLaMA. Each is a row of FAMILIES (see `family_keys.Family`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,13 +53,13 @@ CAPPING = RMS | BIASES
 
 def _phi3(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("embd_pdrop", 0.0) != config.get("resid_pdrop", 0.0):
-        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout is one key for both")
+        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout applies to both")
     return {}
 
 
 def _gpt2(config: Json, keys: Json) -> dict[str, Any]:
     if config.get("embd_pdrop", 0.1) != config.get("resid_pdrop", 0.1):
-        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout is one key for both")
+        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout applies to both")
     return {
         "max_position_embeddings": config[MAXIMUM],
         "attention_dropout": float(config.get("attention_dropout", 0.1)),
@@ -71,19 +71,22 @@ def _both_dropouts(config: Config) -> dict[str, Any]:
 
 
 def _to_phi3(config: Config) -> dict[str, Any]:
-    # Its class reads L only at the top level, and has its own default.
+    # Phi 3's class reads the original length only at the top level of config.json, and has a default for it.
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
 def _two_keys(scaling: Json) -> Json:
-    """Return the two keys that OLMo's class in transformers 4 accepts. It stops with an error on other extensions."""
+    """Return only the two keys that OLMo's class in transformers 4 accepts.
+
+    The class stops with an error on other extensions, so these are returned unchanged.
+    """
     if scaling["rope_type"] not in ("linear", "dynamic"):
         return scaling
     return {"type": scaling["rope_type"], "factor": scaling["factor"]}
 
 
 def _three_keys(scaling: Json) -> Json:
-    """Return the three keys that Phi 3's class in transformers 4 accepts. The factor follows from the lengths."""
+    """Return only the three keys that Phi 3's class in transformers 4 accepts. The class derives the factor itself."""
     if scaling["rope_type"] != "longrope" or "attention_factor" in scaling:
         return scaling
     return {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
@@ -92,7 +95,7 @@ def _three_keys(scaling: Json) -> Json:
 def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     if heads & (heads - 1):
-        raise ValueError(f"{heads} heads: MPT's ALiBi has other slopes unless their number is a power of two")
+        raise ValueError(f"n_heads {heads} is not a power of two, and MPT's ALiBi slopes are not supported then")
     return {"attention_dropout": float(config.get("attn_config.attn_pdrop") or 0)}
 
 
@@ -249,7 +252,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset(
             {
                 *("cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"),
-                "attn_logit_softcapping",  # its class has the key but does not use it
+                "attn_logit_softcapping",  # Gemma 3's class ignores this key
             }
         ),
     ),
@@ -371,10 +374,10 @@ FAMILIES: dict[str, Family] = {
         activation=("activation", "gelu"),
         tied=True,
         length=2048,
-        attention="sdpa",  # in eager its class adds ALiBi to the scores twice
+        attention="sdpa",  # with eager, Falcon's class adds the ALiBi bias twice
         read=_falcon,
         write=_to_falcon,
         harmless=frozenset({"ff_factor"}),
     ),
 }
-"""By `model_type`, in the order of preference of an export."""
+"""`model_type` -> architecture, in the order in which an export tries them."""

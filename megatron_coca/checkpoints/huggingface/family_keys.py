@@ -1,7 +1,7 @@
-"""Convert the keys of config.json to ours and back, by a row of `families.FAMILIES` for each architecture.
+"""Convert the keys of config.json to ours and back, according to the architecture's row in `families.FAMILIES`.
 
-A key of config.json that neither the row nor this module reads is an error in the caller. An export reads the written
-config.json again and compares it with the model, so a family is used for a model only if it can represent all of it.
+The caller raises an error for every key of config.json that neither the row nor this module reads. An export reads its
+config.json back and compares it with the model, so it uses a family only if the family can represent the whole model.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,20 +28,22 @@ Json = Mapping[str, Any]
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
 PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
-"""Their activations -> ours. If a function has several names, the family's own is written, else the first."""
+"""Their activation names -> ours. If a function has several names, an export writes the family's default name if
+possible, else the first name.
+"""
 TEMPERATURE = "llama_4_scaling_beta"
-"""An option of rope_parameters: the strength of our logit scaling `temperature`, with the extension's length."""
+"""Option of rope_parameters that is the strength of our logit scaling `temperature`. Its period is ORIGINAL."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Which layers of an architecture have a sliding window.
+    """How an architecture selects the layers with a sliding window.
 
     Attributes:
-        read: config.json, number of layers -> True for each layer that has the window.
-        listed: config.json lists the type of each layer in `layer_types`.
-        switched: config.json turns the window on with `use_sliding_window`.
+        read: (config.json, number of layers) -> whether each layer has the window.
+        listed: whether config.json lists the type of each layer in `layer_types`.
+        switched: whether config.json turns the window on with `use_sliding_window`.
     """
 
     read: Callable[[Json, int], list[bool]]
@@ -49,8 +51,11 @@ class Windows:
     switched: bool = False
 
     def written(self, slides: list[bool], width: int | None, length: int) -> dict[str, Any]:
-        """Return the keys of config.json for these layers; `width` is None if no layer has a window."""
-        # A class with a list but without a switch builds a mask of the window even if no layer has one.
+        """Return the keys of config.json. `slides` lists whether each layer has a window of `width` tokens.
+
+        `width` is None if no layer has a window.
+        """
+        # A class that reads `layer_types` but no switch builds the window's mask even if no layer has a window.
         unused = length if self.listed and not self.switched else None
         settings: dict[str, Any] = {"sliding_window": unused if width is None else width}
         if self.listed:
@@ -62,11 +67,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Rotating:
-    """Which layers of an architecture rotate queries and keys.
+    """How an architecture selects the layers that rotate queries and keys.
 
     Attributes:
-        read: config.json, True for each layer with a window -> True for each layer that rotates.
-        written: the key of config.json that lists them as 0 or 1; None if the windows decide it.
+        read: (config.json, whether each layer has a window) -> whether each layer rotates.
+        written: the key of config.json that lists a 1 for each layer that rotates, else a 0; None if the windows
+            determine which layers rotate.
     """
 
     read: Callable[[Json, list[bool]], list[bool]]
@@ -78,33 +84,34 @@ class Family:
     """One architecture of transformers.
 
     Attributes:
-        architecture: name of its class.
-        rows: the table of its weights, from our keys.
-        fixed: our keys that all its models share. Activation "gated": an MLP with a gate, in the activation of the key.
-        keys: its key -> our key, and the default of its class.
-        only: keys that are supported with this value only.
-        names: common key -> its own name of it, or None if it has no such key.
-        first: key -> the common key that it replaces if both are present, as its class does.
-        activation: the key of the activation, and its default. Without a key, all its models have the default.
+        architecture: name of the transformers class.
+        rows: our model keys -> the table of weight names.
+        fixed: our keys that have the same value in all models of the architecture. The activation "gated" means a gated
+            MLP with the activation that config.json selects.
+        keys: key of config.json -> our key, and the default of the class.
+        only: keys of config.json -> the only supported value.
+        names: common key -> the architecture's own name of the key, or None if it has no such key.
+        first: key -> the common key that it overrides if both are present, as in the class.
+        activation: the key of the activation, and its default. If the key is None, all models have the default.
         tied: default of tie_word_embeddings.
         length: default of the training length.
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
         rope: default of the rotary base; None if the architecture does not rotate.
-        share: default of partial_rotary_factor; None if its class rotates all features.
-        rope_types: its names of extensions that we have under another name.
-        windows: which layers have a sliding window; None if no layer can have one.
+        share: default of partial_rotary_factor; None if the class always rotates all features.
+        rope_types: the architecture's names of extensions -> our names, if they differ.
+        windows: how layers with a sliding window are selected; None if no layer can have a window.
         window: default of sliding_window.
-        rotating: which layers rotate; None if all do.
-        by_type: for an architecture with a section of rope_parameters for each type of layer, the rotary base of layers
-            with a window: its key at the top level, or None, and its default.
-        temperature: rope_parameters has TEMPERATURE.
-        original: default of ORIGINAL at the top level, which precedes the one in rope_parameters.
-        older: rope_scaling -> the form that its class in transformers 4 reads. That class stops with an error on an
-            extension that it cannot represent. None if it reads every form.
-        attention: the attention implementation of transformers that computes the model correctly.
-        read: config.json, our keys so far -> further keys of ours.
-        write: our configuration -> further keys of config.json.
-        harmless: keys of published folders that its class ignores.
+        rotating: how layers that rotate are selected; None if all layers rotate.
+        by_type: the top-level key (or None) and the default of the rotary base of layers with a window, for an
+            architecture with separate rope_parameters for each type of layer; else None.
+        temperature: whether rope_parameters has TEMPERATURE.
+        original: default of ORIGINAL at the top level, which takes precedence over ORIGINAL in rope_parameters.
+        older: rope_scaling -> the form that the class in transformers 4 reads. The class stops with an error on an
+            extension that it does not support. None if it reads every form.
+        attention: the `attn_implementation` that computes the model correctly.
+        read: (config.json, our keys so far) -> additional keys of ours.
+        write: our configuration -> additional keys of config.json.
+        harmless: keys in published folders that the class ignores.
     """
 
     architecture: str
@@ -143,12 +150,12 @@ def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
         return list(default)
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
-        raise ValueError(f"layer_types has {unknown[0]!r}; known: {SLIDING}, {FULL}")
+        raise ValueError(f"layer_types has {unknown[0]!r}, not one of {SLIDING}, {FULL}")
     return [kind == SLIDING for kind in types]
 
 
 def every(period: int, name: str | None = None) -> Windows:
-    """Return a pattern in which every `period`-th layer has no window; the key `name` replaces the period."""
+    """Return a pattern in which every `period`-th layer has no window. The key `name`, if present, sets the period."""
 
     def layers(config: Json, count: int) -> list[bool]:
         given = config.get(name, period) if name is not None else period
@@ -165,7 +172,7 @@ def _from_layer(config: Json, count: int) -> list[bool]:
 
 def _without_rotation(config: Json, count: int) -> list[bool]:
     used = config.get("use_sliding_window", False)
-    # Its class makes the mask from the list only, so a list precedes `use_sliding_window`.
+    # SmolLM 3's class builds the mask from the list only, so a list takes precedence over `use_sliding_window`.
     return _listed(config, (used and not rotates for rotates in _rope_interval(config, [False] * count)))
 
 
@@ -177,11 +184,11 @@ def _rope_interval(config: Json, sliding: list[bool]) -> list[bool]:
 ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
 """All layers have the window, as in Mistral."""
 FROM_LAYER = Windows(_from_layer, switched=True)
-"""Layers from number `max_window_layers` on have it, as in Qwen."""
+"""Layers from number `max_window_layers` on have the window, as in Qwen."""
 WITHOUT_ROTATION = Windows(_without_rotation, switched=True)
-"""Layers without rotation have it, as in SmolLM 3."""
+"""Layers without rotation have the window, as in SmolLM 3."""
 ROPE_INTERVAL = Rotating(_rope_interval, "no_rope_layers")
-"""All layers but every `no_rope_layer_interval`-th rotate, as in SmolLM 3."""
+"""All layers except every `no_rope_layer_interval`-th layer rotate, as in SmolLM 3."""
 WITH_WINDOW = Rotating(lambda config, sliding: sliding)
 """Layers with a window rotate, as in Cohere 2."""
 
@@ -190,20 +197,20 @@ WITH_WINDOW = Rotating(lambda config, sliding: sliding)
 
 
 def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
-    """Return our position keys of all layers. If all layers are equal, they are the model's own keys."""
+    """Return our position keys for all layers. If all layers are of one type, the keys apply to the whole model."""
     window = config.get("sliding_window", family.window) if family.windows is not None else None
     sliding = family.windows.read(config, count) if family.windows is not None else [False] * count
     sliding = sliding if window is not None else [False] * count
     rotating = [True] * count if family.rotating is None else family.rotating.read(config, sliding)
     if len(sliding) != count or len(rotating) != count:
         raise CheckpointError(
-            f"{source}: layer_types or no_rope_layers does not have {count} entries, one for each layer; correct it"
+            f"{source}: layer_types or no_rope_layers must have {count} entries, one for each layer; correct the list"
         )
     changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
     ropes = _ropes(family, config, source)
     if window is not None:
         other = ropes.get(SLIDING)
-        # If types have sections, an override that extends the model does not apply to the layers with a window.
+        # With a section for each type, an override of the model's extension does not apply to layers with a window.
         own = {} if other is None else {"rope_scaling": None} | other
         changes["sliding"] = {"sliding_window_width": window - 1} | own
         changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
@@ -223,7 +230,7 @@ def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[
 
 
 def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
-    """Return our keys of rotation for each type of layer."""
+    """Return our RoPE keys for each type of layer."""
     base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", family.share or 1.0)
     if family.by_type is None:
         check_spellings(config, source, base, share)
@@ -231,10 +238,10 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
         raise CheckpointError(
-            f"{source}: rope_parameters has {', '.join(unread)} beside {FULL} and {SLIDING}, but its class reads only "
-            "these two sections; move it into them"
+            f"{source}: rope_parameters has {', '.join(unread)}, but {family.architecture} reads only the sections "
+            f"{FULL} and {SLIDING}; move it into these sections"
         )
-    # In config.json of transformers 4, the extension and the base are those of layers without a window.
+    # In a config.json for transformers 4, the extension and the base apply to layers without a window.
     name, default = family.by_type
     check_spellings({**config, "rope_parameters": section.get(FULL)}, source, base, share)
     if name is not None:
@@ -244,9 +251,9 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     parts = {FULL: (section.get(FULL) or {}) | extension, SLIDING: local | (section.get(SLIDING) or {})}
     if ignored := [kind for kind, part in parts.items() if part.get("truncate") is False]:
         raise CheckpointError(
-            f"{source}: rope_parameters.{ignored[0]}.truncate: its class ignores the value false; remove it"
+            f"{source}: rope_parameters.{ignored[0]}.truncate: {family.architecture} ignores the value false; remove it"
         )
-    config = {name: value for name, value in config.items() if name != ORIGINAL}  # the parts have it
+    config = {name: value for name, value in config.items() if name != ORIGINAL}  # the sections have this key
     return {kind: _rope(family, config, part, source) for kind, part in parts.items()}
 
 
@@ -254,22 +261,23 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
     section = {name: value for name, value in section.items() if name != MAXIMUM}
     if family.temperature and not section:
         raise CheckpointError(
-            f"{source}: rope_parameters: is missing, and its class would use an extension and {TEMPERATURE} 0.1; add it"
+            f"{source}: rope_parameters: missing, so {family.architecture} would use an extension and {TEMPERATURE} "
+            "0.1; add the section"
         )
     strength = section.pop(TEMPERATURE, None) or 0.0
     if strength and not family.temperature:
-        raise CheckpointError(f"{source}: {TEMPERATURE}: {family.architecture} does not read it; remove it")
+        raise CheckpointError(f"{source}: {TEMPERATURE}: {family.architecture} ignores this key; remove it")
     extended = (section.get("rope_type") or section.get("type")) in ("llama3", "longrope", "yarn")
-    period = (config.get(ORIGINAL) if extended else None) or section.get(
-        ORIGINAL
-    )  # for these the top level takes precedence
+    # For these extensions, the key at the top level takes precedence.
+    period = (config.get(ORIGINAL) if extended else None) or section.get(ORIGINAL)
     if strength and period is None:
         raise CheckpointError(f"{source}: {TEMPERATURE}: needs {ORIGINAL}; add it")
     scaling = {"logit_scaling": {"type": "temperature", "strength": strength, "period": period}} if strength else {}
     share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or family.share or 1.0
     if share != 1 and family.share is None:
         raise CheckpointError(
-            f"{source}: partial_rotary_factor: {share} is not supported, its class rotates all features; remove it"
+            f"{source}: partial_rotary_factor: {share} is not supported, because {family.architecture} rotates all "
+            "features; remove it"
         )
     named = str(section.get("rope_type") or section.get("type"))
     if named in family.rope_types:
@@ -284,9 +292,9 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
 
 
 def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
-    """Return our keys of the network and its positions, without those that all architectures share.
+    """Return our network and position keys, except those that all architectures share.
 
-    `config` is read by the common names of keys. Raises CheckpointError if the family does not support a value.
+    `config` is read with common key names. Raises CheckpointError if the family does not support a value.
     """
     for name, value in family.only.items():
         found = config.get(name)
@@ -309,17 +317,20 @@ def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
     gated = family.fixed.get("activation") == "gated"
     known = GATED if gated else PLAIN
     if named not in known:
-        raise CheckpointError(f"{source}: {name}: {named!r} is not supported; supported are {', '.join(known)}")
+        raise CheckpointError(f"{source}: {name}: {named!r} is not supported; supported values: {', '.join(known)}")
     inner = config.get("intermediate_size") or 4 * config["hidden_size"]
     return {
         "activation": known[named],
         "bias_gelu_fusion": not gated and named in TANH_GELU,
-        "intermediate_size": (3 if gated else 1) * inner,  # GPT-NeoX counts both halves of a gated layer, times 3/2
+        "intermediate_size": (3 if gated else 1) * inner,  # GPT-NeoX's key is 3 times the width of a gated MLP
     }
 
 
 def write_keys(family: Family, config: Config, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json; the inverse of `read_keys`. `shared` has keys of all architectures by their common names."""
+    """Return the content of config.json. This is the inverse of `read_keys`.
+
+    `shared` contains the keys that all architectures have, under their common names.
+    """
     flat, model = config.flat(), config.model
     settings = dict(shared) | {theirs: flat[ours] for theirs, (ours, _) in family.keys.items()} | dict(family.only)
     activation, (name, default) = model.activation, family.activation
@@ -346,10 +357,10 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
     if full.rotary_pct != (family.share or 1.0) and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
-        settings["partial_rotary_factor"] = full.rotary_pct  # of transformers 4
-    if not family.temperature:  # transformers 4 has no class with it
+        settings["partial_rotary_factor"] = full.rotary_pct  # for transformers 4
+    if not family.temperature:  # transformers 4 has no such class
         settings |= _older_keys(family, sections)
-    if family.temperature:  # its class needs both
+    if family.temperature:  # the class needs TEMPERATURE and ORIGINAL
         chosen = full.logit_scaling
         options = chosen.settings(length) if isinstance(chosen, Selected) and chosen.type == "temperature" else {}
         own = {TEMPERATURE: options.get("strength", 0.0), ORIGINAL: options.get("period", length)}
@@ -364,10 +375,10 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
 
 
 def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
-    """Return the keys of transformers 4, in which layers with a window can differ by their rotary base only.
+    """Return the keys of transformers 4, in which layers with a window can differ only by their rotary base.
 
-    A model that it cannot represent gets no base, so that its class stops with an error and does not compute another
-    model.
+    If these keys cannot represent the model, the rotary base is null. The class of transformers 4 then stops with an
+    error instead of computing wrong results.
     """
     full, sliding = sections[FULL], sections[SLIDING]
     keys = older_keys(full)
@@ -382,7 +393,7 @@ def _older_keys(family: Family, sections: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def readable_by_older(family: Family, settings: Json) -> bool:
-    """Return whether transformers 4 computes the model of a written config.json. Otherwise it stops with an error."""
+    """Return whether transformers 4 can run the model described by an exported config.json, or raises an error."""
     if family.temperature or ("rope_theta" in settings and settings["rope_theta"] is None):
         return False
     return family.older is None or "rope_type" not in (settings.get("rope_scaling") or {})

@@ -1,7 +1,7 @@
-"""Write the README.md of an exported folder: the facts of the model, how to load it, and how to use it on longer texts.
+"""Write the model card of an exported folder: facts, how to load the model, and how to use it on longer texts.
 
-The facts come from the configuration and the checkpoint. The card has no path of the training machine. The text is in
-model_card.md.j2.
+The facts come from the configuration and the checkpoint. The card contains no paths from the training machine. Its
+template is model_card.md.j2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,18 @@ from megatron_coca.config import Config
 
 CARD = "README.md"
 TRIED = ("5.23.0", "4.57.6")
-"""Versions 5 and 4 of transformers that exports were tested with; docs/checkpoints.md describes the test."""
+"""The transformers 5 and 4 versions that exports were tested with; docs/checkpoints.md describes the test."""
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 
 
 @dataclass(frozen=True)
 class CardNotes:
-    """Facts in a card that a checkpoint does not have.
+    """Facts for a model card that a checkpoint does not contain.
 
     Attributes:
-        licence: its name on the hub.
-        base_model: the model on the hub that this one was trained from.
-        results: Markdown.
+        licence: the licence's identifier on the Hugging Face Hub.
+        base_model: the model on the Hub that training started from.
+        results: Markdown text of the section "Results".
     """
 
     licence: str | None = None
@@ -49,10 +49,10 @@ def model_card(
     notes: CardNotes,
     ends: Sequence[int] = (),
 ) -> str:
-    """Return the card of an export of `opened` into the folder `name`.
+    """Return the model card for an export of `opened` into the folder `name`.
 
-    `config` has the overrides of the export, `settings` is config.json, `weights` are the written weights, and `ends`
-    are the ids that end a text.
+    `config` includes the overrides of the export, `settings` is the content of config.json, `weights` are the exported
+    weights, and `ends` are the token ids that end a text.
     """
     kind = str(settings["model_type"])
     position, length, family = config.position, config.model.seq_length, FAMILIES.get(kind)
@@ -97,15 +97,15 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     residual = "a parallel" if model.gpt_j_residual else "a sequential"
     architecture = f"with {model.norm}, {model.activation} and {residual} residual"
     if kind != OURS:
-        architecture = f"of {SHAPES.get(kind, kind)} shape"
-    grouped = f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""
+        architecture = f"with the {SHAPES.get(kind, kind)} architecture"
+    grouped = f", {model.num_kv_heads} key-value heads" if model.num_kv_heads != model.num_attention_heads else ""
     facts = {
         "architecture": f"a causal language model {architecture}",
         "positions": position.embedding.description,
         "extension": position.rope_scaling.rope_type if position.rope_scaling is not None else None,
         "relative positions": position.relative_positions.type if position.relative_positions is not None else None,
         "logit scaling": position.scaling.name if position.scaling.name != "none" else None,
-        "methods of": "; ".join(
+        "method sources": "; ".join(
             choice.source for choice, _ in position.choices() if choice.name not in ("none", "default")
         ),
         "training length": f"{model.seq_length:,} tokens",
@@ -114,7 +114,7 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
         "vocabulary": f"{model.vocab_size:,} tokens, {model.padded_vocab_size:,} rows" if model.vocab_size else None,
         "weights": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
     }
-    if not opened.step:  # not the checkpoint of a run
+    if not opened.step:  # not saved by a training run
         return facts
     batch, rate, optimizer = trained.batch.train_batch_size, trained.optimizer.lr, trained.optimizer
     return facts | {

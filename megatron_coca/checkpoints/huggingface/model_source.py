@@ -1,10 +1,10 @@
 """Assemble the modelling file of an export from modeling_coca.py and the formulas that it imports.
 
-An exported folder has one file that needs only torch and transformers. Its template is `modeling_coca.py` beside this
-module, which imports formulas from the package. Each of these imports is replaced by the source of the imported names
-and of everything that they read. Formulas of the user are added in the same way, each as a row of the table of its
-kind. The file is assembled at every export and not kept in the repository, so that every formula is written once and is
-always current.
+An exported folder contains one Python file, which needs only torch and transformers. Its template is `modeling_coca.py`
+beside this module, which imports formulas from the package. Each of these imports is replaced by the source code of the
+imported names and of everything that they use. A user's formulas are added in the same way, each as an entry in the
+table of its kind. The file is assembled at every export and is not in the repository, so that every formula is defined
+once and is always up to date.
 """
 
 import ast
@@ -23,21 +23,21 @@ from megatron_coca import methods
 
 TEMPLATE = Path(__file__).with_name("modeling_coca.py")
 PACKAGE = __name__.partition(".")[0]
-AVAILABLE = sys.stdlib_module_names | {"torch", "typing_extensions"}  # torch itself needs the latter
+AVAILABLE = sys.stdlib_module_names | {"torch", "typing_extensions"}  # torch depends on typing_extensions
 MARK = "# ASSEMBLED\n"
 STAND_INS = frozenset({"ModelConfig", "Options", "Rotary"})
-"""Classes of the template that replace the package's classes of the same name."""
+"""Classes in the template that replace the package's classes of the same name."""
 TABLES = {"rope_scaling": "EXTENSIONS", "relative_positions": "DISTANCE_MAPS", "logit_scaling": "LOGIT_SCALINGS"}
 FLAGS = ("rotary", "biased", "length_dependent", "switches", "learned", "training_only", "evaluation_only")
-"""Attributes of declarations that the template reads."""
+"""Attributes of declared choices that the template reads."""
 
 
 class NotCarriedError(ValueError):
-    """A formula reads something that cannot be written into the modelling file."""
+    """A formula uses something that cannot be copied into the modelling file."""
 
 
 def _describe(choice: methods.Choice) -> dict[str, Any]:
-    """Return the parts of a declaration that the modelling file reads: its name, flags, and constant defaults."""
+    """Return the parts of a declaration that the modelling file needs: name, flags and constant option defaults."""
     flags = {flag: getattr(choice, flag) for flag in FLAGS if hasattr(choice, flag)}
     constant = (option for option in choice.options if not option.required and option.by_length is None)
     return {"name": choice.name, **flags, "options": {option.name: option.default for option in constant}}
@@ -47,11 +47,11 @@ CHOICES = {
     key: {name: _describe(row) for name, row in rows.items() if row.compute is None}
     for key, rows in methods.TABLES.items()
 }
-"""The package's own declarations by key and name, which become a literal in the modelling file."""
+"""The package's own declarations, by key and name. The modelling file contains them as a literal."""
 
 
 class _Module:
-    """The top-level statements of a module with their text, by the names that they bind."""
+    """The top-level statements of a module and their source code, by the names that they bind."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text, lines, self.body = name, text, text.splitlines(), ast.parse(text).body
@@ -70,11 +70,11 @@ def _module(name: str) -> _Module:
     try:
         return _Module(name, inspect.getsource(sys.modules[name]))
     except (OSError, TypeError) as error:
-        raise NotCarriedError(f"{name}: has no source file; define the formula in a file") from error
+        raise NotCarriedError(f"{name}: no source file; define the formula in a file") from error
 
 
 def _names_read(source: str) -> set[str]:
-    """Return the names that a statement reads from its module."""
+    """Return the names that a statement uses from its module."""
     tables, names = [symtable.symtable(source, "formula", "exec")], set()
     while tables:
         table = tables.pop()
@@ -93,7 +93,7 @@ def _origin(node: ast.stmt, name: str) -> str:
 
 
 class _Assembly:
-    """The formulas of a modelling file: each definition once, after the definitions that it reads."""
+    """The definitions in a modelling file. Each appears once, after the definitions that it uses."""
 
     def __init__(self, template: _Module) -> None:
         self.imports: set[str] = set()
@@ -101,28 +101,28 @@ class _Assembly:
         self.begun: set[str] = set()
         origins = {name: _origin(found[0][0], name) for name, found in template.statements.items()}
         self.homes = {name: origin or template.name for name, origin in origins.items() if not _is_ours(origin)}
-        """The module that defines each name of the file, or the dotted name of an imported one."""
+        """Each name in the file -> the module that defines it, or the dotted name that an import binds to it."""
 
     def add(self, module: _Module, name: str) -> None:
-        """Add the definition of a name and of everything that it reads."""
+        """Add the definition of a name and the definitions of everything that it uses."""
         if name in STAND_INS and _is_ours(module.name):
             return
         if name not in module.statements and not hasattr(builtins, name):
-            raise NotCarriedError(f"{module.name}: does not define {name} at its top level; move the definition there")
+            raise NotCarriedError(f"{module.name}: no definition of {name} at the top level; move the definition there")
         for node, text in module.statements.get(name, ()):
             origin = _origin(node, name)
             source, _, original = origin.rpartition(".")
             if _is_ours(origin) and original == name and origin not in sys.modules:
-                lazy = source == PACKAGE  # the package imports its names when they are used
+                lazy = source == PACKAGE  # the package imports its names lazily
                 self.add(_module(getattr(sys.modules[source], name).__module__ if lazy else source), name)
                 continue
             if origin and origin.partition(".")[0] not in AVAILABLE:
                 raise NotCarriedError(
-                    f"{module.name}: imports {name}, which is not part of {PACKAGE}, torch or Python; do without it"
+                    f"{module.name}: imports {name}, which is not part of {PACKAGE}, torch or Python; remove the import"
                 )
             home, defined = origin or module.name, name in self.homes
             if self.homes.setdefault(name, home) != home:
-                raise NotCarriedError(f"{module.name}: the modelling file has another {name}; rename yours")
+                raise NotCarriedError(f"{module.name}: the modelling file defines another {name}; rename it here")
             if origin and not defined:
                 renamed = original if original == name else f"{original} as {name}"
                 self.imports.add(f"{f'from {source} ' if source else ''}import {renamed}")
@@ -138,19 +138,19 @@ def _is_ours(name: str) -> bool:
 
 
 def _home(compute: Any) -> tuple[str, str]:
-    """Return the module and the name of a formula that the user defines."""
+    """Return the module and the name of a user's formula."""
     own = getattr(compute, "__module__", "")
     for place in (own, *sys.modules):
         for name, value in list(getattr(sys.modules.get(place), "__dict__", {}).items()):
             if value is compute and not _is_ours(place):
                 return place, name
-    raise NotCarriedError("its formula has no name at the top level of a file; define it there")
+    raise NotCarriedError("the formula is not defined at the top level of a file; move it there")
 
 
 def modelling_file(choices: Iterable[methods.Choice] = ()) -> str:
-    """Return the text of the modelling file for a model with these choices.
+    """Return the source code of the modelling file for a model with these choices.
 
-    Raises NotCarriedError if a formula of the user cannot be written into it.
+    Raises NotCarriedError if a user's formula cannot be copied into the file.
     """
     text = TEMPLATE.read_text()
     template = _Module(TEMPLATE.name, text)

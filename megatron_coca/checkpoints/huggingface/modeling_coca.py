@@ -1,17 +1,17 @@
-"""Decoders with other position methods, for Hugging Face transformers: CoCA, xPos, ALiBi, KERPLE and others.
+"""Decoder models for Hugging Face transformers with CoCA, xPos, ALiBi, KERPLE and other position methods.
 
-This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs only torch and transformers.
-The mapping `position` in config.json describes the position method. The model has LLaMA's attention and LLaMA's names
-of weights; the mapping `network` describes the norms, the MLP and the residual of its blocks.
+This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs only torch and transformers. The
+mapping `position` in config.json describes the position method. The attention and the weight names are LLaMA's; the
+mapping `network` describes the norms, the MLP and the residual connections of the blocks.
 
-Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. Q' and K' are formed here and passed to
-the attention function that transformers is configured with. Notation: m position of a query, n of a key, r = m - n,
-theta_j the frequencies, L the length that extensions measure against (the training length, unless
-original_max_position_embeddings is given), l the length of a row so far.
+Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. This file computes Q' and K' and passes
+them to the attention function that is configured in transformers. Notation: m is the position of a query, n the
+position of a key, r = m - n, theta_j are the frequencies, l is the current length of a row, and L is the length from
+which extensions extend (the training length, unless original_max_position_embeddings is set).
 
-The cache keeps keys before any rotation, and all of them are rotated at every step. So frequencies that depend on the
-length stay correct while a sequence grows. Positions and lengths of a row begin at its first token that is not padding.
-Nothing is kept between calls.
+The cache contains keys without rotation, and all keys are rotated at every step. Frequencies that depend on the length
+therefore stay correct while a sequence grows. Positions and lengths of a row begin at its first token that is not
+padding. No state is kept between calls.
 """
 
 import math
@@ -50,7 +50,7 @@ from megatron_coca.model.layers import (
 
 
 class CocaDenseConfig(LlamaConfig):
-    """LLaMA's configuration with `position`, the position method, and `network`, which describes the block."""
+    """LLaMA's configuration plus `position`, which describes the position method, and `network`, for the blocks."""
 
     model_type = "coca_dense"
     position: dict | None = None
@@ -61,33 +61,33 @@ class CocaDenseConfig(LlamaConfig):
 
 
 class MissingOption(AttributeError, ValueError):
-    """A formula or a block reads an option that config.json does not have."""
+    """A formula or a block needs an option that is missing in config.json."""
 
 
 class Options(dict):
-    """A section of config.json, its keys also as attributes."""
+    """A section of config.json. Its keys can also be read as attributes."""
 
     def __missing__(self, name: str) -> Any:
-        raise MissingOption(f"config.json: {dict(self)} has no {name}")
+        raise MissingOption(f"config.json: {name} is missing in {dict(self)}; export the model again")
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 ModelConfig = Options
-"""Keys of the network, as norms and activations read them."""
+"""The type of the network keys that norms and activations read."""
 
 
 def network_of(config: CocaDenseConfig) -> Options:
-    """Return the mapping `network` with the sizes of the model that norms need."""
+    """Return the mapping `network`, extended by the model sizes that norms need."""
     if not config.network:
-        raise ValueError(f"this {config.model_type} has no `network` in its config.json; export the model again")
+        raise ValueError(f"config.json: `network` is missing for this {config.model_type}; export the model again")
     heads = {"num_attention_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
     return Options(config.network, hidden_size=config.hidden_size, head_dim=config.head_dim, **heads)
 
 
 class Rotary(NamedTuple):
-    """Inputs of frequency formulas: the rotary dimension d, the base, L, and the options of the extension."""
+    """Inputs of frequency formulas: the number of rotated features, the base, L, and the extension's options."""
 
     dim: int
     base: float
@@ -103,21 +103,21 @@ class Rotary(NamedTuple):
 
 
 def choose(table: dict[str, Any], name: str, key: str) -> Any:
-    """Return a row of a table, or raise an error that names the rows."""
+    """Return the entry `name` of a table. If there is none, raise an error that lists the names in the table."""
     if name not in table:
-        raise ValueError(f"config.position: {key} {name!r} is not known; known are {', '.join(table)}")
+        raise ValueError(f"config.position: {key} {name!r} is not supported; supported values: {', '.join(table)}")
     return table[name]
 
 
 def read_choice(key: str, given: Any, selector: str = "type") -> tuple[Options, Options]:
-    """Return the declaration of a choice and its options; `given` is its name, or a mapping with name and options."""
+    """Return the declaration of a choice and its options. `given` is its name, or a mapping with name and options."""
     given = {selector: given} if isinstance(given, str) else given
     declared = Options(choose(CHOICES[key], given.get(selector, "default"), selector if selector != "type" else key))
     return declared, Options(declared.options | {name: value for name, value in given.items() if value is not None})
 
 
 class TokenPlaces(NamedTuple):
-    """Positions of queries and of keys [batch or 1, ...], the length of each row, and the tokens in the cache."""
+    """Positions of queries and keys [batch or 1, ...], the length of each row, and the number of cached tokens."""
 
     queries: Tensor
     keys: Tensor
@@ -126,15 +126,15 @@ class TokenPlaces(NamedTuple):
 
 
 class SharedPositions(NamedTuple):
-    """Values shared by all layers of one forward pass.
+    """Values that all layers share in one forward pass.
 
     Attributes:
-        segments: for each band the tables of queries and keys; None for non-rotary forms.
+        segments: rotary tables of queries and keys for each band of distances; non-rotary forms have empty tables.
         factor: logit scaling of features that are not rotated, [batch or 1, 1, queries, 1], or None.
-        distance: m - n, float32 or better [batch or 1, queries, keys], if a bias or a map needs it, else None.
-        causal: True if a key comes no later than the query, bool [queries, keys], if `distance` is given, else None.
-        inside: True for the pairs that each segment scores, bool [segments, batch or 1, 1, queries, keys], or None.
-        seen: True for the pairs within a sliding window or a chunk, bool [batch or 1, 1, queries, keys], or None.
+        distance: m - n in float32 or float64, [batch or 1, queries, keys]; None if nothing needs the distances.
+        causal: whether the key does not follow the query, bool [queries, keys]; None if `distance` is None.
+        inside: whether a segment scores the pair, bool [segments, batch or 1, 1, queries, keys], or None.
+        seen: whether a pair is within the sliding window or chunk, bool [batch or 1, 1, queries, keys], or None.
         bias: the bias that all layers share, or None. A learned bias is a module.
     """
 
@@ -148,21 +148,21 @@ class SharedPositions(NamedTuple):
 
 
 def layer_names(config: Any) -> list[str]:
-    """Return the type of every layer; the position keys of the type `global` are the model's."""
+    """Return the type of every layer. Layers of type `global` use the position keys of the model."""
     return (config.position or {}).get("layers") or ["global"] * config.num_hidden_layers
 
 
 class Positions:
-    """The position method of a type of layer, by the configuration."""
+    """The position method of one layer type, built from the configuration."""
 
     def __init__(self, config: Any, layer_type: str = "global") -> None:
         if not config.position:
-            raise ValueError(f"this {config.model_type} has no `position` in its config.json; export the model again")
+            raise ValueError(f"config.json: `position` is missing for this {config.model_type}; export the model again")
         own = config.position["layer_types"][layer_type] if layer_type != "global" else {}
         given = self.given = Options(config.position | own)
         theirs = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         if theirs.get("rope_type", "default") != "default":
-            raise ValueError("an extension is set as config.position['rope_scaling'], not as rope_scaling")
+            raise ValueError("rope_parameters: cannot set an extension; set config.position['rope_scaling'] instead")
         self.method, self.trained = given["pos_emb"], config.max_position_embeddings
         heads, head_dim = config.num_attention_heads, config.head_dim
         embedding, options = read_choice("pos_emb", {"type": self.method, **(given.get("pos_emb_options") or {})})
@@ -191,11 +191,11 @@ class Positions:
 
     @property
     def masked(self) -> bool:
-        """True if scores have their own mask, at least in training: a bias, a map, a window, chunks or a cap."""
+        """Whether scores need a mask of this file, at least in training: for a bias, map, window, chunks or softcap."""
         return self.biased or self.limited or self.softcap is not None or self.trained_bands != UNMAPPED
 
     def shared(self, where: TokenPlaces, dtype: torch.dtype, bias: Any, training: bool) -> SharedPositions:
-        """Return the values that the layers of a forward pass share, for operands of `dtype`."""
+        """Return the values that all layers share in one forward pass, for operands in `dtype`."""
         bands, wide = self.trained_bands if training else self.bands, torch.promote_types(dtype, torch.float32)
         queries, keys = where.queries.double(), where.keys.double()
         start = torch.zeros_like(queries[:, :1])
@@ -225,9 +225,9 @@ class Positions:
         return SharedPositions(segments, factor, distance, causal, inside, seen, bias)
 
     def _frequencies(self, where: TokenPlaces, factor: Tensor | None) -> tuple[RotaryFrequencies, Tensor | None]:
-        """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the multiplier's square.
+        """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the square of the multiplier.
 
-        They are computed on the device of the positions, because a CUDA graph cannot copy from the host.
+        The frequencies are computed on the device of the positions, because a CUDA graph cannot copy from the host.
         """
         rotary = self.rotary._replace(device=where.queries.device)
         lengths = where.lengths.tolist() if self.by_length else [rotary.original_length]
@@ -243,7 +243,7 @@ class Positions:
         if not self.extension.learned:
             theta = EXTENSIONS[self.extension.name](rotary, length)
             return resonant(theta) if rotary.scaling.get("resonance") else theta
-        solved = self.given["clex_frequencies"]  # of the lengths L, 2 L, ...
+        solved = self.given["clex_frequencies"]  # for the lengths L, 2 L, ...
         solved = solved[min(max(length - 1, 0) // rotary.original_length, len(solved) - 1)]
         return torch.tensor(solved, dtype=torch.double)
 
@@ -251,13 +251,12 @@ class Positions:
 def token_places(
     mask: Tensor | None, position_ids: Tensor | None, past: int, new: int, total: int, device: Any, cached: bool = False
 ) -> TokenPlaces:
-    """Return the positions of `new` queries after `past` tokens, among `total` keys.
+    """Return the positions of `new` queries after `past` cached tokens, and of all `total` keys.
 
-    The given positions of queries may differ from 0, 1, ... in a row. The cache has no positions, so its tokens then
-    count back from the first query.
+    `position_ids` may differ from 0, 1, ... The cache does not store positions, so the positions of cached tokens are
+    then counted backwards from the first query.
 
-    A mask [batch, keys] marks keys that are padding. Of a mask [batch, 1, queries, keys], the row of the last query is
-    used.
+    A mask [batch, keys] is 0 for padding. Of a mask [batch, 1, queries, keys], the row of the last query is used.
     """
     if mask is not None and mask.dim() == 4:
         last = mask[:, 0, -1]
@@ -278,27 +277,27 @@ def token_places(
 
 
 def check_steps(positions: Tensor, real: Tensor) -> None:
-    """Raise ValueError if the positions of tokens without padding do not go up by 1. The cache does not keep them."""
-    if torch.compiler.is_compiling():  # compiled code cannot wait for the result
+    """Raise ValueError if positions do not increase by 1, except in padding. The cache does not store positions."""
+    if torch.compiler.is_compiling():  # compiled code cannot read the result
         return
     if ((positions.diff(dim=-1) != 1) & (real[:, :-1] & real[:, 1:]).bool()).any():
-        raise ValueError("position_ids do not go up by 1, which a cache does not keep; set use_cache=False")
+        raise ValueError("position_ids: must increase by 1, because the cache stores no positions; set use_cache=False")
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
 STOCK = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"})
-"""Attention functions that get all keys of a call. Others belong to engines that keep K' themselves."""
+"""Attention functions that receive all keys in every call. Other functions belong to engines that cache K'."""
 WITH_MASK = frozenset({"eager", "sdpa"})
 
 
 def own_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, dropout: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention under a map, or with a cap of the scores.
+    """Compute attention with a relative-position map or with a softcap of the scores.
 
-    Under a map, the features of q and k are the concatenated operands of all segments, and the mask [segments, ...]
-    hides each pair from all segments but its own. Products are rounded to the operands' dtype once, as in `eager`.
+    With a map, the features of q and k are the concatenated operands of all segments, and the mask [segments, ...]
+    hides each pair in all segments except one. Products are rounded to the operands' dtype once, as in `eager`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mask, cap = mask if mask.dim() == 5 else mask[None], module.positions.softcap
@@ -311,9 +310,9 @@ def own_attention(
 
 
 class CocaDenseAttention(LlamaAttention):
-    """LLaMA's attention with operands of the position method; `k_proj` computes CoCA's t.
+    """LLaMA's attention with the operands of the position method. For CoCA, `k_proj` computes t.
 
-    Queries and keys may have norms. q, k and v may have biases without a bias of the output projection.
+    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias.
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -325,7 +324,7 @@ class CocaDenseAttention(LlamaAttention):
             setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * self.head_dim, bias=bias))
         self.scaling = network.softmax_scale or self.scaling
         norms = qk_norms(network)
-        self.names = (*norms, *norms)[:2]  # of the query's norm and the key's
+        self.names = (*norms, *norms)[:2]  # names of the query norm and the key norm
         for name, norm in norms.items():
             self.add_module(name, norm)
         self.layer_type = layer_names(config)[layer_idx]
@@ -336,9 +335,10 @@ class CocaDenseAttention(LlamaAttention):
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, shared: SharedPositions, cache: Any, cache_position: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Return Q', K' and v of all keys, [batch, heads, ..., head_dim], and the mask, from projections of new tokens.
+        """Return Q', K' and v [batch, heads, ..., head_dim], and the mask. K' and v include cached tokens.
 
-        The static cache of transformers 4 reads `cache_position`.
+        `q`, `k` and `v` are the projections of the new tokens. The static cache of transformers 4 needs
+        `cache_position`.
         """
         form = self.positions.form
         if cache is not None:
@@ -352,17 +352,17 @@ class CocaDenseAttention(LlamaAttention):
         return q, k, v, mask
 
     def own_function(self, shared: SharedPositions, mask: Any, dtype: torch.dtype) -> Any:
-        """Return the attention function that must replace the configured one, else None."""
+        """Return the function that must replace the configured attention function, or None."""
         if shared.inside is not None or self.positions.softcap is not None:
             return own_attention
-        # Fused kernels need a mask in the dtype of the operands, and half precision has few values for far distances.
+        # Fused kernels need a mask in the operands' dtype, but half precision has too few values for far distances.
         eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
         return eager_attention_forward if eager else None
 
     def _additive_mask(self, mask: Tensor | None, shared: SharedPositions, dtype: torch.dtype) -> Tensor:
-        """Return the mask to add to scores, in float32 or better: the bias, and a large negative number for other keys.
+        """Return the mask to add to the scores: the bias for visible keys, and a large negative number for hidden keys.
 
-        The number fits into float32 even for float64, because `eager` computes the softmax in float32.
+        The number is a float32 number even for float64 operands, because `eager` computes the softmax in float32.
         """
         mask = shared.causal if mask is None else mask
         hidden = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
@@ -377,8 +377,8 @@ class CocaDenseAttention(LlamaAttention):
         mask = mask if shared.seen is None else torch.where(shared.seen, mask, hidden)
         return mask if self.positions.biased else mask.to(dtype)
 
-    # vLLM reads the source of this method. The attention function must be looked up and called here, and each
-    # projection must be called here separately.
+    # vLLM parses the source code of this method. The method itself must look up and call the attention function, and
+    # must call each projection separately.
     def forward(
         self,
         hidden_states: Tensor,
@@ -387,7 +387,7 @@ class CocaDenseAttention(LlamaAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute attention as LLaMA's layer does, with the positions from `CocaDenseModel`."""
+        """Compute attention as LLaMA's layer does, but with the position values that `CocaDenseModel` passes."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -402,7 +402,7 @@ class CocaDenseAttention(LlamaAttention):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [batch, length, heads, head_dim] after their norms, if there are any."""
+        """Apply the norms of queries and keys [batch, length, heads, head_dim], if the model has such norms."""
         if not self.names:
             return q, k
         of_query, of_key = (getattr(self, name) for name in self.names)
@@ -417,13 +417,13 @@ class GatedMLP(LlamaMLP):
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)
-        if config.network["activation"] != "swiglu":  # inference engines know LLaMA's module
+        if config.network["activation"] != "swiglu":  # inference engines expect LLaMA's act_fn
             del self.act_fn
             self.act_fn = build_activation(network_of(config))
 
 
 class PlainMLP(nn.Module):
-    """down(act(up x)): GPT-NeoX's MLP with LLaMA's names."""
+    """GPT-NeoX's MLP, down(act(up x)), with LLaMA's names."""
 
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__()
@@ -432,16 +432,16 @@ class PlainMLP(nn.Module):
         self.act_fn = build_activation(network_of(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same."""
+        """Map [..., hidden_size] to the same shape."""
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
 class CocaDenseLayer(LlamaDecoderLayer):
     """A block, sequential or parallel.
 
-    Sequential: x += attention(norm1 x), x += mlp(norm2 x). Parallel: x + attention(norm1 x) + mlp(norm2 x); with
-    `gpt_j_tied` norm2 is norm1. `norm_position: post` has norms after attention and MLP in place of these, and
-    `sandwich` has both.
+    Sequential: x += attention(norm1 x), then x += mlp(norm2 x). Parallel: x + attention(norm1 x) + mlp(norm2 x); with
+    `gpt_j_tied`, norm2 is norm1. With `norm_position: post`, the norms follow attention and the MLP instead of
+    preceding them. With `sandwich`, norms precede and follow attention and the MLP.
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -481,14 +481,14 @@ class CocaDenseLayer(LlamaDecoderLayer):
 
 
 class NoTables(nn.Module):
-    """Replaces the stock model's rotary tables."""
+    """Replaces the module that computes the stock model's rotary tables."""
 
     def forward(self, *_: Any, **__: Any) -> None:
         return None
 
 
 class InitWeights:
-    """Draw the weights that a position method learns."""
+    """Initializes the weights that LLaMA does not have: learned position weights and other norms."""
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -503,7 +503,7 @@ class InitWeights:
 
 
 class CocaDenseModel(InitWeights, LlamaModel):
-    """The network without its head."""
+    """The model without its output head."""
 
     config_class = CocaDenseConfig
     _no_split_modules = ["CocaDenseLayer"]
@@ -520,7 +520,7 @@ class CocaDenseModel(InitWeights, LlamaModel):
         self.position_bias = positions.bias.shared() if positions.bias.shared is not None else None
         self.clex = self.position_embeddings = None
         if positions.form.rotary and positions.extension.learned:
-            # config.json has the solved frequencies; the weights are only kept.
+            # These weights are loaded but not used, because config.json contains the solved frequencies.
             up = torch.zeros(positions.rotary.dim // 2, positions.rotary.dim)
             self.clex = nn.ParameterDict({"up": up, "down": up.T.clone()}).requires_grad_(False)
         if positions.method == "learned":
@@ -538,20 +538,24 @@ class CocaDenseModel(InitWeights, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the model as the stock class does. Positions are `position_ids`, else from the mask, else 0, 1, ..."""
+        """Run the model as the stock class does.
+
+        Positions are `position_ids` if given, else they follow from the mask if given, else they are 0, 1, ...
+        """
         self._check(past_key_values)
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         new, past, total = embeds.shape[1], 0, embeds.shape[1]
         if past_key_values is not None:
             past = int(past_key_values.get_seq_length())
-            # The size of a static cache in keys, -1 for a growing cache; transformers 4 has another name for it.
+            # Both methods return the size of a static cache in tokens, or -1 for a growing cache. transformers 4 has
+            # only the second method.
             size = getattr(past_key_values, "get_max_length", None) or past_key_values.get_max_cache_shape
             total = max(past + new, size(0))
         cached = past_key_values is not None
         where = token_places(attention_mask, position_ids, past, new, total, embeds.device, cached)
         shared = {}
         for name, positions in self.positions.items():
-            learned = positions.bias.shared is not None  # only if all layers are equal
+            learned = positions.bias.shared is not None  # requires that all layers have one type
             bias = self.position_bias if learned else positions.bias.fixed
             shared[name] = positions.shared(where, embeds.dtype, bias, self.training)
         kwargs |= {"shared": shared}
@@ -559,14 +563,14 @@ class CocaDenseModel(InitWeights, LlamaModel):
         return super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
 
     def _embedded(self, embeds: Tensor, queries: Tensor) -> Tensor:
-        """Scale and normalize the embedding, and add absolute positions to it."""
+        """Scale and normalize the embeddings, and add absolute position embeddings."""
         network = self.config.network
         if network["embedding_scale"] != 1.0:
             embeds = embeds * torch.tensor(network["embedding_scale"], dtype=embeds.dtype, device=embeds.device)
         if network["use_embedding_norm"]:
             embeds = self.embedding_layernorm(embeds)
         if self.position_embeddings is not None:
-            reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot wait for the largest position
+            reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot read the largest position
             embeds = embeds + self.position_embeddings(queries, reached).to(embeds.dtype)
         return nn.functional.dropout(embeds, network["hidden_dropout"], self.training)
 
@@ -577,30 +581,30 @@ class CocaDenseModel(InitWeights, LlamaModel):
         for method in self.positions.values():
             if method.masked and name not in WITH_MASK:
                 raise ValueError(
-                    f"attn_implementation: {name} cannot use the model's own mask (pos_emb {method.method}, "
-                    "relative_positions, a window, chunks or a cap); use eager or sdpa"
+                    f"attn_implementation: {name} does not support the model's own mask (for pos_emb {method.method}, "
+                    "relative_positions, a window, chunks or a softcap); use eager or sdpa"
                 )
             if kept_elsewhere and (method.by_length or method.form.decay):
                 raise ValueError(
-                    f"attn_implementation: {name} keeps rotated keys, but rotations change with the length (pos_emb "
+                    f"attn_implementation: {name} caches rotated keys, but rotations change with the length (pos_emb "
                     f"{method.method}, rope_scaling {dict(method.rotary.scaling)}); set a rope_scaling that does not "
                     "depend on the length"
                 )
 
 
 class DenseHead(nn.Linear):
-    """A head with a factor on the hidden states and a cap of the logits."""
+    """An output head with a factor on the hidden states and a softcap of the logits."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> [..., vocabulary]."""
+        """Map [..., hidden_size] to logits [..., vocabulary]."""
         return soft_capped(super().forward(x if self.scale == 1.0 else x * self.scale), self.cap)
 
 
 class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
-    """The network with its head."""
+    """The model with its output head."""
 
     config_class = CocaDenseConfig
     _no_split_modules = ["CocaDenseLayer"]
@@ -621,16 +625,16 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         inputs_embeds: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Prepare a step as the stock class does.
+        """Prepare a decoding step as the stock class does.
 
-        If LongRoPE switches to the factors of long texts, the cache is dropped and all tokens are computed again, as in
-        Phi 3's class. This is not possible for a prompt that was given as embeddings.
+        If LongRoPE switches to the factors for long texts, the cache is dropped and all tokens are recomputed, as in
+        Phi 3's class. This is not possible if the prompt was given as embeddings.
         """
         if past_key_values is not None and self._outgrown(past_key_values, input_ids, attention_mask):
             past_key_values = None
             if "next_sequence_length" in kwargs:
                 kwargs["next_sequence_length"] = None
-            if kwargs.get("cache_position") is not None:  # of transformers 4
+            if kwargs.get("cache_position") is not None:  # in transformers 4
                 kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
         return super().prepare_inputs_for_generation(
             input_ids,
@@ -641,7 +645,7 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
         )
 
     def _outgrown(self, cache: Any, input_ids: Tensor, mask: Any) -> bool:
-        """Return whether a row becomes longer than a switch after the cached tokens, without counting padding."""
+        """Return whether a row, without padding, has grown past a switch length since the last step."""
         switches = {positions.switch for positions in self.model.positions.values()} - {None}
         past = int(cache.get_seq_length()) if switches else 0
         if not 0 < past < input_ids.shape[1]:

@@ -1,8 +1,8 @@
 """Read and write the rotary base and the extension in config.json.
 
-transformers 5 reads the section `rope_parameters`, which also has the base. transformers 4 reads the base at the top
-level and the section `rope_scaling`. Version 5 reads these too, and `rope_scaling` takes precedence. Exports have both
-spellings.
+transformers 5 reads the section `rope_parameters`, which includes the rotary base. transformers 4 reads the base at the
+top level and the extension in the section `rope_scaling`. Version 5 supports these older keys too, and `rope_scaling`
+takes precedence. Exports contain the keys of both versions.
 """
 
 from collections.abc import Mapping
@@ -17,36 +17,36 @@ from megatron_coca.config.position import ORIGINAL
 
 Json = Mapping[str, Any]
 TRAINING_LENGTH = "training_length"
-"""Key of an exported config.json with the training length, if max_position_embeddings is another number."""
+"""Key in an exported config.json for the training length, if it differs from max_position_embeddings."""
 MAXIMUM = "max_position_embeddings"
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
-"""Names in transformers' section that are not options of an extension."""
+"""Keys in transformers' section that are not options of an extension."""
 OUR_OPTIONS = frozenset({"ramp", "resonance"})
-"""Options of extensions that transformers does not have; its classes ignore them."""
+"""Extension options that transformers does not have. Its classes ignore them."""
 
 
 def rope_section(config: Json) -> Json:
-    """Return `rope_scaling` (transformers up to 4) or `rope_parameters` (from 5 on)."""
+    """Return the section `rope_scaling` (transformers 4 and older) or `rope_parameters` (transformers 5)."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def check_consistent(source: Path, given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if two places of config.json have different values. None counts as no value."""
+    """Raise CheckpointError if keys of config.json that mean the same have different values. None means no value."""
     said = {place: value for place, value in given.items() if value is not None}
     place, value = next(iter(said.items()), ("", None))
     for other, another in said.items():
         if another != value:
             raise CheckpointError(
                 f"{source}: {place} {value!r} contradicts {other} {another!r}, and transformers 4 and 5 read different "
-                "ones; remove the wrong one"
+                "keys; remove the wrong key"
             )
 
 
 def check_spellings(config: Json, source: Path, base: tuple[str, float], share: tuple[str, float]) -> None:
-    """Raise CheckpointError if keys of transformers 4 and of 5 are both present and describe different rotations.
+    """Raise CheckpointError if the keys of transformers 4 and 5 are both present and describe different rotations.
 
-    `base` and `share` are the top-level names of the base and of the rotated share of features, each with the default
-    of the class.
+    `base` is the top-level key of the rotary base and its default in the class. `share` is the same for the fraction of
+    rotated features.
     """
     older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
     for (top, default), name in ((base, "rope_theta"), (share, "partial_rotary_factor")):
@@ -59,7 +59,7 @@ def check_spellings(config: Json, source: Path, base: tuple[str, float], share: 
 
 
 def _meaning(section: Json, config: Json) -> dict[str, Any]:
-    """Return an extension with the defaults of its options. Equal extensions have equal results."""
+    """Return an extension with defaults for missing options, so that equivalent extensions give equal results."""
     kind = section.get("rope_type") or section.get("type") or "default"
     given = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
     if kind not in methods.names("rope_scaling", huggingface="stock") or kind == "default":
@@ -75,10 +75,10 @@ def _meaning(section: Json, config: Json) -> dict[str, Any]:
 
 
 def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
-    """Return our keys of the rotary base and the extension.
+    """Return our keys for the rotary base and the extension.
 
-    `base_name` is the top-level key of the base in this architecture. Raises CheckpointError if a type or an option is
-    not supported.
+    `base_name` is the architecture's top-level key of the base. Raises CheckpointError if the type or an option of the
+    extension is not supported.
     """
     section = rope_section(config)
     base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
@@ -86,11 +86,11 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
     known = methods.names("rope_scaling", huggingface="stock")
     if kind not in known:
-        raise CheckpointError(f"{source}: rope_type: {kind!r} is not supported; supported are {', '.join(known)}")
+        raise CheckpointError(f"{source}: rope_type: {kind!r} is not supported; supported values: {', '.join(known)}")
     extension = methods.find("rope_scaling", kind)
-    if (
-        kind == "yarn"
-    ):  # of DeepSeek and Mistral; transformers ignores one without the other, and both if attention_factor is given
+    if kind == "yarn":
+        # DeepSeek and Mistral have these two options. Transformers uses them only if both are given without
+        # attention_factor.
         scales = [options.pop(name, None) for name in ("mscale", "mscale_all_dim")]
         if all(scales) and "factor" in options:
             mscale, of_all = (0.1 * scale * max(log(options["factor"]), 0.0) + 1 for scale in scales)
@@ -99,8 +99,8 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     unread = sorted(options.keys() - set(listed))
     if unread:
         raise CheckpointError(
-            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported, its options are "
-            f"{', '.join(listed) or 'none'}; remove keys that change nothing"
+            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported (supported options: "
+            f"{', '.join(listed) or 'none'}); remove keys that have no effect"
         )
     if kind == "default":
         return base
@@ -116,13 +116,13 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     lacking = [option.name for option in extension.options if option.required and option.name not in scaling]
     if lacking:
         raise CheckpointError(
-            f"{source}: rope_type {kind!r} is missing {' and '.join(lacking)}; add it from the original model"
+            f"{source}: rope_type {kind!r} needs {' and '.join(lacking)}; copy it from the original model"
         )
     return base | {"rope_scaling": scaling}
 
 
 def rope_parameters(position: PositionConfig, seq_length: int) -> dict[str, Any]:
-    """Return transformers' section `rope_parameters`; the inverse of `rope_keys`."""
+    """Return the section `rope_parameters` for transformers. This is the inverse of `rope_keys`."""
     extension = position.extension
     parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
     for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
@@ -134,15 +134,15 @@ def rope_parameters(position: PositionConfig, seq_length: int) -> dict[str, Any]
 
 
 def older_keys(parameters: Json, base_name: str = "rope_theta") -> dict[str, Any]:
-    """Return the keys of transformers 4 for a section `rope_parameters`: the base, and the extension if there is one.
+    """Convert a section `rope_parameters` to the keys of transformers 4: the base, and the extension if there is one.
 
-    `base_name` is the architecture's name of the base.
+    `base_name` is the architecture's top-level key of the base.
     """
     apart = ("rope_theta", "partial_rotary_factor")
     section = {name: value for name, value in parameters.items() if name not in apart}
     keys: dict[str, Any] = {base_name: parameters["rope_theta"]}
     if section["rope_type"] != "default":
         keys["rope_scaling"] = section
-    if section["rope_type"] == "longrope":  # transformers 4 reads it at the top level
+    if section["rope_type"] == "longrope":  # transformers 4 reads this key at the top level
         keys[ORIGINAL] = section[ORIGINAL]
     return keys

@@ -1,4 +1,4 @@
-"""Write our tokenizers as files for Hugging Face's AutoTokenizer. A text has the same ids; no ids are added."""
+"""Convert our tokenizers to files for Hugging Face's AutoTokenizer, which encodes texts to the same ids."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ THEIRS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
 )
-"""Files of a Hugging Face folder that are copied unchanged: the tokenizer and generation defaults."""
+"""Tokenizer and generation files of a Hugging Face folder, which are copied unchanged."""
 
 
 class TokenIds(NamedTuple):
-    """Token ids in config.json, or None; `eos` may be a list."""
+    """Special token ids for config.json, or None. `eos` may be a list."""
 
     bos: Any = None
     eos: Any = None
@@ -32,7 +32,7 @@ class TokenIds(NamedTuple):
 
 
 class TokenizerFiles(NamedTuple):
-    """Files of an export by name, the ids for config.json, and a note or None."""
+    """Tokenizer and generation files by name, special token ids for config.json, and a note or None."""
 
     files: Mapping[str, bytes]
     ids: TokenIds
@@ -40,73 +40,74 @@ class TokenizerFiles(NamedTuple):
 
 
 def own_files(folder: Path) -> TokenizerFiles:
-    """Return the files of a Hugging Face folder, for an export of this folder itself.
+    """Return the tokenizer and generation files of a Hugging Face folder, for an export of this folder.
 
-    Raises CheckpointError for a link out of the folder, because an upload would then publish a copy of a private file.
+    Raises CheckpointError for a symbolic link that leads out of the folder, because uploading the export would then
+    publish a copy of a private file.
     """
     files = {name: _inside(folder, name).read_bytes() for name in THEIRS if (folder / name).is_file()}
     config = read_json_if_present(folder / CONFIG)
     given = (config.get(f"{name}_token_id") for name in TokenIds._fields)
     ids = TokenIds(*(None if value == [] else value for value in given))
-    note = None if any("token" in name for name in files) else f"{folder}: has no tokenizer, so the export has none"
+    note = None if any("token" in name for name in files) else f"{folder}: no tokenizer, so the export has none"
     return TokenizerFiles(files, ids, note)
 
 
 def _inside(folder: Path, name: str) -> Path:
     path, own = (folder / name).resolve(), folder.resolve()
-    blobs = own.parents[1] / "blobs" if own.parent.name == "snapshots" else own  # the files in the hub's cache
+    blobs = own.parents[1] / "blobs" if own.parent.name == "snapshots" else own  # the Hub cache links to this folder
     if not (path.is_relative_to(own) or path.is_relative_to(blobs)):
         raise CheckpointError(
-            f"{folder / name}: is a link to {path}, outside of the folder; replace it with a copy if you may publish it"
+            f"{folder / name}: a link to {path}, which is outside the folder; replace it with a copy if that file may "
+            "be published"
         )
     return path
 
 
 def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> TokenizerFiles:
-    """Return the files of the original model, a Hugging Face folder, after checking that they fit.
+    """Return the tokenizer and generation files of the original model, after checking that they fit.
 
     Args:
-        folder: has tokenizer files under transformers' names; its other files are optional.
-        tokenizer: the checkpoint's. The tokenizer in `folder` must give the same ids. None skips the comparison.
+        folder: Hugging Face folder with tokenizer files; its other files are optional.
+        tokenizer: the checkpoint's tokenizer. The tokenizer in `folder` must produce the same ids. None skips this
+            check.
         known: number of token ids of the model, without padding.
 
     Raises:
-        CheckpointError: `folder` has no tokenizer, or one that gives other ids, ends texts with another token, or has
-            ids that the model does not have. Special tokens around or within texts are not compared.
+        CheckpointError: `folder` has no tokenizer, or its tokenizer produces other ids, ends texts with another token,
+            or has ids that the model does not have. Special tokens around or within texts are not compared.
     """
     theirs, note = read_tokenizer(folder, known)
     if theirs is None:
-        raise CheckpointError(
-            f"{folder}: has no tokenizer for the export ({note}); name the folder of the original model"
-        )
+        raise CheckpointError(f"{folder}: no tokenizer for the export ({note}); use the folder of the original model")
     own, largest = own_files(folder), largest_named_id(folder)
     if largest >= known:
         raise CheckpointError(
-            f"{folder}: has token id {largest}, but the model has {known} tokens; name the folder of the "
+            f"{folder}: has token id {largest}, but the model has only {known} tokens; use the folder with the "
             "model's own tokenizer"
         )
     if tokenizer is None:
-        return own._replace(note=f"{folder}: its tokenizer was not compared, because the checkpoint has none")
+        return own._replace(note=f"{folder}: tokenizer was not compared, because the checkpoint has no tokenizer")
     differing = first_difference(theirs, tokenizer)
     if differing is not None:
         raise CheckpointError(
-            f"{folder}: its tokenizer gives other ids than the checkpoint's ({tokenizer.tokenizer_type}) for "
-            f"{differing!r}; name the folder of the model that training started from"
+            f"{folder}: tokenizer produces other ids than the checkpoint's {tokenizer.tokenizer_type} for "
+            f"{differing!r}; use the folder of the model that training started from"
         )
     end = tokenizer.eod
     given = read_json_if_present(folder / GENERATION).get("eos_token_id")
     ends = {theirs.eod, *token_ids(own.ids.eos), *token_ids(given)}
     if end not in ends:
         raise CheckpointError(
-            f"{folder}: its end-of-text tokens are {sorted(ends)}, but the checkpoint uses {end} "
-            f"({tokenizer.piece(end)!r}); add {end} to eos_token_id in a copy of its {GENERATION}"
+            f"{folder}: end-of-text tokens are {sorted(ends)}, but the checkpoint uses {end} "
+            f"({tokenizer.piece(end)!r}); add {end} to eos_token_id in {GENERATION} of a copy of the folder"
         )
     eos = end if own.ids.eos is None else own.ids.eos
     return own._replace(ids=own.ids._replace(eos=eos), note=note)
 
 
 def suppress_tokens(data: bytes, unused: list[int]) -> bytes:
-    """Add `unused` to `suppress_tokens` of a generation_config.json. Return the same bytes if it lists them already."""
+    """Add the ids in `unused` to `suppress_tokens` in a generation_config.json; `data` is the file's content."""
     content = json.loads(data)
     listed = content.get("suppress_tokens") or []
     if set(unused) <= set(listed):
@@ -117,24 +118,25 @@ def suppress_tokens(data: bytes, unused: list[int]) -> bytes:
 # tokenizer.json -------------------------------------------------------------------------------------------------------
 
 BYTES = 256
-SPACE = "\u2581"  # SentencePiece's spelling
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaProcessing"})
-"""Post-processors that add special tokens around a text. In training the model has seen no such tokens."""
+"""Post-processors that add special tokens around a text. Training data has no such tokens."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str, bytes], str | None]:
-    """Return the files to save with a model, and a note about text that they encode differently, or None.
+    """Return the tokenizer files for an export, and a note or None.
 
-    A model that is `begun` was trained with a token that begins texts. Data prepared here have no such token.
+    The note names a text that a tokenizer.json would encode differently. `begun` is whether the model was trained with
+    a token that begins texts. Data that was prepared with this project has no such token.
     """
     own = dict(tokenizer.files.values())
     model = BUILDERS[tokenizer.tokenizer_type](tokenizer)
-    # In a text, the characters of a special token are ordinary characters (`split_special_tokens` in files).
+    # A special token that is spelled out in a text is encoded as ordinary characters (`split_special_tokens` below).
     model.encode_special_tokens = True
     differing = next((text for text in PROBES if model.encode(text).ids != tokenizer.encode(text)), None)
     if differing is not None:
         kept = f"the folder has {', '.join(own)} instead" if own else "the folder has no tokenizer"
-        return own, f"{tokenizer.tokenizer_type} gives other ids for {differing!r} as a tokenizer.json; {kept}"
+        return own, f"{tokenizer.tokenizer_type} as a tokenizer.json produces other ids for {differing!r}; {kept}"
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": model.id_to_token(tokenizer.eod),
@@ -148,7 +150,7 @@ def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str
     if tokenizer.chat is not None:
         symbols = tokenizer.chat.symbols.items()
         settings |= {name: symbol for name, symbol in symbols if model.token_to_id(symbol) is not None}
-        named = isinstance(tokenizer, HFTokenizer)  # a rendered chat names special tokens
+        named = isinstance(tokenizer, HFTokenizer)  # a rendered chat contains special tokens
         settings |= {"chat_template": tokenizer.chat.source, "split_special_tokens": not named}
     return {
         "tokenizer.json": _readable_by_older(json.loads(model.to_str())),
@@ -157,17 +159,17 @@ def tokenizer_files(tokenizer: Tokenizer, begun: bool = False) -> tuple[dict[str
 
 
 def end_ids(tokenizer: Tokenizer) -> int | list[int]:
-    """Return `eos_token_id` for a model with this tokenizer: an id, or a list if several ids end texts or turns."""
+    """Return `eos_token_id` for a model with this tokenizer: one id, or a list if several ids end a text or a turn."""
     turns: list[int] = []
     if tokenizer.chat is not None:
-        with suppress(DataError):  # the type does not encode chats, or the template renders no turn
+        with suppress(DataError):  # the tokenizer cannot encode chats, or the template renders no turn
             turns = tokenizer.turn_ends()[0]
     ends = [*dict.fromkeys([*tokenizer.ends, *turns])]
     return ends if len(ends) > 1 else ends[0]
 
 
 def _readable_by_older(content: dict[str, Any]) -> bytes:
-    """Return a tokenizer.json with merges as strings, as tokenizers 0.15 needs them. Newer versions read both forms."""
+    """Return a tokenizer.json with merges as strings, which tokenizers 0.15 needs. Newer versions read both forms."""
     merges = content["model"].get("merges", [])
     if not any(" " in part for pair in merges for part in pair):  # a space inside a part would be ambiguous
         content["model"] |= {"merges": [" ".join(pair) for pair in merges]} if merges else {}
@@ -179,7 +181,7 @@ def _vocabulary(tokenizer: Tokenizer) -> bytes:
 
 
 def _from_json(tokenizer: Tokenizer) -> Any:
-    """Load the file without truncation, padding, dropout and added tokens."""
+    """Load a tokenizer.json without truncation, padding, dropout and post-processors that add tokens."""
     import tokenizers
 
     content = json.loads(_vocabulary(tokenizer))
@@ -205,10 +207,10 @@ def _from_gpt2(tokenizer: Tokenizer) -> Any:
 
 
 def _from_bytes(tokenizer: Tokenizer) -> Any:
-    """Build one token for each byte. NUL is 256, because 0 ends documents.
+    """Build a tokenizer with one token for each byte. The NUL byte has id 256, because id 0 ends documents.
 
-    Byte-level tokenizers write a printable Latin-1 byte as itself, and any other byte as a character from U+0100 on, in
-    order (Radford et al. 2019, GPT-2's encoder).
+    Byte-level tokenizers represent each printable Latin-1 byte as itself and the other bytes, in order, as characters
+    from U+0100 on (Radford et al. 2019, GPT-2's encoder).
     """
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers
@@ -224,7 +226,7 @@ def _from_bytes(tokenizer: Tokenizer) -> Any:
 
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
-    """Build a model from pieces and scores. The probes then check that it gives the same ids."""
+    """Build a tokenizer from SentencePiece pieces and scores. `tokenizer_files` checks that its ids are the same."""
     import sentencepiece
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -238,7 +240,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
         model = Model(models.Unigram(scored, unk_id=pieces.unk_id(), byte_fallback=True))
     if settings.dummy_prefix:
         model.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=False)
-    else:  # as a normalizer, because Metaspace of tokenizers 0.15 always splits runs of spaces
+    else:  # not Metaspace, because in tokenizers 0.15 it always splits runs of spaces
         model.normalizer = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     model.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if settings.dummy_prefix else steps)
@@ -246,9 +248,9 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
 
 
 def _bpe(pieces: Any) -> Any:
-    """Return a BPE model with a merge for each way to cut a piece in two.
+    """Return a BPE model with a merge for each way to split a piece into two known pieces.
 
-    SentencePiece joins the two neighbours that give the piece with the best score.
+    SentencePiece merges the two neighbouring pieces that form the piece with the best score.
     """
     from tokenizers import models
 
@@ -265,7 +267,7 @@ def _bpe(pieces: Any) -> Any:
 
 
 def _with_end(model: Any, tokenizer: Tokenizer) -> Any:
-    """Mark the token that ends documents as special, so that decoding leaves it out."""
+    """Mark the token that ends documents as special, so that decoding skips it."""
     model.add_special_tokens([model.id_to_token(tokenizer.eod)])
     return model
 
@@ -277,4 +279,4 @@ BUILDERS: dict[str, Callable[[Tokenizer], Any]] = {
     "CharLevelTokenizer": _from_bytes,
     "SPMTokenizer": _from_sentencepiece,
 }
-"""`tokenizer_type` -> a function that builds a `tokenizers.Tokenizer`."""
+"""`tokenizer_type` -> a function that converts our tokenizer to a `tokenizers.Tokenizer`."""

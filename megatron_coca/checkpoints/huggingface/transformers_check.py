@@ -1,4 +1,4 @@
-"""Compare the logits of a Hugging Face folder, as transformers computes them, with those of its source."""
+"""Compare the logits that transformers computes from an exported Hugging Face folder with those of the source."""
 
 import importlib.util
 import logging
@@ -31,20 +31,20 @@ from megatron_coca.checkpoints.weights import Weights
 logger = logging.getLogger(__name__)
 
 OLDEST = 5
-"""The first version of transformers that can load every export. Version 4 has no layers with their own rotary base."""
+"""The first major version of transformers that can load every export. Version 4 lacks a rotary base for each layer."""
 
 
 class Written(NamedTuple):
-    """A folder for transformers.
+    """An exported folder for transformers.
 
     Attributes:
-        folder: its location.
-        architecture: the class.
-        modelling_file: the file with the class, or None if transformers has the class.
-        tensors: its weights by their names.
-        names: our name of each weight -> their names.
-        keys: their names of num_hidden_layers and vocab_size.
-        attention: the attention implementation that computes the model correctly.
+        folder: path of the folder.
+        architecture: name of the model class.
+        modelling_file: the file that defines the class, or None if transformers defines it.
+        tensors: the exported weights under their exported names.
+        names: our name of each weight -> its exported names.
+        keys: the architecture's keys for num_hidden_layers and vocab_size.
+        attention: the `attn_implementation` that computes the model correctly.
     """
 
     folder: Path
@@ -57,9 +57,9 @@ class Written(NamedTuple):
 
 
 def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, Weights], None]) -> str:
-    """Compare the logits that transformers computes from a written folder with those of the source.
+    """Compare the logits that transformers computes from an exported folder with those of the source.
 
-    `write` writes a file of weights. Return the program that computed the logits. Raises CheckpointError.
+    `write` saves weights in a folder. Return the program that computed the export's logits. Raises CheckpointError.
     """
     expected, layers = part.logits(), part.config.model.num_layers
     with TemporaryDirectory(dir=written.folder, prefix=".excerpt") as name:
@@ -70,14 +70,14 @@ def check_transformers(written: Written, part: Excerpt, write: Callable[[Path, W
         found, by = _their_logits(written, folder, part.ids)
         if found is None:
             reason, by = by, IMPORT
-            logger.warning("export: only %s compares it with its source: %s", by, reason)
+            logger.warning("export: compared with the source by %s instead of transformers: %s", by, reason)
             back = open_folder(folder)
             found = own_logits(reduced(back.trained, layers, len(expected[0])), back.weights(), part.ids)
     return report(part, check_logits(expected, found, by), by)
 
 
 def _first_written(written: Written, part: Excerpt) -> Weights:
-    """Return their tensors of the first layers, as they are in the file."""
+    """Return the exported weights of the first layers, read from the exported file and converted to float32."""
     rows = part.config.model.padded_vocab_size
     cut = {name for ours in VOCABULARY for name in written.names.get(ours, ())}
     kept = [name for ours in part.weights.entries for name in written.names[ours]]
@@ -89,7 +89,7 @@ def _first_written(written: Written, part: Excerpt) -> Weights:
 
 
 def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Excerpt) -> dict[str, Any]:
-    """Return the config.json of the first layers."""
+    """Return the content of config.json for a model with only the first layers."""
     count, layers = settings[keys[0]], part.config.model.num_layers
     kept = {
         name: value[:layers] if isinstance(value, list) and len(value) == count and "layer" in name else value
@@ -104,7 +104,7 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
 
 @torch.no_grad()
 def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor | None, str]:
-    """Return float32 logits [length, rows] and the program that computed them, or None and the reason."""
+    """Return float32 logits [length, rows] and the program that computed them, or None and why there are no logits."""
     try:
         import transformers
     except ImportError as error:
@@ -117,7 +117,7 @@ def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor |
             with _no_progress(transformers):
                 model = found.from_pretrained(folder, local_files_only=True, attn_implementation=written.attention)
             return model.eval()(input_ids=ids, use_cache=False).logits[0].float(), by
-        except Exception as error:  # classes raise many types of errors for a configuration that they cannot use
+        except Exception as error:  # classes raise many error types for unsupported configurations
             if int(transformers.__version__.partition(".")[0]) < OLDEST:
                 return None, f"{by} cannot load it ({type(error).__name__}: {error})"
             raise fault(f"{by} cannot load it ({type(error).__name__}: {error})") from error
@@ -125,7 +125,7 @@ def _their_logits(written: Written, folder: Path, ids: Tensor) -> tuple[Tensor |
 
 @contextmanager
 def _no_progress(transformers: Any) -> Iterator[None]:
-    """Hide the progress bar of the library while it loads a few weights."""
+    """Disable the progress bars of transformers."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -136,7 +136,7 @@ def _no_progress(transformers: Any) -> Iterator[None]:
 
 
 class _Uncached(SourceFileLoader):
-    """Writes no compiled copy into the exported folder."""
+    """Loads a module without writing bytecode into the exported folder."""
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         pass
@@ -144,7 +144,10 @@ class _Uncached(SourceFileLoader):
 
 @contextmanager
 def _class_of(written: Written, transformers: Any) -> Iterator[Any]:
-    """Yield the class of a folder, or the reason if there is none. The file is not copied to transformers' cache."""
+    """Yield the model class of an exported folder, or the reason if it cannot be imported.
+
+    The modelling file is not copied to transformers' cache.
+    """
     if written.modelling_file is None:
         yield getattr(transformers, written.architecture, f"has no {written.architecture}")
         return
@@ -156,7 +159,7 @@ def _class_of(written: Written, transformers: Any) -> Iterator[Any]:
         try:
             spec.loader.exec_module(module)
         except ImportError as error:
-            yield f"is not a version that its modelling file supports ({error})"
+            yield f"is not supported by the modelling file ({error})"
         else:
             yield getattr(module, written.architecture)
     finally:

@@ -1,6 +1,6 @@
-"""Names of weights here and in Hugging Face folders: one table for each architecture, used in both directions.
+"""Map our weight names to those in Hugging Face folders. Each architecture has one table for import and export.
 
-`{i}` is the number of the block. A row with several names on their side packs them into one weight of ours.
+`{i}` is the number of the block. In a row with several Hugging Face names, those weights are packed into one of ours.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """Query and key heads of a packed projection, and rows per head if known."""
+    """Number of query heads and key heads in a packed projection, and the number of rows per head if it is known."""
 
     query: int
     key: int
@@ -27,12 +27,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Packing:
-    """Packing of several of their tensors into one of ours.
+    """Conversion between Hugging Face tensors (the parts) and one tensor of ours (packed).
 
     Attributes:
-        join: parts -> packed.
-        split: packed -> parts; bit by bit the inverse of `join`.
-        wanted: shapes of the parts -> the shapes that they must have, by the first one; by default any shape is valid.
+        join: (parts, heads) -> packed.
+        split: (packed, heads, number of parts) -> parts. This is the exact inverse of `join`.
+        wanted: (shapes of the parts, heads) -> the shapes that the parts must have, derived from the first part. By
+            default, all shapes are valid.
     """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
@@ -41,7 +42,7 @@ class Packing:
 
 
 def _join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """q, k, v -> [q | k | v] head by head if all have as many heads, else all q, all k, all v, as in SelfAttention."""
+    """Pack q, k and v as SelfAttention does: [q | k | v] for each head, or all q, all k, all v with fewer key heads."""
     if heads.query != heads.key:
         return torch.cat(list(parts), dim=0)
     per_head = [part.view(heads.query, -1, *part.shape[1:]) for part in parts]
@@ -72,7 +73,7 @@ BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
 
 
 def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Reorder rows of heads from rotated pairs (0, 1), (2, 3), ... to pairs (i, i + head_dim / 2)."""
+    """Reorder the rows of each head from rotary pairs (0, 1), (2, 3), ... to rotary pairs (i, i + head_dim / 2)."""
     pairs = rows.view(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
@@ -94,7 +95,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def _join_groups(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Join [queries of a key head | key | value] for every key head, as in Falcon 40B."""
+    """Pack the rows of a matrix with [queries of a key head | key | value] for each key head, as in Falcon 40B."""
     (rows,) = parts
     groups = rows.view(heads.key, heads.query // heads.key + 2, -1, *rows.shape[1:])
     kinds = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
@@ -107,7 +108,7 @@ def _split_groups(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
 
 
 def _join_fused(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Join one matrix of all queries, all keys, all values."""
+    """Pack the rows of a matrix that contains all queries, then all keys, then all values."""
     width = len(parts[0]) // (heads.query + 2 * heads.key)
     return _join_heads(parts[0].split([heads.query * width, heads.key * width, heads.key * width]), heads)
 
@@ -127,7 +128,7 @@ def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tens
 
 
 NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, _shapes_by_head)
-"""BY_HEAD for a model that rotates neighbouring features as pairs."""
+"""As BY_HEAD, but for a model that rotates pairs of neighbouring features."""
 FUSED = Packing(_join_fused, _split_fused, _shape_fused)
 GROUPED = Packing(_join_groups, _split_groups, _shape_fused)
 TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)])
@@ -139,12 +140,12 @@ GATE_FIRST = Packing(
     lambda parts, heads: torch.cat(parts[0].chunk(2)[::-1]),
     lambda packed, heads, count: [torch.cat(packed.chunk(2)[::-1])],
 )
-"""One matrix with the gate first, then the value."""
+"""One matrix with the gate before the up projection. Our order is the reverse."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One of our weights and the foreign weights that are packed into it."""
+    """One of our weights, and the Hugging Face weights that are packed into it."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -152,7 +153,7 @@ class Row:
 
 
 def _layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
-    """Return rows for weights and biases of a block's modules: ours -> theirs and the packing."""
+    """Return the rows for the weights and biases of a block. `modules` maps our name to their name and the packing."""
     return [
         Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
         for ours, (theirs, packing) in modules.items()
@@ -164,11 +165,14 @@ MODULES = (
     *("input_layernorm", "post_attention_layernorm", "attention.query_key_value", "attention.dense"),
     *("mlp.linear1", "mlp.linear2"),
 )
-"""The modules of a block."""
+"""Our names of the modules in a block."""
 
 
 def _modules(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]:
-    """Return their names of `MODULES`, in this order; `packings` are by the last part of our names."""
+    """Map each of `MODULES` to its name in `theirs`, which are in the same order, and to its packing.
+
+    `packings` maps the last part of our name to the packing; the default is SINGLE.
+    """
     named = zip(MODULES, theirs.split(), strict=True)
     return {ours: (name, packings.get(ours.rpartition(".")[2], SINGLE)) for ours, name in named}
 
@@ -189,7 +193,7 @@ GPT_NEOX: tuple[Row, ...] = (
 
 
 def llama(key_projection: str) -> tuple[Row, ...]:
-    """Return LLaMA's table. CoCA's authors call the key projection `t_proj`. Most models have no biases."""
+    """Return LLaMA's table. CoCA's authors name the key projection `t_proj`. Most models have no biases."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
     packed = (
         (
@@ -220,12 +224,14 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
     "scalenorm": ("g",),
     "non_parametric_layernorm": (),
 }
-"""Parameters of each norm, here and in `dense`. A layernorm may have no bias."""
+"""Parameters of each norm, with the same names here and in `dense`. A layernorm may have no bias."""
 
 
 def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]) -> tuple[Row, ...]:
-    """Return LLaMA's names for other networks: any norm, an MLP with or without a gate, norms in the given `places` of
-    a block, and norms of queries and keys.
+    """Return a table with LLaMA's names for other networks.
+
+    The network may have any norm, a gated or plain MLP, block norms in the given `places`, and the query and key norms
+    in `qk_norms`.
     """
     norms = {"input_layernorm", "post_attention_layernorm", "norm"}
     rows = [row for row in llama("k_proj") if row.ours.split(".")[-2] not in norms]
@@ -244,11 +250,11 @@ POST = {"attention_output_layernorm": "post_attention_layernorm", "mlp_output_la
 SANDWICH = POST | {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm"}
 QK_HEAD = {"attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm"}
 QK_PROJECTION = {f"{ours}.norm": theirs for ours, theirs in QK_HEAD.items()}
-"""Norms of a block: ours -> theirs."""
+"""Norms in a block: our names -> their names."""
 
 
 def like_llama(norms: Mapping[str, str], packing: Packing = BY_HEAD) -> tuple[Row, ...]:
-    """Return LLaMA's table with other norms in a block, and another packing of queries, keys and values."""
+    """Return LLaMA's table with other block norms and another packing of queries, keys and values."""
     rows = [row for row in llama("k_proj") if not row.ours.startswith("blocks.") or "layernorm" not in row.ours]
     rows = [replace(row, packing=packing) if "query_key_value" in row.ours else row for row in rows]
     return (*rows, *_layer_rows("model.layers.{i}", {ours: (theirs, SINGLE) for ours, theirs in norms.items()}))
@@ -267,7 +273,7 @@ PHI3 = (
 def transformer(
     layers: str, embedding: str, modules: Mapping[str, tuple[str, Packing]], *ends: tuple[str, str]
 ) -> tuple[Row, ...]:
-    """Return the table of a model with names that begin with `transformer.`, as in GPT-2, MPT, BLOOM and Falcon."""
+    """Return the table for a model that has weight names with the prefix `transformer.`: GPT-2, MPT, BLOOM, Falcon."""
     rows = [Row("embedding.word_embeddings.weight", (f"transformer.{embedding}.weight",))]
     rows += _layer_rows(f"transformer.{layers}.{{i}}", modules)
     rows += [
@@ -302,7 +308,7 @@ BLOOM = transformer("h", "word_embeddings", _modules(_BLOOM), _BLOOM_EMBEDDING_N
 
 
 def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
-    """Return Falcon's table for parallel or sequential blocks with one norm or two."""
+    """Return Falcon's table for parallel or sequential blocks with one or two norms."""
     modules = _modules(_BLOOM, query_key_value=GROUPED)
     if norms == 1:
         del modules["post_attention_layernorm"]
@@ -320,11 +326,11 @@ LEARNED_POSITIONS = (
     Row("blocks.{i}.attention.position_bias.bias_p", (f"{_POSITION_BIAS}.bias_p",)),
     Row("blocks.{i}.attention.position_bias.bias_a", (f"{_POSITION_BIAS}.bias_a",)),
 )
-"""Learned parameters of position methods, in folders with our modelling file."""
+"""Rows for the learned parameters of position methods, in folders with our modelling file."""
 
 
 def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
-    """Return the rows with `{i}` replaced by the number of every block."""
+    """Return the rows of all blocks, with `{i}` replaced by the number of the block."""
     expanded = []
     for row in rows:
         for i in range(num_layers) if "{i}" in row.ours else (0,):
@@ -334,15 +340,15 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
 
 
 def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Convert weights of another layout to our names, by the rows of its table.
+    """Convert Hugging Face weights to ours, using the rows of the architecture's table.
 
-    Raises CheckpointError if a weight is missing, or if the shapes of weights that are packed into one do not fit.
+    Raises CheckpointError if a weight is missing, or if the shapes of weights to be packed do not match.
     """
     by_name = {row.ours: row for row in rows}
     missing = [name for row in rows for name in row.theirs if name not in theirs.entries]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(f"{theirs.source}: is missing the weight {missing[0]}{more}; download the folder again")
+        raise CheckpointError(f"{theirs.source}: weight {missing[0]} is missing{more}; download the folder again")
 
     def read(name: str) -> Tensor:
         row = by_name[name]
@@ -356,7 +362,8 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
             if shape != wanted:
                 listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
                 raise CheckpointError(
-                    f"{theirs.source}: the shapes of {listed} do not match; {name} must be {list(wanted)}"
+                    f"{theirs.source}: the shapes of {listed} do not match, {name} must have shape {list(wanted)}; "
+                    "download the folder again"
                 )
         whole = row.packing.join([part.stand_in() for part in parts], heads)
         entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
@@ -364,14 +371,14 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
 
 
 def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Convert our weights to the names of another layout: the inverse of `joined`.
+    """Convert our weights to Hugging Face weights. This is the inverse of `joined`.
 
-    Raises CheckpointError if no row has a weight.
+    Raises CheckpointError if the table has no row for a weight.
     """
     present = {row.ours: row for row in rows if row.ours in ours.entries}
     lacking = ours.entries.keys() - present.keys()
     if lacking:
-        raise CheckpointError(f"{ours.source}: the format has no name for {', '.join(sorted(lacking))}")
+        raise CheckpointError(f"{ours.source}: the format has no names for {', '.join(sorted(lacking))}")
     origins = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
 
     @lru_cache(maxsize=1)  # the parts of one weight are read in succession

@@ -1,7 +1,7 @@
-"""Write checkpoints as folders that Hugging Face transformers loads, with the same logits.
+"""Export checkpoints as folders for Hugging Face transformers, which computes the same logits.
 
-A stock architecture is used if it computes the same model. Otherwise a modelling file is saved with the weights
-(model_source.py).
+The export uses a stock architecture if it can represent the model. Otherwise, it saves a modelling file with the
+weights (model_source.py).
 """
 
 import json
@@ -62,7 +62,7 @@ MODELLING_FILE = TEMPLATE.name
 # Architectures --------------------------------------------------------------------------------------------------------
 
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
-"""Our activations -> theirs, for those that the import reads as well."""
+"""Our activations -> GPT-NeoX's `hidden_act`, for the activations that the import supports."""
 Json = dict[str, Any]
 
 
@@ -79,7 +79,7 @@ def _neox_keys(config: Config, shared: Json) -> Json:
         "rope_parameters": rope,
         "rotary_pct": position.rotary_pct,
         **older_keys(rope, "rotary_emb_base"),
-        "pos_emb": "rotary",  # transformers ignores it; without it, the folder could be one of CoCA's authors
+        "pos_emb": "rotary",  # ignored by transformers; shows the import that this is no folder by CoCA's authors
     }
 
 
@@ -99,7 +99,7 @@ def _llama_keys(config: Config, shared: Json) -> Json:
 
 def _our_keys(config: Config, shared: Json) -> Json:
     flat, classes = config.flat(), {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
-    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # the rotation of the stock class
+    plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}  # for the stock class's rotation
     without = {
         name: value for name, value in _llama_keys(config, shared).items() if name not in ("rope_scaling", ORIGINAL)
     }
@@ -111,12 +111,12 @@ def _our_keys(config: Config, shared: Json) -> Json:
 
 
 class Exporter(NamedTuple):
-    """One architecture of transformers.
+    """Functions that export one architecture of transformers.
 
     Attributes:
-        architecture: name of its class.
-        rows: our configuration -> the table of its weights.
-        keys: our configuration, keys of all architectures -> config.json.
+        architecture: name of the transformers class.
+        rows: our configuration -> the table of weight names.
+        keys: (our configuration, the keys that all architectures have) -> content of config.json.
     """
 
     architecture: str
@@ -125,7 +125,7 @@ class Exporter(NamedTuple):
 
 
 def family_exporter(kind: str) -> Exporter:
-    """Return the exporter of a row of `FAMILIES`."""
+    """Return the exporter for a row of `FAMILIES`."""
     family = FAMILIES[kind]
     return Exporter(
         family.architecture,
@@ -140,11 +140,12 @@ EXPORTERS: dict[str, Exporter] = {
     **{kind: family_exporter(kind) for kind in FAMILIES},
     OURS: Exporter("CocaDenseForCausalLM", lambda config: dense_rows(config.flat()), _our_keys),
 }
-"""By `model_type`. The first one that can represent a model is used; the last one represents all other models."""
+"""`model_type` -> exporter. The first exporter that can represent a model is used; the last supports all other models.
+"""
 
 
 def _fits(kind: str, config: Config) -> bool:
-    """Return whether the import reads the written config.json of an architecture as the same model."""
+    """Return whether an architecture can represent a model: the import of its config.json gives the same model."""
     written = {"model_type": kind} | EXPORTERS[kind].keys(config, _shared_keys(config, kind))
     try:
         return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
@@ -153,16 +154,16 @@ def _fits(kind: str, config: Config) -> bool:
 
 
 WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
-"""Keys that the last exporter writes."""
+"""Keys that the exporter of our modelling file writes."""
 
 
 # config.json ----------------------------------------------------------------------------------------------------------
 
 
 def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict[str, dict[str, Any]]:
-    """Return the contents of config.json and generation_config.json, by these names.
+    """Return the contents of config.json and generation_config.json, by file name.
 
-    `weights` are the weights to write, by our names.
+    `weights` are the weights to export, under our names.
     """
     model, exporter = config.model, EXPORTERS[kind]
     settings = {
@@ -174,7 +175,8 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
         **exporter.keys(config, _shared_keys(config, kind)),
     }
     settings |= {POSITION: describe_position(config, weights)} if kind == OURS else {}
-    # The end of text replaces a missing pad token only here: in config.json it would freeze that row of the embedding.
+    # The end-of-text token replaces a missing padding token only in generation_config.json. In config.json, it would
+    # freeze that row of the embedding.
     end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
     generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
     generation |= {"bos_token_id": ids.bos} if ids.bos is not None else {}
@@ -184,7 +186,7 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
 
 
 def _shared_keys(config: Config, kind: str) -> dict[str, Any]:
-    """Return the keys of config.json that all architectures have, by their common names."""
+    """Return the keys of config.json that all architectures have, under their common names."""
     model, length = config.model, _max_position_embeddings(config, kind)
     return {
         "vocab_size": model.padded_vocab_size,
@@ -199,7 +201,10 @@ def _shared_keys(config: Config, kind: str) -> dict[str, Any]:
 
 
 def _max_position_embeddings(config: Config, kind: str) -> int:
-    """Return the training length, unless the extension of a stock class refers to this key."""
+    """Return the value of max_position_embeddings.
+
+    This is the training length, unless the stock class uses the key for another length.
+    """
     trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
     if config.position.embedding.weights == "table" and kind in FAMILIES:
         return config.model.max_position_embeddings
@@ -213,16 +218,16 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
 
 @torch.no_grad()
 def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
-    """Return config.json's section on positions; the inverse of `position_keys`. `weights` have our names.
+    """Return the section `position` of config.json. This is the inverse of `position_keys`. `weights` have our names.
 
-    Defaults that follow from the training length are written, because the modelling file cannot compute them. Only the
-    modelling file reads CLEX's solved frequencies.
+    The section contains defaults that follow from the training length and the frequencies that CLEX has learned,
+    because the modelling file cannot compute them.
     """
     section = _position_section(config, config.position)
     position, length = config.position, config.model.seq_length
     if [*config.layer_types] != [GLOBAL]:
         section[LAYERS] = list(config.model.layer_names)
-        # A type without a limit of the model has it as null, because the model's value is used for missing keys.
+        # Missing keys of a type get the model's values, so a limit that does not apply to the type is written as null.
         kinds = {
             name: dict.fromkeys(LIMITS) | _position_section(config, own) for name, own in config.layer_types.items()
         }
@@ -245,7 +250,7 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
 
 
 def _position_section(config: Config, position: PositionConfig) -> dict[str, Any]:
-    """Return the position keys of a type of layer."""
+    """Return the keys of the section `position` for one layer type."""
     length = config.model.seq_length
     section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
     section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
@@ -270,10 +275,10 @@ class Exported:
     """Result of an export.
 
     Attributes:
-        folder: for transformers.
-        model_type: of config.json.
-        tokenizer_note: a note about lost behaviour of the tokenizer, or None.
-        compared: the program that compared its logits with those of the source.
+        folder: the exported folder.
+        model_type: model_type in config.json.
+        tokenizer_note: a note about tokenizer behaviour that the export does not preserve, or None.
+        compared: the program that computed the export's logits for the comparison with the source.
     """
 
     folder: Path
@@ -283,14 +288,14 @@ class Exported:
 
     @property
     def remote(self) -> bool:
-        """True if the folder has a modelling file and is loaded with `trust_remote_code=True`."""
+        """Whether the folder has a modelling file and must be loaded with `trust_remote_code=True`."""
         return self.model_type == OURS
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload an exported folder to the Hugging Face hub. A missing repository is created as a private one.
+    """Upload an exported folder to a repository on the Hugging Face Hub, which is created as private if it is missing.
 
-    Return its URL. Raises CheckpointError if the upload fails; the folder is kept.
+    Return the URL of the repository. Raises CheckpointError if the upload fails; the folder is kept.
     """
     try:
         from huggingface_hub import HfApi
@@ -302,7 +307,7 @@ def push(folder: Path, name: str) -> str:
         made = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from megatron_coca")
     except (HfHubHTTPError, OSError, ValueError) as error:
-        kept = f"{folder} is complete; log in with `hf auth login` and upload it with `hf upload {name} {folder}`"
+        kept = f"{folder} is complete; log in with `hf auth login`, then run `hf upload {name} {folder}`"
         raise CheckpointError(f"--push {name}: {error}\n{kept}") from error
     return str(made)
 
@@ -315,20 +320,20 @@ def export(
     tokenizer: str | Path | None = None,
     notes: CardNotes | None = None,
 ) -> Exported:
-    """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
+    """Export a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
     Args:
         opened: the checkpoint, of any layout.
-        folder: to write; it must not exist. After an error it does not exist either.
-        overrides: config overrides, as for `load_model`; an extension becomes part of the export.
-        dtype: of the weights. By default they are written as saved, bit by bit.
-        tokenizer: the Hugging Face folder of the original model. Its tokenizer, generation files and ids of bos,
-            eos and pad are copied. Its tokenizer must give the same ids as the checkpoint's.
-        notes: for the model card.
+        folder: the folder to write, which must not exist. After an error it does not exist either.
+        overrides: config overrides, as for `load_model`. An extension becomes part of the export.
+        dtype: dtype of the exported weights. By default, they are copied bit by bit.
+        tokenizer: Hugging Face folder of the original model. Its tokenizer and generation files and its bos, eos and
+            pad ids are copied. Its tokenizer must produce the same ids as the checkpoint's tokenizer.
+        notes: facts for the model card.
 
     Raises:
-        CheckpointError: the checkpoint is invalid, the format cannot represent the model, `tokenizer` is another one,
-            or `folder` exists or cannot be written. Nothing is written then.
+        CheckpointError: the checkpoint is invalid, the format cannot represent the model, `tokenizer` does not match
+            the checkpoint's tokenizer, or `folder` exists or cannot be written. Nothing is written then.
         ConfigError: an override is invalid.
         DataError: the checkpoint's tokenizer is damaged.
     """
@@ -364,7 +369,10 @@ def export(
 
 
 def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
-    """Compare the written folder with the source. Return the program that compared them. Raises CheckpointError."""
+    """Compare the written folder with the source. Return the program that computed the export's logits.
+
+    Raises CheckpointError if the folder does not match the source.
+    """
     check_folder(folder, open_folder, config, ours)
     exporter, family = EXPORTERS[kind], FAMILIES.get(kind)
     common = ("num_hidden_layers", "vocab_size")
@@ -378,7 +386,7 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
         (layers, rows),
         family.attention if family is not None else "eager",
     )
-    # Classes without rotation have tables of their training length.
+    # Stock classes without rotation may have tables that end at the training length.
     rotates = family is None or family.rope is not None
     part = excerpt(config, ours, LONG if rotates else config.model.seq_length)
     return check_transformers(
@@ -387,7 +395,9 @@ def _read_back(folder: Path, kind: str, config: Config, ours: Weights) -> str:
 
 
 def _kind(opened: OpenedCheckpoint, config: Config) -> str:
-    """Return the architecture to write: that of an imported folder if it fits, otherwise the first one that fits."""
+    """Return the `model_type` to export: that of the imported folder if it can represent the model, else the first that
+    can.
+    """
     kinds = config.layer_types.values()
     choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())
     unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
@@ -417,10 +427,11 @@ def _modelling_file(config: Config) -> bytes:
 def _select_tokenizer(
     opened: OpenedCheckpoint, config: Config, overrides: Overrides, original: Path | None
 ) -> TokenizerFiles:
-    """Return tokenizer and generation files.
+    """Return the tokenizer and generation files of the export.
 
-    If `original` is given, they are its files. Otherwise, if the checkpoint is a Hugging Face folder and no override
-    names a tokenizer, they are its own files. Otherwise they are built from the checkpoint's tokenizer.
+    If `original` is given, they are copied from that folder. Otherwise, if the checkpoint is a Hugging Face folder and
+    no override selects a tokenizer, they are copied from the checkpoint. Otherwise, they are built from the
+    checkpoint's tokenizer.
     """
     tokenizer, note = opened.tokenizer(overrides)
     if original is not None:
@@ -432,8 +443,8 @@ def _select_tokenizer(
         return own
     if tokenizer is None:
         missing = (
-            "tokenizer: the checkpoint has none, so the export has none, and generate() runs to its limit because no "
-            f"id ends a text ({note})"
+            "tokenizer: the checkpoint has none, so the export has no tokenizer and no eos_token_id, and generate() "
+            f"always runs to its length limit ({note})"
         )
         return TokenizerFiles({}, TokenIds(), missing)
     files, differing = tokenizer_files(tokenizer, begun=bool(opened.imported) and not opened.step)

@@ -1,4 +1,4 @@
-"""Our own checkpoints: a folder for each step."""
+"""Native checkpoints: one folder for each step."""
 
 from megatron_coca.checkpoints.files import describe, files, read_json, write_json
 from megatron_coca.checkpoints.native.meta import META, read_meta

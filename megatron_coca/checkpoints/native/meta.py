@@ -1,4 +1,4 @@
-"""The schema and the reader of a checkpoint's meta.json."""
+"""Schema and validation of a checkpoint's meta.json."""
 
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_coca.config.base import Size, shown
 META = "meta.json"
 MAX_RANKS = 2**20
 Index = Annotated[int, Field(ge=0, lt=10**18)]
-"""Steps, samples or tokens of a whole run."""
+"""A count of steps, samples or tokens."""
 Counter = Annotated[float, Field(ge=0.0, le=1.0e18)]
 
 
@@ -38,7 +38,7 @@ Counters = Annotated[dict[str, Counter], AfterValidator(_whole_step)]
 
 
 class _Part(BaseModel):
-    """Entries that are not declared are ignored."""
+    """A mapping in meta.json. Undeclared entries are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
@@ -52,7 +52,7 @@ class GuardState(_Part):
 
 
 class Progress(_Part):
-    """The state of the training loop; `losses` is that of `IntervalMean`."""
+    """The state of the training loop. `losses` is the state of `IntervalMean`."""
 
     guard: GuardState = GuardState()
     losses: list[Annotated[float, Field(ge=-1e300, le=1e300)]] = []
@@ -61,7 +61,7 @@ class Progress(_Part):
 
 
 class Meta(_Part):
-    """Entries of meta.json that a resumed run uses. Checkpoints with weights only have no state of a run."""
+    """Entries of meta.json that a resumed run uses. Checkpoints with weights only have no run state."""
 
     step: Index
     run: str | None = None
@@ -72,7 +72,7 @@ class Meta(_Part):
 
 
 class RunMeta(Meta):
-    """Entries of a checkpoint that a run can resume from."""
+    """Entries of meta.json in a checkpoint that a run can resume from."""
 
     topology: Annotated[dict[str, Size], AfterValidator(_ranks)]
     counters: Annotated[Counters, AfterValidator(_has_step)]
@@ -80,17 +80,17 @@ class RunMeta(Meta):
 
 
 def read_meta(folder: Path, resumable: bool = False) -> dict[str, Any]:
-    """Read and validate the meta.json of a checkpoint. With `resumable` it must have the state of a run.
+    """Read and validate the meta.json of a checkpoint. If `resumable`, it must contain the state of a run.
 
-    Raises CheckpointError, which names the entry, or UnreadableError if the file system fails.
+    Raises CheckpointError, which names the invalid entry, or UnreadableError if the file system fails.
     """
     return checked_meta(read_json(folder / META), folder / META, resumable)
 
 
 def checked_meta(content: dict[str, Any], source: str | Path, resumable: bool = False) -> dict[str, Any]:
-    """Validate the `content` of a meta.json and return it with defaults for entries that `progress` lacks.
+    """Validate the `content` of a meta.json. Return it with defaults for the entries that are missing in `progress`.
 
-    Raises CheckpointError, which names `source` and the entry, if it is invalid.
+    Raises CheckpointError, which names `source` and the invalid entry.
     """
     try:
         meta = (RunMeta if resumable else Meta).model_validate(content)

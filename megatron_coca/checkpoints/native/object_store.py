@@ -1,11 +1,11 @@
 """Checkpoints on object stores through fsspec: S3, Google Cloud Storage and every other file system that it supports.
 
-    <url>/global_step100/manifest.json  uploaded last and removed first: without it there is no checkpoint
+    <url>/global_step100/manifest.json  uploaded last and removed first; a folder without it is not a checkpoint
                          ...            the other files of the checkpoint (read.py)
     <url>/quarantine/                   checkpoints of an abandoned branch
 
-An object store cannot rename a folder. Checkpoints are therefore written to a local folder and then uploaded, and they
-are downloaded before they are read.
+An object store cannot rename a folder. Therefore, a checkpoint is written to a local folder and then uploaded, and it
+is downloaded before it is read.
 """
 
 import logging
@@ -26,20 +26,21 @@ DEFAULT_CACHE: str = CheckpointConfig.model_fields["checkpoint_cache"].default
 
 
 def save_folder(keys: CheckpointConfig) -> Path | None:
-    """Return the local folder of a run's checkpoints, even if `save` is a URL; None if the run saves none."""
+    """Return the local folder for a run's checkpoints, even if `save` is a URL, or None if the run saves nothing."""
     if keys.save is None:
         return None
     return local_folder(keys.save, keys.checkpoint_cache, CheckpointError) if is_url(keys.save) else Path(keys.save)
 
 
 def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) -> Path:
-    """Download a checkpoint for reading, unless an unchanged copy is there already.
+    """Download a checkpoint for reading, unless the local cache has an unchanged copy.
 
     Args:
-        url: one step's folder, or a run's folder; of a run, the latest checkpoint or that of `step` is used.
-        cache: local folder; the checkpoint is stored below `cache`/read.
+        url: URL of a step folder, or of a run's folder.
+        step: the step to download from a run's folder; by default the latest.
+        cache: local folder. The checkpoint is stored below `cache`/read.
 
-    Returns the step's local folder. Raises CheckpointError.
+    Returns the local step folder. Raises CheckpointError.
     """
     run, _, name = url.rstrip("/").rpartition("/")
     named = native.parse_step(name)
@@ -52,13 +53,13 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
             if not available or wanted not in (None, *available):
                 which = "" if wanted is None else f" of step {wanted}"
                 raise CheckpointError(
-                    f"{url}: holds no complete checkpoint{which}; there are {available or 'none'}, choose another step"
+                    f"{url}: no complete checkpoint{which}; available steps: {available or 'none'}, choose another"
                 )
             folder = native.step_folder(save, available[-1] if wanted is None else wanted)
             return folder if remote.has(folder) else remote.download(native.step_of(folder), save)
     except OSError as error:
         raise CheckpointError(
-            f"{save}: {url} cannot be downloaded to it ({error}); name another folder with checkpoint_cache"
+            f"{save}: {url} cannot be downloaded here ({error}); set checkpoint_cache to another folder"
         ) from error
 
 
@@ -77,26 +78,26 @@ class RemoteFolder(RemoteFiles):
         return parse_json(self.read(name), f"{self.url}/{name}")
 
     def has(self, folder: Path) -> bool:
-        """Return whether the store has the same checkpoint as the local `folder`, by comparing manifests."""
+        """Return whether the store and the local `folder` have the same checkpoint, by comparing manifests."""
         step, manifest = native.step_of(folder), folder / native.MANIFEST
         if not manifest.is_file() or step not in self.steps():
             return False
         return self.read_json(step, native.MANIFEST) == read_json(manifest)
 
     def require_writable(self) -> None:
-        """Check that the store is writable: write and remove a small object. Raises CheckpointError."""
+        """Check that the store is writable by writing and removing a small object. Raises CheckpointError."""
         self._attempt("cannot be written", lambda: self._fs.pipe_file(self._path(".probe"), b"x"))
         self.remove_object(".probe")
 
     def upload(self, folder: Path) -> None:
-        """Upload a complete local checkpoint. An existing checkpoint of the same step is removed first."""
+        """Upload a complete local checkpoint. A remote checkpoint of the same step is removed first."""
         name = folder.name
         self.remove(native.step_of(folder))
         self.each(read_json(folder / native.MANIFEST)["files"], lambda file: self.put(folder / file, f"{name}/{file}"))
         self.put(folder / native.MANIFEST, f"{name}/{native.MANIFEST}")
 
     def download(self, step: int, save: Path) -> Path:
-        """Download the checkpoint of `step` into the local folder `save` atomically. Returns the step's folder.
+        """Download the checkpoint of `step` into the local folder `save` atomically. Return the step folder.
 
         Raises CheckpointError if a file is missing or differs from the manifest, or if the manifest is invalid.
         """
@@ -108,7 +109,7 @@ class RemoteFolder(RemoteFiles):
             for name, entry in listed.items():
                 if describe(partial / name) != entry:
                     raise CheckpointError(
-                        f"{url}/{name}: is damaged (size or sha256 differs from its manifest); remove {url} to use the "
+                        f"{url}/{name}: damaged (size or sha256 differs from the manifest); remove {url} to use the "
                         "previous step"
                     )
             folder = native.commit(save, step, listed, manifest["holds"])
@@ -128,7 +129,7 @@ class RemoteFolder(RemoteFiles):
         source, target = _folder(step), f"{native.QUARANTINE}/{_folder(step)}.{uuid4().hex[:8]}"
         if "file" in self._fs.protocol and Path(self._path(native.QUARANTINE)).is_symlink():
             raise CheckpointError(
-                f"{self.url}/{native.QUARANTINE}: is a link, which may lead to another place; remove it"
+                f"{self.url}/{native.QUARANTINE}: a symbolic link, which may lead out of the store; remove it"
             )
 
         def copy(name: str) -> None:
@@ -140,7 +141,7 @@ class RemoteFolder(RemoteFiles):
         return f"{self.url}/{target}"
 
     def _listing(self) -> dict[int, list[str]]:
-        """Return the file names of every checkpoint, complete or not, by ascending step."""
+        """Map the step of every checkpoint, complete or not, to its file names, in ascending order of steps."""
         listing: dict[int, list[str]] = {}
         for path in self.names():
             folder, _, name = path.partition("/")

@@ -1,18 +1,18 @@
-"""The folder layout of our checkpoints; find and verify them.
+"""The folder layout of native checkpoints, and functions that find and verify them.
 
-    <save>/.lock                        held by the run that trains into the folder
-    <save>/latest                       name of the latest step's folder
-    <save>/quarantine/                  checkpoints that were damaged, of an abandoned branch, or replaced
-    <save>/global_step100/manifest.json size and sha256 of every file below, written last
+    <save>/.lock                        locked by the run that saves into the folder
+    <save>/latest                       name of the latest step folder
+    <save>/quarantine/                  checkpoints that were damaged, replaced or on an abandoned branch
+    <save>/global_step100/manifest.json size and sha256 of all other files of the step, written last
                           meta.json     step, code and library versions, parallel layout
                           config.yml    the resolved configuration
                           model.safetensors  all weights, in the training dtype
                           tokenizer/    the tokenizer's files
-                          state/        float32 weights and optimizer states, a file per rank (state.py)
-                          rng/          one random state per rank
+                          state/        float32 weights and optimizer states, one file per rank (state.py)
+                          rng/          random states, one file per rank
 
-An imported checkpoint has weights only, without state/ and rng/; its manifest records this. A checkpoint is written
-under a hidden name, hashed, flushed to disk and then renamed. `latest` changes last.
+An imported checkpoint has weights only, without state/ and rng/, and its manifest records this. A checkpoint is written
+under a hidden name, hashed, flushed to disk and renamed. `latest` is updated last.
 """
 
 import os
@@ -38,30 +38,30 @@ REQUIRED = {
     EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
     WEIGHTS_ONLY: (CONFIG, META, WEIGHTS),
 }
-"""Files that a manifest must list, by content of the checkpoint. A folder stands for at least one file in it."""
+"""Files that a manifest must list, by what it `holds`. A folder means at least one file in the folder."""
 _STEP = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
-_LONGEST_NAME = 255  # limit of file systems, in bytes
-QUICK_SECONDS = 1.0  # of a verification that shows no progress
+_LONGEST_NAME = 255  # in bytes, the limit of common file systems
+QUICK_SECONDS = 1.0  # a verification shows its progress after this time
 
 
 def step_folder(save: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step` optimizer steps, in `save`."""
+    """Return the folder in `save` for the checkpoint after `step` optimizer steps."""
     return save / f"global_step{step}"
 
 
 def parse_step(name: str) -> int | None:
-    """Return the step in a folder name; None for other names. A run writes no leading zeros."""
+    """Return the step in the name of a step folder, or None for any other name. Leading zeros are not valid."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint folder."""
+    """Return the step of a step folder, which must have a valid name."""
     return int(folder.name.removeprefix("global_step"))
 
 
 def steps(save: Path) -> list[int]:
-    """Return the ascending steps of all complete checkpoints in `save`, without those with an inaccessible manifest."""
+    """Return the steps of all complete checkpoints in `save`, ascending. Inaccessible checkpoints are left out."""
     complete = []
     for step in begun_steps(save):
         with suppress(UnreadableError):
@@ -70,7 +70,7 @@ def steps(save: Path) -> list[int]:
 
 
 def begun_steps(save: Path) -> list[int]:
-    """Return the ascending steps of all checkpoint folders in `save`, complete or not. Raises UnreadableError."""
+    """Return the steps of all step folders in `save`, complete or not, ascending. Raises UnreadableError."""
     try:
         with os.scandir(save) as entries:
             named = [(parse_step(entry.name), entry) for entry in entries]
@@ -98,12 +98,12 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def is_step_folder(folder: Path) -> bool:
-    """Return whether a folder has the name or the manifest of a checkpoint."""
+    """Return whether a folder has the name of a step folder or contains a manifest."""
     return folder.is_dir() and (parse_step(folder.resolve().name) is not None or _has_manifest(folder))
 
 
 def read_latest(save: Path) -> str | None:
-    """Return the folder name in `latest`; None if the file is missing or has no plain name."""
+    """Return the folder name in the file `latest`; None if the file is missing or does not contain a plain name."""
     try:
         text = read_regular(save / LATEST, limit=2 * _LONGEST_NAME).decode(errors="replace").strip()
     except OSError:
@@ -113,9 +113,9 @@ def read_latest(save: Path) -> str | None:
 
 
 def locate(path: str | Path, step: int | None = None) -> Path:
-    """Return the checkpoint folder for `path`: a step's folder, or in a save folder the latest one or that of `step`.
+    """Return the step folder for `path`: the path itself, or the folder of `step` or the latest step in a save folder.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is no such checkpoint.
     """
     path = Path(path)
     if _has_manifest(path):
@@ -126,12 +126,12 @@ def locate(path: str | Path, step: int | None = None) -> Path:
     if step is not None:
         if step not in available and not _has_manifest(step_folder(path, step)):
             raise CheckpointError(
-                f"{path}: has no checkpoint of step {step}; there are {available or 'none'}, choose another step"
+                f"{path}: no checkpoint of step {step}; available steps: {available or 'none'}, choose another"
             )
         return step_folder(path, step)
     if not available:
         raise CheckpointError(
-            f"{path}: holds no complete checkpoint (no global_step<N>/{MANIFEST} and no config.json of Hugging Face); "
+            f"{path}: no complete checkpoint (neither global_step<N>/{MANIFEST} nor a Hugging Face config.json); "
             "correct the path"
         )
     latest = read_latest(path)
@@ -141,14 +141,14 @@ def locate(path: str | Path, step: int | None = None) -> Path:
 
 
 def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its manifest and return the manifest.
+    """Compare every file of a checkpoint with the manifest and return the manifest.
 
-    Without `contents` only names and sizes are compared. `links` allows symbolic links, which download caches use.
+    Without `contents`, compare only names and sizes. `links` allows symbolic links, which download caches use.
 
     Raises:
         UnreadableError: a file cannot be read; the checkpoint may be valid.
-        CheckpointError: a file is missing, truncated, changed or a symbolic link, the folder has the name of another
-            step, or the manifest is damaged or of an unknown format.
+        CheckpointError: a file is missing, truncated, changed or a symbolic link, the folder is named after another
+            step, or the manifest is damaged or has an unknown format.
     """
     manifest = _read_manifest(folder)
     for name, entry in manifest["files"].items():
@@ -169,13 +169,13 @@ def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str
     step, named = meta["step"], parse_step(folder.absolute().name)
     if named not in (None, step):
         raise CheckpointError(
-            f"{folder}: has the name of another step ({META} has {step}); rename it to {step_folder(Path(), step)}"
+            f"{folder}: named after another step ({META} has {step}); rename it to {step_folder(Path(), step)}"
         )
     return manifest
 
 
 def expected_digests(folder: Path, manifest: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the sha256 of each file in a checkpoint's manifest, the largest file first."""
+    """Map each file in a checkpoint's manifest to its sha256, with the largest file first."""
     by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["size"], item[0]))
     return {folder / name: str(entry.get("sha256")) for name, entry in by_size}
 
@@ -187,21 +187,21 @@ def _check_file(folder: Path, name: str, size: Any, links: bool) -> None:
         linked = [parent for parent in within if parent.is_symlink()]
         if linked and not links:
             raise CheckpointError(
-                f"{linked[0]}: is a symbolic link, which a run never writes; replace it with a copy of its target"
+                f"{linked[0]}: a symbolic link, which no run writes; replace it with a copy of its target"
             )
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: is missing from the checkpoint; copy it again, or use another step") from None
+        raise CheckpointError(f"{path}: not found; copy the checkpoint again, or use another step") from None
     except OSError as error:
         raise UnreadableError.of(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError(
-            f"{path}: cannot be read, it is not a regular file; replace it by a copy (nothing was changed)"
+            f"{path}: cannot be read, because it is not a regular file; replace it with a copy (nothing was changed)"
         )
     if status.st_size != size:
         raise CheckpointError(
-            f"{path}: has {status.st_size} bytes, the checkpoint was written with {size}; copy the file again, or use "
-            "another step of the run (`megatron-coca inspect checkpoint` verifies all)"
+            f"{path}: has {status.st_size} bytes, but was written with {size}; copy the file again, or use another "
+            "step of the run (`megatron-coca inspect checkpoint` verifies all steps)"
         )
 
 
@@ -210,33 +210,35 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, Any]:
-    """Return `manifest` after checking its format and file list.
+    """Validate the format and the file list of `manifest`, and return it.
 
-    Raises CheckpointError, which names `source`, for an unknown format, missing entries, or names outside the folder.
+    Raises CheckpointError, which names `source`, for an unknown format, missing entries, or paths outside the folder.
     """
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{source}: checkpoint format {manifest.get('format')!r} is not supported, only {FORMAT}; use the version "
-            "of megatron_coca that wrote it"
+            f"{source}: checkpoint format {manifest.get('format')!r} is not supported, only format {FORMAT}; use the "
+            "version of megatron_coca that wrote the checkpoint"
         )
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
-        raise CheckpointError(f"{source}: is damaged (it lists no files); copy it again, or use another step")
+        raise CheckpointError(f"{source}: damaged (lists no files); copy it again, or use another step")
     outside = [name for name in listed if not _is_inside(name)]
     if outside:
         raise CheckpointError(
-            f"{source}: is damaged ({outside[0][:_LONGEST_NAME]!r} is not a file inside the checkpoint); copy it "
-            "again, or use another step"
+            f"{source}: damaged ({outside[0][:_LONGEST_NAME]!r} is not a path inside the checkpoint); copy it again, "
+            "or use another step"
         )
     holds = manifest.get("holds")
     if holds not in tuple(REQUIRED):
-        raise CheckpointError(f"{source}: holds: {holds!r} is not supported; it must be one of {', '.join(REQUIRED)}")
+        raise CheckpointError(
+            f"{source}: holds: {holds!r} is not one of {', '.join(REQUIRED)}; copy it again, or use another step"
+        )
     _require(REQUIRED[holds], listed, source)
     return manifest
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a manifest's file name is a plain relative path without `..`."""
+    """Return whether a path in a manifest is a plain relative path without `..`."""
     path = PurePosixPath(name)
     plain = not path.is_absolute() and ".." not in path.parts and str(path) == name != "." and "\0" not in name
     try:
@@ -246,27 +248,27 @@ def _is_inside(name: str) -> bool:
 
 
 def _require(names: Iterable[str], listed: Collection[str], source: str | Path) -> None:
-    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash needs any file in it."""
+    """Raise CheckpointError if one of `names` is not in `listed`. A name with a final slash means any file below it."""
     for name in names:
         if name not in listed and not (name.endswith("/") and any(file.startswith(name) for file in listed)):
-            raise CheckpointError(f"{source}: is damaged (it does not list {name}); copy it again, or use another step")
+            raise CheckpointError(f"{source}: damaged (does not list {name}); copy it again, or use another step")
 
 
 def require_run_state(folder: Path) -> None:
-    """Raise CheckpointError if the manifest of a checkpoint says that it has weights only."""
+    """Raise CheckpointError if a checkpoint has weights only, according to its manifest."""
     if read_json(folder / MANIFEST).get("holds") == WEIGHTS_ONLY:
         raise CheckpointError(
-            f"{folder}: has weights only and no optimizer state; set finetune=true to start a run from them"
+            f"{folder}: has weights only, without optimizer state; set finetune=true to start a run from the weights"
         )
 
 
 def state_files(folder: Path) -> list[str]:
-    """Return the names of the files of optimizer state in the manifest, relative to `state/`."""
+    """Return the optimizer state files that the manifest lists, relative to `state/`."""
     prefix = f"{STATE}/"
     return [name.removeprefix(prefix) for name in _read_manifest(folder)["files"] if name.startswith(prefix)]
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Return the files in a checkpoint's folder that its manifest does not list. Nothing reads them."""
+    """Return the files in a checkpoint's folder that its manifest does not list. These files are never read."""
     listed = read_json(folder / MANIFEST).get("files") or {}
     return [name for name in files(folder) if name != MANIFEST and name not in listed]

@@ -1,7 +1,7 @@
 """Optimizer state on disk, in a form that does not depend on the parallel layout of the run.
 
-Every rank writes its pieces to one file: flat float32 ranges of named parameters and of their moments. A reader with
-any number of ranks, ZeRO stage or tensor parallelism can read any range of any parameter from these files.
+Every rank writes its pieces to one file: flat float32 ranges of named parameters and of their moments. A run with any
+number of ranks, ZeRO stage and tensor-parallel size can read any range of any parameter from these files.
 
     state/rank_00000.safetensors    tensors `kind:name:start`; metadata `places`: shape and shard of every parameter
 """
@@ -27,16 +27,18 @@ from megatron_coca.config.model import GATED_ACTIVATIONS, ModelConfig
 from megatron_coca.support.regular_files import open_regular
 
 WEIGHT = "weight"
-"""Kind of the pieces of the weights; other kinds are names of optimizer states."""
+"""The kind of pieces that contain weights. The other kinds are names of optimizer states."""
 
 
 SLICES = "places"
-"""Key of the parameters' slices in a file's metadata."""
+"""Key in the metadata of a file for the slices of its parameters."""
 
 
 class TensorShard(NamedTuple):
-    """Shard `rank` of `ranks` of a tensor cut along `dim`. Each block of a packed projection is cut separately; a plain
-    matrix is one block.
+    """Shard `rank` of a tensor that is split into `ranks` shards along `dim`.
+
+    Each block of a packed projection is split separately; `blocks` are their sizes along `dim`. A plain matrix is one
+    block.
     """
 
     dim: int
@@ -58,12 +60,12 @@ class TensorShard(NamedTuple):
             begin, taken = begin + block, taken + size
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, from the shape of a shard."""
+        """Return the shape of the whole tensor, given the shape of a shard."""
         return (*local[: self.dim], sum(self.blocks), *local[self.dim + 1 :])
 
 
 class ParameterSlice(NamedTuple):
-    """Shape of a parameter on a rank, and its shard of the whole parameter (None for the whole)."""
+    """Shape of a parameter on a rank, and the rank's shard, or None if the rank has the whole parameter."""
 
     shape: tuple[int, ...]
     shard: TensorShard | None = None
@@ -75,7 +77,7 @@ class ParameterSlice(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "ParameterSlice":
-        """Build a slice from its JSON form, nested lists. Raises ValueError or TypeError if it is invalid."""
+        """Build a slice from its JSON form, a nested list. Raises ValueError or TypeError if the list is invalid."""
         shape, shard = values
         numbers = [*shape, *(() if shard is None else (*shard[:3], *shard[3]))]
         if not all(type(number) is int and 0 <= number < 2**40 for number in numbers):
@@ -92,10 +94,10 @@ class StatePiece(NamedTuple):
     """A range of one parameter, or of one of its optimizer states, on a rank.
 
     Attributes:
-        name: of the parameter in the model.
-        kind: ``WEIGHT`` or the optimizer state's name.
-        start: of the range in the rank's flattened parameter.
-        tensor: 1-D; the engine's own memory, so that writing into it restores the state.
+        name: name of the parameter in the model.
+        kind: ``WEIGHT`` or the name of the optimizer state.
+        start: start of the range in the rank's flattened parameter.
+        tensor: the 1-D values. The tensor is the engine's own memory, so writing into it restores the state.
     """
 
     name: str
@@ -105,19 +107,19 @@ class StatePiece(NamedTuple):
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a rank's file in the state folder."""
+    """Return the name of the file that a rank writes to the state folder."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def write_pieces(path: Path, pieces: Iterable[StatePiece], slices: Mapping[str, ParameterSlice]) -> None:
-    """Write a rank's file from tensors on the CPU."""
+    """Write the file of one rank. The tensors of `pieces` must be on the CPU."""
     tensors = {f"{piece.kind}:{piece.name}:{piece.start}": piece.tensor for piece in pieces}
     names = sorted({key.split(":")[1] for key in tensors})
     save_file(tensors, path, metadata={SLICES: json.dumps({name: slices[name] for name in names})})
 
 
 class _Range(NamedTuple):
-    """Elements [start, start + numel) of a flattened parameter. `read(begin, stop)` counts from start."""
+    """Elements [start, start + numel) of a flattened parameter. The offsets of `read(begin, stop)` count from start."""
 
     read: Callable[[int, int], Tensor]
     start: int
@@ -126,10 +128,10 @@ class _Range(NamedTuple):
 
 
 class PieceReader:
-    """The pieces of all ranks, read on demand. Subclasses add the sources."""
+    """Reads the pieces of all ranks on demand. Subclasses provide the sources."""
 
     def __init__(self, folder: Path) -> None:
-        """Error messages name `folder`."""
+        """`folder` appears in error messages."""
         self._folder = folder
         self._ranges: dict[tuple[str, str], list[_Range]] = defaultdict(list)
         self._slices: dict[str, ParameterSlice] = {}
@@ -140,19 +142,19 @@ class PieceReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every parameter."""
+        """The shape of every whole parameter, by name."""
         return {name: parameter.full_shape for name, parameter in self._slices.items()}
 
     def fill(self, piece: StatePiece, parameter: ParameterSlice) -> None:
-        """Copy saved values into `piece`; `parameter` is the slice of its parameter that this rank has now.
+        """Copy saved values into `piece`. `parameter` is the slice of the piece's parameter that this rank has now.
 
         Raises CheckpointError if the saved state is incomplete or has another shape.
         """
         saved = self._slice(piece.name).full_shape
         if saved != parameter.full_shape:
             raise CheckpointError(
-                f"{self._folder}: {piece.name} is {list(saved)}, the model has {list(parameter.full_shape)}; resume "
-                "with the configuration of the checkpoint"
+                f"{self._folder}: {piece.name} has shape {list(saved)}, but {list(parameter.full_shape)} in the model; "
+                "resume with the configuration of the checkpoint"
             )
         stop = piece.start + piece.tensor.numel()
         same = [part for part in self._ranges[piece.kind, piece.name] if part.shard == parameter.shard]
@@ -161,7 +163,7 @@ class PieceReader:
                 values = part.read(first - part.start, last - part.start)
                 piece.tensor[first - piece.start : last - piece.start].copy_(values)
             return
-        # The last parameter is kept: if only some of its rows are trained, many of its pieces follow one another.
+        # The last parameter is cached: if only some of its rows are trained, it has many consecutive pieces.
         key = (piece.name, piece.kind, parameter.shard)
         if self._recent is None or self._recent[0] != key:
             whole, present = self._gathered(piece.name, piece.kind)
@@ -175,9 +177,9 @@ class PieceReader:
         piece.tensor.copy_(values[piece.start : stop])
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """Return a parameter or one of its states in its whole shape, float32 on the CPU. Untrained elements are 0.
+        """Return a whole parameter, or one of its optimizer states, in float32 on the CPU.
 
-        Raises CheckpointError if the saved state is incomplete.
+        The states of untrained elements are 0. Raises CheckpointError if the saved weights are incomplete.
         """
         self._require_weight(name)
         return self._gathered(name, kind)[0]
@@ -185,7 +187,7 @@ class PieceReader:
     def _slice(self, name: str) -> ParameterSlice:
         if name not in self._slices:
             raise CheckpointError(
-                f"{self._folder}: has no parameter {name}; resume with the configuration of the checkpoint"
+                f"{self._folder}: no parameter {name}; resume with the configuration of the checkpoint"
             )
         return self._slices[name]
 
@@ -195,7 +197,7 @@ class PieceReader:
             self._covering(ranges, 0, prod(parameter.shape), WEIGHT, name)
 
     def _gathered(self, name: str, kind: str) -> tuple[Tensor, Tensor]:
-        """Return a parameter or state from all files: its values (float32) and whether each is present (bool)."""
+        """Gather a parameter or state from all files: its float32 values, and a bool tensor of the elements found."""
         parameter = self._slice(name)
         values, present = torch.zeros(parameter.full_shape), torch.zeros(parameter.full_shape, dtype=torch.bool)
         for shard, ranges in self._by_shard(name, kind).items():
@@ -217,7 +219,7 @@ class PieceReader:
     def _covering(
         self, ranges: Sequence[_Range], begin: int, stop: int, kind: str, name: str
     ) -> list[tuple[_Range, int, int]]:
-        """Assign the elements of [begin, stop) to `ranges`."""
+        """Return the ranges that together cover [begin, stop), each with the begin and the end of its part."""
         parts, reached = [], begin
         for part in sorted(ranges, key=lambda part: part.start):
             last = min(stop, part.start + part.numel)
@@ -230,21 +232,21 @@ class PieceReader:
 
     def _incomplete(self, kind: str, name: str, reached: int) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {kind} of {name} is incomplete, no file has the elements from {reached} on; copy the "
-            "files of all ranks"
+            f"{self._folder}: {kind} of {name} is incomplete, no file has element {reached}; copy the files of all "
+            "ranks"
         )
 
 
 class StateReader(PieceReader):
-    """The pieces in the named files of one folder. A context manager."""
+    """Reads pieces from the named files of a folder. Use it as a context manager."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        """`names` as from `native.state_files`. Raises CheckpointError if there are none, or if one cannot be read."""
+        """`names` come from `native.state_files`. Raises CheckpointError if there are none, or if a file is invalid."""
         super().__init__(folder)
         self._files = ExitStack()
         paths = [folder / name for name in sorted(names)]
         if not paths:
-            raise CheckpointError(f"{folder}: has no state of any rank; use another step, or finetune=true")
+            raise CheckpointError(f"{folder}: no optimizer state; use another step, or set finetune=true")
         for path in paths:
             self._open(path)
 
@@ -265,7 +267,7 @@ class StateReader(PieceReader):
             raise UnreadableError.of(path, error) from error
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{path}: is not a rank's state ({error}); copy it again, or use another step"
+                f"{path}: not a valid optimizer state file ({error}); copy it again, or use another step"
             ) from error
         self._add_slices(slices)
         for kind, name, found in ranges:
@@ -273,21 +275,21 @@ class StateReader(PieceReader):
 
     @staticmethod
     def _range(file: Any, key: str, slices: Mapping[str, ParameterSlice]) -> tuple[str, str, _Range]:
-        """Return the kind, the parameter and the range of one tensor of a file."""
+        """Return the kind, the parameter name and the range of one tensor in a file."""
         kind, name, first = key.split(":")
         (numel,), start, parameter = file.get_slice(key).get_shape(), int(first), slices[name]
         if not 0 <= start <= start + numel <= prod(parameter.shape):
-            raise ValueError(f"{key} has {numel} elements of a parameter of shape {list(parameter.shape)}")
+            raise ValueError(f"{key} has {numel} elements, which exceed the parameter's shape {list(parameter.shape)}")
 
         def read(begin: int, stop: int) -> Tensor:
-            # get_tensor maps the file, get_slice copies
+            # get_tensor memory-maps the file, get_slice copies
             return file.get_tensor(key) if stop - begin == numel else file.get_slice(key)[begin:stop]
 
         return kind, name, _Range(read, start, numel, parameter.shard)
 
 
 class LocalWeight(NamedTuple):
-    """A range of a weight in a rank's memory; `parameter` is a ParameterSlice or its JSON form."""
+    """A range of a weight in the memory of a rank. `parameter` is a ParameterSlice or its JSON form."""
 
     name: str
     start: int
@@ -296,22 +298,22 @@ class LocalWeight(NamedTuple):
 
 
 def local_weights(pieces: Iterable[StatePiece], slices: Mapping[str, ParameterSlice]) -> list[LocalWeight]:
-    """Return the weights among a rank's pieces."""
+    """Return the pieces of a rank that contain weights, as `LocalWeight`s sorted by name."""
     own = sorted((piece.name, piece.start, piece.tensor.numel()) for piece in pieces if piece.kind == WEIGHT)
     return [LocalWeight(name, start, numel, slices[name]) for name, start, numel in own]
 
 
 class LocalWeightReader(PieceReader):
-    """The weights of all ranks, read from the ranks' memory.
+    """Reads weights from the memory of all ranks.
 
     Attributes:
-        order: rank and range of all reads, in the order in which `weights` reads them.
+        order: rank and range of every read, in the order in which `weights` performs the reads.
     """
 
     def __init__(
         self, folder: Path, held: Sequence[Sequence[LocalWeight]], read: Callable[[int, LocalWeight], Tensor]
     ) -> None:
-        """`held` has the weights of each rank; `read` fetches a range from a rank, 1-D."""
+        """`held` lists the weights in the memory of each rank; `read` fetches a range from a rank as a 1-D tensor."""
         super().__init__(folder)
         fetched: dict[_Range, tuple[int, LocalWeight]] = {}
         for rank, weights in enumerate(held):
@@ -330,7 +332,7 @@ class LocalWeightReader(PieceReader):
 
 
 def weights(reader: PieceReader, dtype: torch.dtype, source: Path) -> Weights:
-    """Return every weight in its whole shape and in `dtype`; `source` is the checkpoint's folder."""
+    """Return all whole weights in `dtype`. `source` is the checkpoint's folder."""
     entries = {name: WeightEntry(dtype, shape) for name, shape in reader.shapes.items()}
     return Weights(entries, lambda name: reader.whole(name).to(dtype), source)
 
@@ -339,9 +341,9 @@ class LayerShards(NamedTuple):
     """Tensor-parallel sharding of one layer in every block.
 
     Attributes:
-        layer: end of the layer's name.
-        dim: of the weight: 0 cuts rows and the bias, 1 cuts columns and leaves the bias whole.
-        blocks: sizes along `dim` of the parts of a packed weight, each cut separately.
+        layer: last part of the layer's name.
+        dim: sharded dimension of the weight. 0 splits rows and the bias; 1 splits columns and not the bias.
+        blocks: sizes along `dim` of the parts of a packed weight, which are split separately.
     """
 
     layer: str
@@ -349,7 +351,7 @@ class LayerShards(NamedTuple):
     blocks: tuple[int, ...]
 
     def layer_spec(self) -> dict[str, Any]:
-        """Return the layer's entry in the `partition_config` of DeepSpeed's AutoTP."""
+        """Return the layer's entry for `partition_config` of DeepSpeed's AutoTP."""
         spec: dict[str, Any] = {
             "patterns": [rf".*\.{re.escape(self.layer)}\.weight$"],
             "partition_type": ("column", "row")[self.dim],
@@ -358,20 +360,20 @@ class LayerShards(NamedTuple):
         return spec | packed
 
     def holds(self, name: str) -> bool:
-        """Return whether this shards the named parameter."""
+        """Return whether this sharding applies to the named parameter."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
     def shard(self, rank: int, ranks: int) -> TensorShard:
-        """Return the shard of a tensor rank."""
+        """Return the shard of one tensor rank."""
         return TensorShard(self.dim, rank, ranks, self.blocks)
 
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
-    """Return the tensor-parallel sharding of the layers of a block."""
+    """Return the tensor-parallel sharding of the layers in a block."""
     queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
     grouped, width = keys != queries, model.ffn_hidden_size
     return (
-        # Head by head [q | k | v], or all queries, all keys, all values.
+        # [q | k | v] for each head in turn, or all queries, then all keys, then all values.
         LayerShards("attention.query_key_value", 0, (queries, keys, keys) if grouped else (3 * queries,)),
         LayerShards("attention.dense", 1, (queries,)),
         LayerShards("attention.position_gates.projection", 0, (model.num_attention_heads,)),

@@ -1,4 +1,4 @@
-"""Write checkpoints of ours: create, commit, move and remove a step's folder. `read.py` shows the layout."""
+"""Create, commit, move and remove the step folders of native checkpoints. `read.py` describes the layout."""
 
 import errno
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def code_versions() -> dict[str, str]:
-    """Return the versions of libraries that affect results, and the commit of this code if it is a git checkout."""
+    """Return the versions of libraries that affect results, and this code's commit if it runs from a git checkout."""
     versions = {name: version(name) for name in ("torch", "deepspeed")}
     source = Path(__file__).resolve().parents[3]
     git = shutil.which("git")
@@ -47,7 +47,7 @@ def partial_folder(save: Path, step: int) -> Path:
 
 
 def begin(save: Path, step: int) -> Path:
-    """Create the empty hidden folder for a checkpoint and remove the remains of interrupted saves."""
+    """Create the empty hidden folder for a checkpoint, after removing the remains of interrupted saves."""
     sweep(save)
     partial = partial_folder(save, step)
     partial.mkdir(parents=True)
@@ -66,14 +66,14 @@ def commit(
     described: Mapping[str, Mapping[str, Any]] | None = None,
     holds: str = EVERYTHING,
 ) -> Path:
-    """Hash, flush and rename the filled folder of `step`, then update `latest`. Returns the final folder.
+    """Hash, flush and rename the filled hidden folder of `step`, then update `latest`. Return the final folder.
 
-    An existing folder of this step is moved to `quarantine/`. Failures after the rename are only warnings, because the
-    checkpoint is complete.
+    An existing folder of this step is moved to `quarantine/`. If `latest` cannot be updated, only a warning is logged,
+    because the checkpoint is complete.
 
     Args:
-        described: manifest entries (see `describe`) of files that are already flushed; they are not read again.
-        holds: a key of `REQUIRED`.
+        described: manifest entries (see `describe`) of files that are already flushed; these are not read again.
+        holds: content of the checkpoint, a key of `REQUIRED`.
     """
     partial, final = partial_folder(save, step), step_folder(save, step)
     listed = dict(described or {})
@@ -84,13 +84,13 @@ def commit(
     for path in (*(partial / name for name in (*others, MANIFEST)), partial, *folders):
         flush(path)
     if os.path.lexists(final):
-        logger.warning("%s: exists and is written again; the existing folder was moved to %s", final, set_aside(final))
+        logger.warning("%s: already exists; the existing folder was moved to %s", final, set_aside(final))
     partial.rename(final)
     flush(save)
     try:
         write_file(save / LATEST, final.name)
     except OSError as error:
-        logger.warning("%s: is complete, but %s may not name it: %s", final, LATEST, error)
+        logger.warning("%s: complete, but the file `%s` could not be updated: %s", final, LATEST, error)
     return final
 
 
@@ -100,7 +100,7 @@ def abandon(save: Path, step: int) -> None:
 
 
 def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep: Container[int] = ()) -> None:
-    """Remove superseded checkpoints, but not those of steps in `keep` and not the one that `latest` names."""
+    """Remove superseded checkpoints, except those of steps in `keep` and the checkpoint that `latest` names."""
     for step in superseded(steps(save), keep_last, keep_every):
         folder, to_delete = step_folder(save, step), partial_folder(save, step)
         if step not in keep and folder.name != read_latest(save):
@@ -109,9 +109,9 @@ def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return those of the ascending `steps` that are neither among the last `keep_last` nor multiples of `keep_every`.
+    """Return the `steps` that are neither among the last `keep_last` nor multiples of `keep_every`.
 
-    The result is empty if `keep_last` is None.
+    `steps` must be ascending. The result is empty if `keep_last` is None.
     """
     older = steps[:-keep_last] if keep_last else []
     return [step for step in older if not (keep_every and step % keep_every == 0)]
@@ -120,8 +120,8 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def set_aside(folder: Path) -> Path:
     """Move a checkpoint to `quarantine/` under an unused name. Return the new path.
 
-    The folder is renamed in place if it has no write permission, because it cannot be moved then, or if `quarantine` is
-    a link, because that may lead out of `save`.
+    A folder that is not writable cannot be moved, so it is only renamed within `save`. The same happens if `quarantine`
+    is a symbolic link, which may lead out of `save`.
     """
     quarantine = folder.parent / QUARANTINE
     try:

@@ -1,1 +1,1 @@
-"""GPT-NeoX's checkpoints."""
+"""Read and write GPT-NeoX checkpoints."""

@@ -1,8 +1,8 @@
-"""GPT-NeoX's checkpoint layout: its configuration, the models that it can represent, and the location of each weight.
+"""GPT-NeoX's checkpoint layout: the configuration, the models that it can represent, and the location of each weight.
 
-The facts are those of EleutherAI/gpt-neox at commit ea7aefd8. In its pipeline of L blocks, layer 0 is the embedding,
-layers 2 to L+1 are the blocks, layer L+3 is the final norm and layer L+4 the output head. Layers 1 and L+2 have no
-weights, and there is no layer L+4 if the head is tied to the embedding.
+This module follows EleutherAI/gpt-neox at commit ea7aefd8. In a model with L blocks, layer 0 is the embedding, layers 2
+to L+1 are the blocks, layer L+3 is the final norm and layer L+4 is the output head. Layers 1 and L+2 have no weights.
+If the head is tied to the embedding, there is no layer L+4.
 """
 
 import logging
@@ -40,16 +40,16 @@ NETWORK_FEATURES = frozenset(
         *("te_layernorm_mlp", "te_mha", "te_fp8_mha", "moe_num_experts", "use_mup"),
     }
 )
-"""Unsupported keys that change the network. All other unsupported keys belong to the training run."""
+"""Unsupported keys that change the network. All other unsupported keys affect only the training run."""
 RUN_KEYS = frozenset(
     {name.split(".")[0] for name, place in KEYS.items() if place.group not in ("model", "position")}
     | ALIASES.keys()
     | INERT.keys()
     | (UNSUPPORTED.keys() - NETWORK_FEATURES)
 )
-"""Keys and sections of keys that do not change the network."""
+"""Keys and sections that do not change the network."""
 DATA_KEYS = frozenset({"data_path", "train_data_paths", "valid_data_paths", "test_data_paths"})
-"""Keys of the run that name its training data, and its default data for evaluation."""
+"""Keys that select the training data, which are also the default data for evaluation."""
 NEOX_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
@@ -57,31 +57,32 @@ NEOX_KEYS = (
     *("scalenorm_epsilon", "hidden_dropout", "attention_dropout", "pos_emb", "rotary_pct", "rotary_emb_base"),
     *("rpe_num_buckets", "rpe_max_distance", "sliding_window_width", "use_qk_layernorm", "opt_pos_emb_offset"),
 )
-"""Keys of the network that GPT-NeoX has too."""
+"""Network keys that GPT-NeoX has too."""
 ABSENT = {"use_qk_layernorm": False, "opt_pos_emb_offset": 0}
-"""Keys that are not written if they have this value."""
+"""Key -> the value at which the key is not written."""
 
 
 def read_config(
     folder: Path, vocab_size: int, overrides: Overrides = (), given: Sequence[str | Path] = ()
 ) -> tuple[Config, int]:
-    """Read the model's configuration and its number of tensor ranks from the YAML files in a step's folder.
+    """Read the model's configuration and its number of tensor ranks from the YAML files in a step folder.
 
-    Keys of the training run are ignored, except for those that name its tokenizer and its data. `vocab_size` is the
-    number of rows of the embedding, including padding. `overrides` and the YAML files `given` are the user's; only
-    their `imports` is read. Raises CheckpointError if there are no such files, or they describe an unsupported network.
+    Keys of the training run are ignored, except those that select its tokenizer and its data. `vocab_size` is the
+    number of embedding rows, including padding. `overrides` and the YAML files `given` come from the user, and only
+    their key `imports` is read. Raises CheckpointError if there are no YAML files in the step folder, or if they
+    describe an unsupported network.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
     if not files:
-        raise CheckpointError(f"{folder}: has no {CONFIGS}/*.yml; copy the YAML files of the training run there")
+        raise CheckpointError(f"{folder}: no {CONFIGS}/*.yml; copy the YAML files of the training run to {CONFIGS}")
     problems: list[str] = []
     values = merge([layer for path in files if (layer := read_file(path, problems)) is not None]).values
     kept = {name: value for name, value in values.items() if name not in RUN_KEYS - {*TOKENIZER_KEYS} - DATA_KEYS}
     if "train_data_paths" in kept:
-        kept.pop("data_path", None)  # in GPT-NeoX the paths by split take precedence
+        kept.pop("data_path", None)  # GPT-NeoX prefers the paths of separate splits
     if kept.get("norm", "layernorm") == "layernorm":
-        kept["use_bias_in_norms"] = True  # the key has no effect in GPT-NeoX: PyTorch's layer norm has a bias
+        kept["use_bias_in_norms"] = True  # GPT-NeoX ignores the key, and PyTorch's layer norm has a bias
     try:
         if problems:
             raise ConfigError(*problems)
@@ -97,12 +98,12 @@ def read_config(
 
 
 def model_yaml(config: Config, ranks: int, pipe: int) -> str:
-    """Return the model's keys as a YAML file of GPT-NeoX, for `ranks` tensor ranks.
+    """Return the model's keys as a GPT-NeoX YAML file for `ranks` tensor ranks and `pipe` pipeline stages.
 
-    `make_vocab_size_divisible_by` is the number of rows, so that GPT-NeoX pads to it with any size of the tokenizer.
+    `make_vocab_size_divisible_by` is set so that GPT-NeoX pads any smaller tokenizer to the model's number of rows.
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
-    # Older versions of GPT-NeoX do not have the keys of features that are off.
+    # Keys of disabled features are left out, because older versions of GPT-NeoX do not have them.
     values = {name: flat[name] for name in NEOX_KEYS if flat[name] is not None and flat[name] != ABSENT.get(name)}
     values["max_position_embeddings"] = max(model.max_position_embeddings, model.seq_length)  # GPT-NeoX requires it
     values["intermediate_size"] = (3 if model.activation in GATED_ACTIVATIONS else 1) * model.ffn_hidden_size
@@ -110,12 +111,12 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     values["make_vocab_size_divisible_by"] = model.padded_vocab_size // ranks
     values |= {"model_parallel_size": ranks, "pipe_parallel_size": pipe}
     values |= {name: value for name, value in foreign.items() if name not in values}
-    comment = f"# Stock GPT-NeoX does not know: {', '.join(foreign)}. It needs the plugin of megatron_coca.\n"
+    comment = f"# Stock GPT-NeoX does not support {', '.join(foreign)}. Activate the plugin of megatron_coca.\n"
     return (comment if foreign else "") + dump(values)
 
 
 def foreign_keys(config: Config) -> dict[str, Any]:
-    """Return the keys of a configuration, with their values, that stock GPT-NeoX does not have."""
+    """Return the keys and values of a configuration that stock GPT-NeoX does not support."""
     flat, keys = config.flat(), {}
     for name in EXTENDING:
         value = flat[name]
@@ -126,9 +127,9 @@ def foreign_keys(config: Config) -> dict[str, Any]:
 
 
 def computed_differently(config: Config, ranks: int) -> list[str]:
-    """Return why GPT-NeoX's forward pass computes another function with `ranks` tensor ranks; empty if it does not.
+    """Return reasons why GPT-NeoX with `ranks` tensor ranks computes other results than our model, or an empty list.
 
-    The source is megatron/model/transformer.py. Import and export stop with an error on these reasons.
+    The reasons come from megatron/model/transformer.py. Any of them makes an import or export stop with an error.
     """
     model, position = config.model, config.position
     gated = model.activation in GATED_ACTIVATIONS
@@ -140,47 +141,47 @@ def computed_differently(config: Config, ranks: int) -> list[str]:
     limits = (
         (
             model.gpt_j_residual and not model.use_bias_in_mlp,
-            "gpt_j_residual: without use_bias_in_mlp GPT-NeoX leaves attention out of the sum",
+            "gpt_j_residual: without use_bias_in_mlp, GPT-NeoX omits the attention output from the sum",
         ),
         (
             not model.use_bias_in_mlp and not gated,
-            "use_bias_in_mlp: without it GPT-NeoX computes gated activations only",
+            "use_bias_in_mlp: without this key, GPT-NeoX supports only gated activations",
         ),
         (
             model.use_qk_layernorm and model.norm in ("layernorm", "non_parametric_layernorm") and ranks > 1,
-            f"use_qk_layernorm: each of GPT-NeoX's {ranks} tensor ranks normalizes its own heads together",
+            f"use_qk_layernorm: with {ranks} tensor ranks, GPT-NeoX normalizes over the heads of each rank",
         ),
-        (model.activation == "geglu_tanh", "activation: GPT-NeoX has no geglu_tanh"),
+        (model.activation == "geglu_tanh", "activation: GPT-NeoX does not support geglu_tanh"),
         (
             original != trained and by_length,
-            "logit_scaling and the defaults of relative_positions: here they refer to seq_length, but in GPT-NeoX with "
-            "the plugin to rope_scaling.original_max_position_embeddings, which is another length; set the options of "
-            "the map, or logit_scaling to none",
+            "logit_scaling and the defaults of relative_positions: depend on seq_length here, but in the GPT-NeoX "
+            "plugin on rope_scaling.original_max_position_embeddings, which is a different length; set all options of "
+            "relative_positions, or set logit_scaling to none",
         ),
     )
     return [reason for applies, reason in limits if applies]
 
 
 def cannot_hold(config: Config, ranks: int) -> list[str]:
-    """Return why GPT-NeoX's layout with `ranks` tensor ranks cannot represent a model; empty if it can."""
+    """Return reasons why GPT-NeoX's layout with `ranks` tensor ranks cannot represent a model, or an empty list."""
     model, position = config.model, config.position
     gated = model.activation in GATED_ACTIVATIONS
     limits = (
         (
             model.norm == "layernorm" and not model.use_bias_in_norms,
-            "use_bias_in_norms: its layernorm always has a bias",
+            "use_bias_in_norms: GPT-NeoX's layernorm always has a bias",
         ),
         (
             position.embedding.rotary and position.rotary_emb_base % 1 != 0,
-            "rotary_emb_base: it must be a whole number",
+            "rotary_emb_base: must be a whole number",
         ),
-        (not gated and model.ffn_hidden_size % 2 != 0, "intermediate_size: its inner width must be even"),
-        (ranks < 1, f"model_parallel_size: {ranks} must be at least 1"),
+        (not gated and model.ffn_hidden_size % 2 != 0, "intermediate_size: the width inside the MLP must be even"),
+        (ranks < 1, f"model_parallel_size: must be at least 1, not {ranks}"),
     )
     divided = {
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
-        "the inner width": model.ffn_hidden_size,
+        "the width inside the MLP": model.ffn_hidden_size,
         "the padded vocabulary": model.padded_vocab_size,
     }
     reasons = [reason for applies, reason in limits if applies]
@@ -199,16 +200,16 @@ Shape = tuple[int, ...]
 
 EMBEDDING, FIRST_BLOCK = 0, 2
 WORDS = "word_embeddings.weight"
-"""The embedding's name in layer 0."""
+"""Name of the embedding weight in layer 0."""
 TIED = "tied_modules.embed."
-"""Prefix of the embedding's name in a pipeline with a tied output head."""
+"""Prefix of the embedding weight's name in a pipeline with a tied output head."""
 NORMS: dict[str, dict[str, str]] = {
     "layernorm": {"weight": "weight", "bias": "bias"},
     "rmsnorm": {"weight": "scale"},
     "scalenorm": {"g": "g"},
     "non_parametric_layernorm": {},
 }
-"""The parameters of each norm: our names -> theirs."""
+"""The parameters of each norm: our names -> GPT-NeoX's names."""
 LINEAR = ("attention.query_key_value", "attention.dense", "mlp.linear1", "mlp.linear2")
 PARTIAL_SUMS = ("attention.dense.bias", "mlp.linear2.bias")
 
@@ -218,10 +219,10 @@ class NeoxSharding:
     """Distribution of a weight over tensor ranks.
 
     Attributes:
-        kind: "cut": each block is cut along `dim`, and every rank has one part of it. "copy": every rank has the whole
-            weight. "sum": the weight is the sum of the ranks' tensors. Biases are stored so under `gpt_j_residual`,
-            because GPT-NeoX sums over ranks at the end of the block.
-        dim: the dimension that is cut.
+        kind: "cut": each block is split along `dim`, and every rank has one part of it. "copy": every rank has the
+            whole weight. "sum": the weight is the sum of the tensors on all ranks. This applies to some biases under
+            `gpt_j_residual`, because GPT-NeoX sums over ranks at the end of the block.
+        dim: the dimension that is split.
         blocks: sizes of the blocks along `dim`.
     """
 
@@ -230,7 +231,7 @@ class NeoxSharding:
     blocks: tuple[int, ...] = ()
 
     def whole_shape(self, part: Shape, ranks: int) -> Shape | None:
-        """Return the shape of the whole weight from the shape of a rank's part; None if they do not fit."""
+        """Return the shape of the whole weight, given the shape of a rank's part; None if the part does not fit."""
         if self.kind != "cut":
             return part
         divided = all(block % ranks == 0 for block in self.blocks)
@@ -239,9 +240,9 @@ class NeoxSharding:
         return self._shard(0, ranks).full_shape(part)
 
     def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
-        """Join the parts of all ranks; `name` is for messages.
+        """Merge the parts of all ranks into the whole weight. `name` is for messages.
 
-        Copies that differ are averaged, as in GPT-NeoX's own conversion.
+        Copies that differ are averaged, as in GPT-NeoX's own converter.
         """
         if len(parts) == 1 or (self.kind == "copy" and all(torch.equal(part, parts[0]) for part in parts[1:])):
             return parts[0]
@@ -257,7 +258,7 @@ class NeoxSharding:
         return stacked.mean(0).to(parts[0].dtype)
 
     def split(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """Return the parts of `ranks` ranks, as views if possible."""
+        """Split a whole weight into the parts of `ranks` ranks, as views if possible."""
         if self.kind == "copy":
             return [whole] * ranks
         if self.kind == "sum":
@@ -272,7 +273,7 @@ COPY = NeoxSharding()
 
 
 class NeoxLocation(NamedTuple):
-    """The number of a weight's layer, and the weight's name in this layer."""
+    """The layer number of a weight, and the name of the weight in this layer."""
 
     layer: int
     name: str
@@ -286,9 +287,9 @@ class NeoxWeight(NamedTuple):
 
     Attributes:
         ours: our name of the weight; None for a buffer, which follows from the configuration.
-        sharding: its distribution over tensor ranks.
-        used: whether GPT-NeoX computes with it. Other weights and buffers are written but not read.
-        values: the values of a buffer, float32; None for a buffer that GPT-NeoX saves only on request.
+        sharding: distribution of the weight over tensor ranks.
+        used: whether GPT-NeoX's forward pass uses the tensor. Other weights and buffers are written but not read.
+        values: float32 values of a buffer; None for a weight, or for a buffer that need not be written.
     """
 
     ours: str | None
@@ -309,7 +310,7 @@ def layers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def table(config: Config) -> dict[NeoxLocation, NeoxWeight]:
-    """Return the location of everything that a checkpoint of this model may store, including biases that it lacks."""
+    """Return every location that a checkpoint of this model may have, including those of biases the model lacks."""
     model, position = config.model, config.position
     norm, words = model.num_layers + 3, NeoxSharding("cut", 0, (model.padded_vocab_size,))
     entries = {NeoxLocation(EMBEDDING, WORDS): NeoxWeight(f"embedding.{WORDS}", words)}
@@ -347,7 +348,7 @@ def _block(config: Config, number: int) -> dict[str, NeoxWeight]:
     for parameter, theirs in NORMS[model.norm].items() if model.use_qk_layernorm else ():
         split = COPY if model.norm == "scalenorm" else NeoxSharding("cut", 0, by_head)
         entries[f"attention.qk_layernorm.{theirs}"] = NeoxWeight(f"{ours}.attention.qk_layernorm.{parameter}", split)
-    if method == "rpe":  # one table for all blocks; GPT-NeoX writes it into every block
+    if method == "rpe":  # all blocks share one table, but GPT-NeoX saves it in every block
         entries["attention.rpe.weight"] = NeoxWeight("positions.bias.weight", NeoxSharding("cut", 1, by_head))
     if method == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads))

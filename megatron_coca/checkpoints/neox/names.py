@@ -1,11 +1,11 @@
-"""Names in GPT-NeoX checkpoints that record the position method. The GPT-NeoX plugin writes and reads them too.
+"""Names that record the position method in GPT-NeoX checkpoints. The GPT-NeoX plugin writes and reads these names too.
 
-GPT-NeoX's names of weights do not depend on the position method, and neither its load nor its converter to Hugging Face
-reads `pos_emb`: both would read a CoCA model as a rotary one without an error. The query-key-value projection of the
-plugin's attention therefore has its own name, PROJECTION, so that GPT-NeoX's strict load and its converter stop with an
-error if the plugin is not active.
+GPT-NeoX's weight names do not depend on the position method, and neither its loading code nor its Hugging Face
+converter reads `pos_emb`. They would therefore read a CoCA model as a rotary model without an error. So the
+query-key-value projection of the plugin's attention has a name of its own, PROJECTION. If the plugin is not active, the
+unknown name makes GPT-NeoX's strict loading and its converter stop with an error.
 
-This module runs in GPT-NeoX's environment: it needs Python 3.10 and imports nothing but the configuration.
+This module runs in GPT-NeoX's environment, so it must support Python 3.10 and imports only the configuration.
 """
 
 from typing import Any
@@ -17,28 +17,28 @@ EXTENDING = tuple(SELECTORS)
 """Position keys that GPT-NeoX does not have."""
 
 PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
-"""Prefix of the projection within attention: GPT-NeoX's own, and the one in checkpoints of the plugin's attention."""
+"""Prefixes of the query-key-value projection's weights: GPT-NeoX's own prefix, and the prefix that the plugin saves."""
 
 RECORD = "megatron_coca"
-"""Key in a checkpoint's `args` that has the values of POSITIONS."""
+"""Key in a checkpoint's `args` under which the values of POSITIONS are saved."""
 
 FIXED = ("pos_emb", "rotary_pct")
 POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
-"""Recorded keys. The weights depend on those in FIXED; the others may be changed for longer inputs."""
+"""Recorded keys. The weights depend on the keys in FIXED; the other keys may be changed for longer inputs."""
 
 
 def saved_name(name: str) -> str:
-    """Return the name of a weight in checkpoints of the plugin's attention."""
+    """Return the name under which the plugin saves a weight, given GPT-NeoX's name."""
     return name.replace(f"attention.{PLAIN}", f"attention.{PROJECTION}")
 
 
 def plain_name(name: str) -> str:
-    """Return GPT-NeoX's name of a weight in a checkpoint."""
+    """Return GPT-NeoX's name of a weight, given its name in any GPT-NeoX checkpoint."""
     return name.replace(f"attention.{PROJECTION}", f"attention.{PLAIN}")
 
 
 def record_of(config: Config) -> dict[str, Any]:
-    """Return the recorded values by key; mappings contain only values that differ from the defaults."""
+    """Return the values of POSITIONS to record. Values that are mappings contain only non-default entries."""
     values = config.position.model_dump(by_alias=True)
     short = config.position.model_dump(by_alias=True, exclude_defaults=True, exclude_none=True)
     return {name: short.get(name, values[name]) for name in POSITIONS}

@@ -1,8 +1,8 @@
-"""Read the optimizer state of GPT-NeoX checkpoints that DeepSpeed's ZeRO 1 or 2, or its BF16 optimizer, wrote.
+"""Read the optimizer state in GPT-NeoX checkpoints, written by DeepSpeed's ZeRO 1 or 2 or its BF16 optimizer.
 
-Each pair of data rank and model rank (pipeline stage x tensor rank) has a file `..._optim_states.pt`. The file has the
-data rank's partition of some flat float32 vectors, the moments of these vectors, and the range of every parameter in
-each vector. The partitions of a parameter, joined in the order of data ranks, are the parameter of that model rank.
+Each pair of data rank and model rank (pipeline stage x tensor rank) has a file `..._optim_states.pt`. The file contains
+the data rank's partition of some flat float32 vectors, the moments of this partition, and the ranges of parameters in
+it. Concatenating the partitions of a parameter in the order of data ranks gives the parameter on that model rank.
 """
 
 import re
@@ -30,22 +30,22 @@ class NeoxOptimizer:
     """The float32 weights and moments of one step.
 
     Attributes:
-        step: updates of the optimizer so far. In half precision there are fewer than iterations if some overflowed.
+        step: number of optimizer updates so far. It is smaller than the iteration if float16 updates overflowed.
         options: betas, epsilon and weight decay of the training run.
         moments: names of the optimizer states.
     """
 
     def __init__(self, folder: Path, config: Config, ranks: int) -> None:
-        """`config` and `ranks` as returned by `neox.configure`. Raises CheckpointError if there are no such files."""
+        """`config` and `ranks` are the result of `configure`. Raises CheckpointError if there is no optimizer state."""
         self._folder, self._files, self._ranks = folder, NeoxFiles(folder), ranks
         self._known = table(config)
         self._parts: dict[tuple[str, NeoxLocation], dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         numbers = matching(folder, FILE)
         if not numbers:
             raise CheckpointError(
-                f"{folder}: has no *_optim_states.pt, it was saved without ZeRO or without its optimizer; set "
-                "no_load_optim=true to continue from its step with a new optimizer, or finetune=true to start a run "
-                "from its weights"
+                f"{folder}: no *_optim_states.pt, so it was saved without ZeRO or without the optimizer; set "
+                "no_load_optim=true to continue from this step with a new optimizer, or finetune=true to start a run "
+                "from the weights"
             )
         self.step, self.options = 0.0, dict[str, Any]()
         for path, (_, model_rank) in sorted(numbers.items(), key=lambda item: item[1]):
@@ -53,7 +53,7 @@ class NeoxOptimizer:
                 self._open(path, model_rank)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(
-                    f"{path}: is not a partition of DeepSpeed's ZeRO 1 or 2 ({error!r}); copy it again, or set "
+                    f"{path}: not a partition of DeepSpeed's ZeRO 1 or 2 ({error!r}); copy it again, or set "
                     "no_load_optim=true"
                 ) from error
         self.moments = {kind for kind, _ in self._parts} - {WEIGHT}
@@ -72,7 +72,7 @@ class NeoxOptimizer:
         vectors = zip(state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True)
         for number, (ranges, weights) in enumerate(vectors):
             moments = dict(base["state"][number])
-            # The fused Adam of DeepSpeed counts steps in its groups.
+            # DeepSpeed's fused Adam saves the step count in the parameter groups.
             self.step = float(moments.pop(STEP, base["param_groups"][number].get(STEP, 0)))
             for name, place in ranges.items():
                 for kind, flat in {WEIGHT: weights, **moments}.items():
@@ -85,22 +85,22 @@ class NeoxOptimizer:
         location = NeoxLocation(int(match[1]), match[2]) if match is not None else location
         if location not in self._known:
             raise CheckpointError(
-                f"{self._folder}: its optimizer trains {name}, which the model does not have; copy the YAML files of "
-                "the training run into its configs"
+                f"{self._folder}: the optimizer state has {name}, but the model does not; copy the YAML files of the "
+                "training run into the folder configs"
             )
         return location
 
     def read(self, kind: str, name: str) -> Tensor:
-        """Return a whole weight, or one of its moments, by our name, in float32.
+        """Return the whole float32 weight with our name `name`, or one of its moments.
 
-        Raises CheckpointError if files of some ranks are missing.
+        Raises CheckpointError if the files of some ranks are missing.
         """
         location = self._locations[name]
         by_rank = self._parts[kind, location]
         joined = []
         for rank in range(self._ranks):
             shape = self._files.state(location.layer, rank)[location.name].shape
-            # Pipeline stages that share the embedding have equal states of it.
+            # Pipeline stages that share the embedding have the same optimizer state for it.
             partitions = next((by_rank[number] for number in sorted(by_rank) if number % self._ranks == rank), [])
             if sum(part.numel() for part in partitions) != prod(shape):
                 raise CheckpointError(
@@ -108,13 +108,13 @@ class NeoxOptimizer:
                 )
             joined.append(torch.cat(partitions).reshape(shape).float())
         sharding = self._known[location].sharding
-        # Each term of a sum has the gradient of the sum.
+        # The gradient of each term of a sum equals the gradient of the sum, so the moments are copies.
         merged: NeoxSharding = COPY if sharding.kind == "sum" and kind != WEIGHT else sharding
         return merged.merge(joined, f"{kind} of {location}")
 
 
 class _Record:
-    """Replaces DeepSpeed's types in these files. Only their attributes are read, and no code of DeepSpeed runs."""
+    """Replaces DeepSpeed's types in the state files, so that no DeepSpeed code runs. Only the attributes are read."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values

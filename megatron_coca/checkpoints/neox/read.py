@@ -1,4 +1,4 @@
-"""Read GPT-NeoX checkpoints: find a step, open its files, and read its weights by our names."""
+"""Read GPT-NeoX checkpoints: find a step, open its files, and read its weights under our names."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from megatron_coca.config.source import Overrides
 from megatron_coca.support.regular_files import open_regular
 
 DOCUMENT_END = "<|endoftext|>"
-"""End of document of all tokenizers of GPT-NeoX except the byte-level one. A SentencePiece model without this token
+"""End-of-document token of all GPT-NeoX tokenizers except the byte-level one. A SentencePiece model without this token
 uses its unknown token.
 """
 
@@ -46,9 +46,10 @@ SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 
 def find_step(path: Path) -> Path | None:
-    """Return the folder of one GPT-NeoX step: `path`, or in a save folder the step that `latest` names, else the last.
+    """Return the GPT-NeoX step folder at `path`: the path itself, or a step in a save folder.
 
-    Return None for other folders. Ours have a manifest.
+    In a save folder, this is the step that the file `latest` names, else the last step. Return None for other folders,
+    including native checkpoints, which have a manifest.
     """
     if is_step(path):
         return path
@@ -64,7 +65,7 @@ def find_step(path: Path) -> Path | None:
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder is one step of GPT-NeoX; False if it cannot be listed."""
+    """Return whether a folder is a GPT-NeoX step folder; False if it cannot be listed."""
     if not os.path.isdir(folder) or os.path.isfile(folder / native.MANIFEST):
         return False
     try:
@@ -74,33 +75,33 @@ def is_step(folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the number of iterations in the name of a step's folder; None if it has another name."""
+    """Return the iteration in the name of a step folder, or None for any other name."""
     match = STEP.fullmatch(folder.resolve().name)
     return int(match.group(1)) if match else None
 
 
 def matching(folder: Path, pattern: re.Pattern[str]) -> dict[Path, tuple[int, ...]]:
-    """Return the matching files of a folder, sorted, with the numbers in their names."""
+    """Return the files in a folder that match `pattern`, sorted, each with the numbers in its name."""
     matches = {path: pattern.fullmatch(path.name) for path in sorted(folder.iterdir())}
     return {path: tuple(map(int, match.groups())) for path, match in matches.items() if match is not None}
 
 
 class NeoxFiles:
-    """The files of weights of one step: one for each layer and tensor rank, or one for each tensor rank.
+    """The weight files of one step: one file for each layer and tensor rank, or one file for each tensor rank.
 
     Attributes:
         paths: all files, sorted by name.
         by_layer: whether each layer has its own files.
-        from_plugin: whether a block that was opened has the names of the GPT-NeoX plugin.
+        from_plugin: whether any block opened so far has the weight names of the GPT-NeoX plugin.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if the step was saved with ZeRO 3, or a file is not a regular file."""
+        """Find the files. Raises CheckpointError if the step was saved with ZeRO 3, or if a file cannot be read."""
         self._folder = folder
         by_layer, by_rank = matching(folder, LAYER_FILE), matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
             raise CheckpointError(
-                f"{folder}: was saved with ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
+                f"{folder}: saved with ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
             )
         self.by_layer = bool(by_layer)
         self._numbers = (by_layer or by_rank).values()
@@ -113,20 +114,20 @@ class NeoxFiles:
         self._opened: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def ranks(self) -> set[int]:
-        """Return the tensor ranks of the files."""
+        """Return the tensor ranks that have files."""
         return {numbers[-1] for numbers in self._numbers}
 
     def layers(self) -> set[int]:
-        """Return the numbers of the layers that are present."""
+        """Return the numbers of the layers that have weights in the files."""
         return {layer for layer, _ in self._numbers} if self.by_layer else set(self._rank(min(self.ranks())))
 
     def path(self, layer: int, rank: int) -> Path:
-        """Return the file of a layer, which may be missing."""
+        """Return the path of the file with a layer's weights. The file may be missing."""
         stem = f"layer_{layer:02}-model_{rank:02}-" if self.by_layer else f"mp_rank_{rank:02}_"
         return self._folder / f"{stem}model_states.pt"
 
     def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
-        """Return the weights of a layer by GPT-NeoX's names, even if the plugin saved them under different names.
+        """Return a layer's weights under GPT-NeoX's names, even if the plugin saved them under different names.
 
         Raises CheckpointError if the file is missing or damaged.
         """
@@ -140,11 +141,11 @@ class NeoxFiles:
     def _present(self, layer: int, rank: int) -> Path:
         path = self.path(layer, rank)
         if not path.is_file():
-            raise CheckpointError(f"{path}: is missing; copy all files of the checkpoint")
+            raise CheckpointError(f"{path}: not found; copy all files of the checkpoint")
         return path
 
     def _rank(self, rank: int) -> dict[int, dict[str, Tensor]]:
-        """Return all layers of a rank; its file is opened once."""
+        """Return the weights of all layers on a rank. The rank's file is opened only once."""
         if rank in self._opened:
             return self._opened[rank]
         path = self._present(EMBEDDING, rank)
@@ -155,7 +156,9 @@ class NeoxFiles:
         for name, tensor in _tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)
             if match is None:
-                raise CheckpointError(f"{path}: {name} belongs to no layer (names begin with sequential.<N>)")
+                raise CheckpointError(
+                    f"{path}: the name of {name} does not begin with sequential.<N>; copy the file again"
+                )
             self.from_plugin = self.from_plugin or name != plain_name(name)
             states.setdefault(int(match.group(1)), {})[plain_name(match.group(2))] = tensor
         self._opened[rank] = states
@@ -163,7 +166,7 @@ class NeoxFiles:
 
 
 def _tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Return the weights in a mapping. Raises CheckpointError, which names a value that is not a weight."""
+    """Return the weights in a mapping. Raises CheckpointError if an entry is not a floating-point tensor."""
     wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
     if wrong:
         raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor; copy the file again")
@@ -175,7 +178,7 @@ def configure(
 ) -> tuple[Config, int]:
     """Return the model's configuration and its number of tensor ranks.
 
-    `overrides` and the YAML files `given` are the user's; only their `imports` is read.
+    `overrides` and the YAML files `given` come from the user, and only their key `imports` is read.
 
     Raises CheckpointError if the configuration is missing, describes an unsupported network, or does not fit the files.
     """
@@ -186,38 +189,39 @@ def configure(
     config, expected = read_config(folder, sum(state[WORDS].shape[0] for state in states), overrides, given)
     if expected != ranks:
         raise CheckpointError(
-            f"{folder}: has files of {ranks} tensor ranks, but its configuration has model_parallel_size: {expected}; "
+            f"{folder}: has the files of {ranks} tensor ranks, but model_parallel_size is {expected} in {CONFIGS}; "
             f"copy the files of all ranks, or correct {CONFIGS}"
         )
     if reasons := computed_differently(config, ranks):
-        raise CheckpointError(f"{folder}: GPT-NeoX computes another function: {'; '.join(reasons)}")
+        raise CheckpointError(f"{folder}: GPT-NeoX computes other results than this project: {'; '.join(reasons)}")
     present, needed = files.layers(), {location.layer for location in table(config)}
     if differing := sorted((needed - present) | (present - set(layers(config.model)))):
         raise CheckpointError(
-            f"{folder}: layer {differing[0]:02} ({files.path(differing[0], 0).name}) is in its files or in its "
-            f"configuration, but not in both; the configuration has {config.model.num_layers} blocks and "
-            f"no_weight_tying {config.model.no_weight_tying}"
+            f"{folder}: layer {differing[0]:02} ({files.path(differing[0], 0).name}) is either in the files or in "
+            f"{CONFIGS}, but not in both; copy all files, or correct num_layers ({config.model.num_layers}) or "
+            f"no_weight_tying ({config.model.no_weight_tying})"
         )
     files.state(FIRST_BLOCK, 0)  # sets from_plugin
     if files.from_plugin and not foreign_keys(config):
         raise CheckpointError(
-            f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} have "
+            f"{folder}: the weights were trained with the attention of the GPT-NeoX plugin, but {CONFIGS} has "
             f"pos_emb: {config.position.pos_emb} and no other position keys; copy the YAML files of the training run "
-            "there"
+            f"to {CONFIGS}"
         )
     ignored = not files.by_layer and not files.from_plugin and "flash" not in str(config.model.attention_config)
     if config.position.sliding_window_width is not None and ignored:
         raise CheckpointError(
-            f"{folder}: sliding_window_width: GPT-NeoX's global attention ignored it in training, because all layers "
-            f"are in one file (pipe_parallel_size 0); remove the key from {CONFIGS}"
+            f"{folder}: sliding_window_width: ignored by GPT-NeoX's global attention in training with "
+            f"pipe_parallel_size 0; remove the key from {CONFIGS}"
         )
     return config, ranks
 
 
 def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> Weights:
-    """Open the weights by our names, in the dtype on disk.
+    """Open the weights under our names, in the dtype on disk.
 
-    Raises CheckpointError if a file is missing or damaged, a name is unknown, or the files of the ranks do not match.
+    Raises CheckpointError if a file is missing or damaged, if a weight is unknown, or if the files of different ranks
+    do not match.
     """
     known = table(config)
     locations: dict[str, list[NeoxLocation]] = {}
@@ -228,14 +232,14 @@ def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> 
             differing = sorted(state.keys() ^ states[0].keys())
             if differing:
                 raise CheckpointError(
-                    f"{files.path(layer, rank)}: {differing[0]} is not on all tensor ranks; copy the files of all "
+                    f"{files.path(layer, rank)}: {differing[0]} is missing on some tensor ranks; copy the files of all "
                     "ranks again"
                 )
         for name in states[0]:
             location = NeoxLocation(layer, name)
             if location not in known:
                 raise CheckpointError(
-                    f"{files.path(layer, 0)}: {name} is a weight that the model does not have; correct {CONFIGS}"
+                    f"{files.path(layer, 0)}: has the weight {name}, but the model does not; correct {CONFIGS}"
                 )
             weight = known[location]
             if weight.used and weight.ours is not None:
@@ -257,7 +261,7 @@ def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> 
         for other in others:
             if not torch.equal(merged(other), whole):
                 raise CheckpointError(
-                    f"{folder}: {first} and {other} differ, but they are one weight of the model; copy the files again"
+                    f"{folder}: {first} and {other} differ, but are the same weight in the model; copy the files again"
                 )
         return whole
 
@@ -269,20 +273,20 @@ def _entry(parts: Sequence[Tensor], weight: NeoxWeight, location: NeoxLocation, 
     kinds = {(part.dtype, tuple(part.shape)) for part in parts}
     if len(kinds) > 1:
         raise CheckpointError(
-            f"{path}: {location.name} has another shape or dtype on other ranks; copy the files of all ranks again"
+            f"{path}: {location.name} has other shapes or dtypes on other ranks; copy the files of all ranks again"
         )
     ((dtype, shape),) = kinds
     whole = weight.sharding.whole_shape(shape, ranks)
     if whole is None:
         raise CheckpointError(
-            f"{path}: {location.name} is {list(shape)} on each of {ranks} tensor ranks, which does not fit the "
+            f"{path}: {location.name} has shape {list(shape)} on each of {ranks} tensor ranks, which does not fit the "
             f"configuration; correct {CONFIGS}"
         )
     return WeightEntry(dtype, whole)
 
 
 def open_step(folder: Path, overrides: Overrides = (), given: Sequence[str | Path] = ()) -> OpenedCheckpoint:
-    """Open the folder of one GPT-NeoX step; `overrides` and `given` as in `configure`. Raises CheckpointError."""
+    """Open a GPT-NeoX step folder. `overrides` and `given` are described in `configure`. Raises CheckpointError."""
     files = NeoxFiles(folder)
     config, ranks = configure(folder, files, overrides, given)
     tokenizer = folder / native.TOKENIZER

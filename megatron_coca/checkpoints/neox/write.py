@@ -1,6 +1,6 @@
-"""Write checkpoints as GPT-NeoX save folders.
+"""Export checkpoints as GPT-NeoX save folders.
 
-The folders have weights but no state of the optimizer or of random generators. Load them with `finetune: true`, or with
+An exported folder has weights, but no optimizer state and no random states. Load it with `finetune: true`, or with
 `no_load_optim: true` and `no_load_rng: true`.
 """
 
@@ -42,10 +42,10 @@ class ExportedNeox:
     """Result of an export to GPT-NeoX.
 
     Attributes:
-        folder: for GPT-NeoX's `load`.
-        step: the folder of the one step in it.
-        foreign: keys of its configuration that stock GPT-NeoX does not have.
-        note: a note about its tokenizer, or None.
+        folder: the save folder, for GPT-NeoX's key `load`.
+        step: the only step folder in `folder`.
+        foreign: keys of the exported configuration that stock GPT-NeoX does not support.
+        note: a note about the tokenizer, or None.
     """
 
     folder: Path
@@ -62,20 +62,21 @@ def export(
     model_parallel_size: int = 1,
     pipe_parallel_size: int = 1,
 ) -> ExportedNeox:
-    """Write a checkpoint as a save folder of GPT-NeoX.
+    """Export a checkpoint as a GPT-NeoX save folder.
 
     Args:
         opened: the checkpoint, of any layout.
-        folder: to write; it must not exist. After an error it does not exist either.
+        folder: the folder to write, which must not exist. After an error it does not exist either.
         overrides: config overrides, as for `load_model`.
-        dtype: of the weights. By default they are written as saved, bit by bit.
-        model_parallel_size: number of tensor-parallel ranks, each with its own file. GPT-NeoX must use this number.
-        pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on can load. 0
-            writes all layers into one file, for `pipe_parallel_size: 0`.
+        dtype: dtype of the exported weights. By default, they are copied bit by bit.
+        model_parallel_size: number of tensor-parallel ranks, each with its own files. GPT-NeoX must run with the same
+            number.
+        pipe_parallel_size: 1 writes a file for each layer, which runs with any `pipe_parallel_size` of 1 or more can
+            load. 0 writes all layers of a rank into one file, for runs with `pipe_parallel_size: 0`.
 
     Raises:
-        CheckpointError: the checkpoint is invalid, GPT-NeoX has no such model, the model cannot be divided among the
-            ranks, or `folder` exists or cannot be written. Nothing is written then.
+        CheckpointError: the checkpoint is invalid, GPT-NeoX cannot represent the model, the model cannot be divided
+            among the ranks, or `folder` exists or cannot be written. Nothing is written then.
         ConfigError: an override is invalid.
         DataError: the tokenizer of the overrides or of the checkpoint cannot be opened.
     """
@@ -102,12 +103,12 @@ def export(
 
 
 def _read_back(step: Path, config: Config, weights: Weights) -> None:
-    """Compare the written folder, as the import reads it, with the source. Raises CheckpointError."""
+    """Import the written step folder and compare it with the source. Raises CheckpointError if they differ."""
     check_import(check_folder(step, open_step, config, weights), excerpt(config, weights))
 
 
 def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
-    """Return why GPT-NeoX has no such model, or would compute another function."""
+    """Return the reasons why GPT-NeoX cannot represent the model or would compute other results."""
     lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
     if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
         lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set pipe_parallel_size to 1")
@@ -115,7 +116,10 @@ def _reasons(config: Config, ranks: int, pipe_parallel_size: int) -> list[str]:
 
 
 def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
-    """Yield the state dict of each layer on every rank, with the plugin's names if GPT-NeoX needs the plugin."""
+    """Yield the number of each layer and its state dict on every rank.
+
+    The state dicts have the plugin's weight names if the model needs the plugin.
+    """
     foreign, entries = bool(foreign_keys(config)), table(config)
     dtype = next(iter(weights.entries.values())).dtype
     for layer in layers(config.model):
@@ -135,7 +139,7 @@ def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tupl
 
 
 def _write_weights(step: Path, config: Config, weights: Weights, state: dict[str, Any], in_files: bool) -> None:
-    """Write a file for each rank with `state` and all layers or, with `in_files`, each layer into its own file."""
+    """Write one file per rank with `state` and all layers. If `in_files`, write each layer to its own file instead."""
     ranks = state["mp_world_size"]
     modules: list[dict[str, Tensor]] = [OrderedDict() for _ in range(ranks)]
     for layer, states in _layer_states(config, weights, ranks):
@@ -149,9 +153,9 @@ def _write_weights(step: Path, config: Config, weights: Weights, state: dict[str
 
 
 def _rank_state(config: Config, ranks: int, step: int) -> dict[str, Any]:
-    """Return the entries of a rank's file, beside the weights, that DeepSpeed and GPT-NeoX read.
+    """Return the entries of a rank's file, in addition to the weights, that DeepSpeed and GPT-NeoX read.
 
-    GPT-NeoX compares `args` with its configuration, so they have only the keys that the weights depend on.
+    GPT-NeoX compares `args` with its configuration, so `args` contains only keys that the weights depend on.
     """
     names = ["num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"]
     names += ["max_position_embeddings"] * (config.position.pos_emb == "learned")
@@ -172,5 +176,5 @@ def _rank_state(config: Config, ranks: int, step: int) -> dict[str, Any]:
 def _save(content: dict[str, Any], path: Path) -> None:
     try:
         torch.save(content, path)
-    except RuntimeError as error:  # PyTorch's writer raises it if the disk is full
+    except RuntimeError as error:  # PyTorch raises RuntimeError if the disk is full
         raise OSError(f"{path.name}: {error}") from error

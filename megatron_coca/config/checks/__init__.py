@@ -1,4 +1,4 @@
-"""Checks between keys, with a file for each topic. Every check records the keys that it reads."""
+"""Checks of key combinations, one file per topic. The keys that a check reads are recorded."""
 
 from collections.abc import Iterator
 
@@ -17,10 +17,10 @@ CHECKS: tuple[Check, ...] = (
 
 
 def find_faults(settings: Settings, unreliable: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Yield key and message of every failing check.
+    """Yield the key and the message of every failing check.
 
-    `unreliable` keys are invalid and have their defaults in `settings`. A message that depends on one of them is
-    dropped.
+    `unreliable` contains the invalid keys, which have their defaults in `settings`. Checks that read one of them are
+    ignored.
     """
     for check in CHECKS:
         found = run(check, settings)

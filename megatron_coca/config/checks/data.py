@@ -27,7 +27,7 @@ _FOR_EACH_PATH = {
     "{}_data_weights": ("weights", "give one for each"),
     "{}_label_data_paths": ("labels", "give one for each, or null"),
 }
-"""Lists with an entry for each data path of a set: the name of the entries, and the remedy if their number differs."""
+"""Lists with one entry per data path: the name of the entries, and the remedy if the number of entries is wrong."""
 
 
 def _one_for_each(name: str, pattern: str, settings: Settings) -> str | None:
@@ -53,7 +53,7 @@ def _positions(settings: Settings) -> str | None:
     data, embedding = settings.data, settings.position.embedding
     if not data.reset_position_ids or data.reset_attention_mask or not embedding.by_distance:
         return None
-    return f"with pos_emb {embedding.name}, attention must not cross documents; set reset_attention_mask=true"
+    return f"not supported with pos_emb {embedding.name} and attention across documents; set reset_attention_mask=true"
 
 
 def _updates(task: SyntheticConfig) -> str | None:
@@ -77,7 +77,7 @@ def _synthetic(settings: Settings) -> str | None:
     if task is None:
         return None
     if task.task in ("recall", "multi_query") and task.facts > task.keys:
-        return f"{task.facts} facts need as many different keys, but there are {task.keys}; raise synthetic.keys"
+        return f"{task.facts} facts need {task.facts} different keys, but synthetic.keys is {task.keys}; raise it"
     if problem := _updates(task):
         return problem
     if not task.text and (data.data_path is not None or data.train_data_paths is not None):

@@ -1,4 +1,4 @@
-"""Position keys of every type of layers, for the checks."""
+"""Position keys of every layer type, for the checks."""
 
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import PositionConfig
@@ -6,7 +6,7 @@ from megatron_coca.config.schema import Settings
 
 
 def types_of(settings: Settings) -> dict[str, PositionConfig]:
-    """Return the position keys of every type of layers; only the model's own if `attention_config` is not valid."""
+    """Return the position keys of every layer type, or only the model's own if `attention_config` is not valid."""
     try:
         return settings.position.of_types(settings.model.layer_names)
     except ValueError:

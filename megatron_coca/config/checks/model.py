@@ -68,7 +68,11 @@ def _inner_width(settings: Settings) -> str | None:
 
 
 def _inner_features(settings: Settings) -> str | None:
-    return None if settings.model.ffn_hidden_size else "the MLP has no features; raise it, or expansion_factor"
+    return (
+        None
+        if settings.model.ffn_hidden_size
+        else "the inner width of the MLP is 0; raise intermediate_size or expansion_factor"
+    )
 
 
 def _attention_types(settings: Settings) -> str | None:
@@ -88,12 +92,16 @@ def _gau(settings: Settings) -> str | None:
     if position is None:
         return None
     if model.gau_features % model.gau_key_width:
-        return f"it does not divide the {model.gau_features} features of the values; change it or gau_width"
+        return f"{model.gau_key_width} does not divide the {model.gau_features} value features; change it or gau_width"
     trained = [part for part in QUERY_KEY_VALUE if settings.optimizer.trains(part)]
-    one_head = "they have one head, and its values are read in pieces"
+    one_head = "they have a single head"
     unsupported = (
         ("sink_logits", position.sink_logits, one_head),
-        (f"pos_emb {position.pos_emb}", position.embedding.biased, "its bias differs by head, and they have one head"),
+        (
+            f"pos_emb {position.pos_emb}",
+            position.embedding.biased,
+            "its bias differs by head, but they have a single head",
+        ),
         (f"logit_scaling {position.scaling.name}", position.scaling.learned, one_head),
         ("forgetting_gate", position.gate, one_head),
         ("use_qk_layernorm", model.use_qk_layernorm, "they have a scale and an offset for each feature instead"),
@@ -102,10 +110,14 @@ def _gau(settings: Settings) -> str | None:
         ("model_parallel_size", parallel.model_parallel_size > 1, one_head),
         ("sequence_parallel_size", parallel.sequence_parallel_size > 1, one_head),
         ("pipe_parallel_size", parallel.pipe_parallel_size > 1, "pipeline stages assume that all blocks are alike"),
-        ("trainable", len(trained) not in (0, len(QUERY_KEY_VALUE)), f"one projection makes {QUERY_KEY_VALUE}"),
+        (
+            "trainable",
+            len(trained) not in (0, len(QUERY_KEY_VALUE)),
+            "one projection computes query, key and value",
+        ),
     )
     found = next((f"{name}: {reason}" for name, given, reason in unsupported if given), None)
-    return None if found is None else f"layers of type gau do not support {found}; leave one of the two out"
+    return None if found is None else f"layers of type gau do not support {found}; remove one of the two"
 
 
 CHECKS = (

@@ -29,7 +29,7 @@ def _train_epochs(settings: Settings) -> str | None:
     if data.synthetic is not None or (data.data_path is None and data.train_data_paths is None):
         return "needs data_path or train_data_paths, because it counts their samples; set train_iters instead"
     if data.weight_by_num_documents or len(set(data.train_data_weights or ())) > 1:
-        return "reads every shard equally often, which contradicts the weights; remove them or set train_iters instead"
+        return "reads every shard equally often, which contradicts data weights; remove them or set train_iters instead"
     if data.pack_impl != "packed":
         return f"not supported with pack_impl {data.pack_impl}, as in GPT-NeoX; set train_iters instead"
     return None
@@ -55,7 +55,9 @@ def _batch(settings: Settings) -> str | None:
     micro, steps = sizes.train_micro_batch_size_per_gpu or 1, sizes.gradient_accumulation_steps or 1
     if sizes.train_batch_size is None or sizes.train_batch_size % (micro * steps) == 0:
         return None
-    return f"{sizes.train_batch_size} is not a multiple of micro-batch {micro} x accumulation {steps}; change one"
+    return (
+        f"{sizes.train_batch_size} is not a multiple of micro-batch {micro} x accumulation {steps}; change one of them"
+    )
 
 
 def _precision(settings: Settings) -> str | None:

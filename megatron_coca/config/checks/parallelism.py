@@ -22,7 +22,7 @@ def _pipeline(settings: Settings) -> str | None:
     if keys.pipe_parallel_size <= 1:
         return None
     if keys.pipe_parallel_size > layers:
-        return f"{keys.pipe_parallel_size} stages need at least as many blocks, but num_layers is {layers}; lower it"
+        return f"{keys.pipe_parallel_size} stages need at least one block each, but num_layers is {layers}; lower it"
     if keys.stage in (2, 3):
         return (
             "DeepSpeed's pipelines support only ZeRO stages 0 and 1: stages 2 and 3 partition gradients after every"
@@ -47,7 +47,7 @@ def _gradient_dtype(settings: Settings) -> str | None:
         return None
     return (
         "data_types.grad_accum_dtype fp32 is not supported with pipe_parallel_size in bfloat16: checkpoints do not"
-        " support the optimizer that DeepSpeed's pipelines use for it; remove it"
+        " support the optimizer that DeepSpeed's pipelines use in this case; remove it"
     )
 
 
@@ -72,7 +72,7 @@ def _tensor_and_sequence(settings: Settings) -> str | None:
 
 
 def compile_refusal(settings: Settings) -> str | None:
-    """Return the key that keeps the blocks of a run from being compiled, and the reason, or None."""
+    """Return `key: reason` for the key that prevents the compilation of the blocks, or None."""
     model, parallel = settings.model, settings.parallel
     for key in ("model_parallel_size", "sequence_parallel_size"):
         if getattr(parallel, key) > 1:
@@ -80,7 +80,7 @@ def compile_refusal(settings: Settings) -> str | None:
     if parallel.stage == 3:
         return "zero_optimization: ZeRO 3 gathers weights within the blocks"
     if model.checkpoint_activations and model.checkpoint_policy == "selective":
-        return "checkpoint_policy: selective chooses among single operations, which compiled blocks do not expose"
+        return "checkpoint_policy: selective needs access to single operations, which compiled blocks do not expose"
     return None
 
 
@@ -90,18 +90,18 @@ def _torch_compile(settings: Settings) -> str | None:
 
 
 def _selective(settings: Settings) -> str | None:
-    """Check for DeepSpeed's own linear layers: they add biases and sums over ranks in place to the kept products."""
+    """Check for DeepSpeed's own linear layers, which change the stored matrix products in place (biases, sums)."""
     model, parallel = settings.model, settings.parallel
     if not model.checkpoint_activations or model.checkpoint_policy != "selective":
         return None
     if parallel.model_parallel_size > 1:
         return (
-            "selective cannot keep the products of tensor-parallel layers; set checkpoint_policy=full or"
+            "selective cannot store the matrix products of tensor-parallel layers; set checkpoint_policy=full or"
             " model_parallel_size=1"
         )
     if parallel.stage == 3 and (parallel.zero_optimization or {}).get("memory_efficient_linear", True):
         return (
-            "selective cannot keep the products of ZeRO 3's linear layers; set checkpoint_policy=full or"
+            "selective cannot store the matrix products of ZeRO 3's linear layers; set checkpoint_policy=full or"
             " zero_optimization.memory_efficient_linear=false"
         )
     return None

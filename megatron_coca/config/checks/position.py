@@ -1,4 +1,4 @@
-"""Checks of position methods: their options, their combinations, types of layers, and training positions."""
+"""Checks of position methods: options, combinations, layer types and training positions."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def _length(settings: Settings) -> str | None:
         return None
     if offset:
         return f"{length} + opt_pos_emb_offset {offset} exceeds max_position_embeddings {rows}; raise the latter"
-    return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out"
+    return f"{length} exceeds max_position_embeddings {rows}; raise max_position_embeddings or leave it out"
 
 
 def _layer_types(settings: Settings) -> str | None:
@@ -32,7 +32,7 @@ def _layer_types(settings: Settings) -> str | None:
         return f"{shown(odd[0])} is not a valid name; use letters, digits and underscores"
     unused = sorted(settings.position.layer_types.keys() - types_of(settings).keys())
     if unused:
-        return f"no layer has the type {unused[0]}; name it in attention_config or leave it out"
+        return f"no layer has the type {unused[0]}; name it in attention_config or remove it here"
     used = {settings.position.pos_emb, *(position.pos_emb for position in types_of(settings).values())}
     added = sorted(name for name in used if not methods.find("pos_emb", name).by_distance)
     if added and len(used) > 1:
@@ -56,7 +56,7 @@ def _rotary_dims(settings: Settings) -> str | None:
 
 
 def _choice(key: str, settings: Settings) -> str | None:
-    """Check the requirements that the declaration of the choice states, in every type of layers."""
+    """Check the declared requirements of the choice in every layer type."""
     for name, position in types_of(settings).items():
         reason = position.refusal(key, settings.model.seq_length, settings.model.of_type(name).head_dim)
         if reason is not None:
@@ -65,7 +65,7 @@ def _choice(key: str, settings: Settings) -> str | None:
 
 
 _KEYS_SEEN = ("sliding_window_width", "attention_chunk_size", "relative_positions")
-"""Each of them sets which keys a query sees, or at which distance."""
+"""Configuration keys that set which attention keys a query sees, or their distances."""
 
 
 def _keys_seen(key: str, settings: Settings) -> str | None:
@@ -78,7 +78,7 @@ def _keys_seen(key: str, settings: Settings) -> str | None:
         if position.embedding.by_query:
             return (
                 f"not supported with pos_emb {position.pos_emb}: its bias depends on all earlier tokens of the"
-                " document, but tokens that no query sees are not kept; set it to null"
+                " document, but tokens that no later query sees are dropped; set it to null"
             )
     return None
 
@@ -88,7 +88,7 @@ def _forgetting_gate(settings: Settings) -> str | None:
         return None
     return (
         "not supported with sink_logits: the kernels compute gated scores up to a constant per row, and a sink needs"
-        " the exact score; set one of the two to null"
+        " exact scores; set one of the two to null"
     )
 
 
@@ -116,7 +116,7 @@ def _buckets(settings: Settings) -> str | None:
 
 
 _COUNTING = ("relative_positions", "logit_scaling")
-"""Keys with trained choices that take a position as the number of tokens before it; gates read only the text."""
+"""Keys with trained choices that use a position as the number of tokens before it. Gates do not read positions."""
 
 
 def _training_positions(settings: Settings) -> str | None:
@@ -130,20 +130,20 @@ def _training_positions(settings: Settings) -> str | None:
         )
     types = types_of(settings).values()
     if not any(kind.embedding.rotary or not kind.embedding.by_distance for kind in types):
-        return f"no effect with pos_emb {position.pos_emb}, which reads only the order of the tokens; remove it"
+        return f"has no effect with pos_emb {position.pos_emb}, which reads only the token order; remove it"
     if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
-        return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
+        return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; lower it"
     gaps, choices = given.type != "shifted", [choice for kind in types for choice, _ in kind.choices()]
     counting = [choice for choice in choices if choice.trained and choice.key in _COUNTING]
     counting += [choice for choice in choices if gaps and getattr(choice, "counts_tokens", False)]
     if counting:
         counted = f"{counting[0].key} {counting[0].name}"
-        return f"not supported with {counted}, which counts tokens by their positions; remove one of them"
+        return f"not supported with {counted}, which uses positions as token counts; remove one of them"
     if given.type == "stretched" and largest % length:
-        return f"max {given.max} is not a multiple of seq_length {length}; with type stretched it must be one"
+        return f"with type stretched, max must be a multiple of seq_length {length}, not {given.max}; change it"
     learned = [kind.rope_scaling.max_factor for kind in types if kind.rope_scaling and kind.extension.learned]
     if learned and (given.type != "stretched" or largest > max(learned) * length):
-        return f"rope_type clex is trained with {{type: stretched, max: {max(learned)}L}}, its default; remove the key"
+        return f"rope_type clex needs {{type: stretched, max: {max(learned)}L}}, which is its default; remove the key"
     return None
 
 

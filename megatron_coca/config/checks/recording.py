@@ -1,4 +1,4 @@
-"""A check between keys, and the view of the configuration that records which keys the check reads."""
+"""A check of a key combination, and a view of the configuration that records which keys the check reads."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -8,11 +8,11 @@ from megatron_coca.config.schema import Settings
 
 
 class Check(NamedTuple):
-    """A check between keys.
+    """A check of a key combination.
 
     Attributes:
-        key: the key that the error is reported at.
-        find: returns the error message, or None if the keys fit together.
+        key: the key that the error message names.
+        find: a function that returns the error message, or None if the values are compatible.
     """
 
     key: str
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 class RecordedGroup:
-    """A group of keys that records each key that is read, directly or by a property or method of the group."""
+    """A view of a key group that records each key that is read, directly or by a property or method."""
 
     def __init__(self, group: ConfigGroup, keys: set[str]) -> None:
         self._group, self._keys = group, keys
@@ -36,7 +36,7 @@ class RecordedGroup:
         kind = type(self._group)
         field = kind.model_fields.get(name)
         if field is None:
-            return getattr(kind, name).__get__(self)  # a property or a method, which then reads from this view
+            return getattr(kind, name).__get__(self)  # a property or method, which then reads keys through this view
         self._keys.add(field.alias or name)
         extra = field.json_schema_extra
         if isinstance(extra, dict) and "follows" in extra and name not in self._group.model_fields_set:
@@ -44,12 +44,12 @@ class RecordedGroup:
         return getattr(self._group, name)
 
     def model_copy(self, update: Mapping[str, Any]) -> "RecordedGroup":
-        """Return a changed copy, which records into the same set."""
+        """Return a view of a changed copy, which records into the same set."""
         return RecordedGroup(self._group.model_copy(update=update), self._keys)
 
 
 class RecordedSettings:
-    """All groups of a configuration, as groups that record into one set."""
+    """A view of all key groups of a configuration, which records into one set."""
 
     def __init__(self, settings: Settings, keys: set[str]) -> None:
         self._settings, self._keys = settings, keys

@@ -1,1 +1,3 @@
-"""Preparation of shards from documents: parallel, restartable, without duplicates, in bounded memory."""
+"""Prepare shards from documents, in parallel and in bounded memory. Duplicates are removed, and an interrupted
+preparation can resume.
+"""

@@ -1,4 +1,4 @@
-"""Checks that stop a preparation: the tokenizer loses text, or nearly nothing of a source can be used."""
+"""Checks that stop a preparation if the tokenizer loses text or if almost nothing of a source is usable."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,15 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.losses import Sample
 
 EARLY_PASSAGES, EARLY_FACTOR = 64, 5.0
-"""A preparation stops early after this many passages, if they lose this many times the limits."""
+"""A preparation stops early if, after `EARLY_PASSAGES` passages, the losses are above `EARLY_FACTOR` times the limits.
+"""
 
 
 def check_tokenizer(name: str, sample: Sample, tokenizer: Tokenizer, rules: Rules, factor: float = 1.0) -> None:
-    """Raise `DataError` if a tokenizer loses text of the source `name`, unless the rules accept that."""
+    """Raise `DataError` if a tokenizer loses text of the source `name`, unless the rules accept the loss."""
     if not rules.accept_tokenizer and (loss := sample.loss(tokenizer.vocab_size, factor)):
         raise DataError(
-            f"{name}: the tokenizer ({tokenizer.tokenizer_type}) loses text: {loss}; use one with byte "
+            f"{name}: the tokenizer ({tokenizer.tokenizer_type}) loses text: {loss}; use a tokenizer with byte "
             "fallback and without normalization, check that its files are complete, or accept the loss with "
             "accept_tokenizer (--accept-tokenizer)"
         )
@@ -26,7 +27,7 @@ def check_tokenizer(name: str, sample: Sample, tokenizer: Tokenizer, rules: Rule
 
 @dataclass
 class _SoFar:
-    """The findings in a source so far."""
+    """The counts for a source so far."""
 
     documents: int = 0
     problems: ReadingProblems = field(default_factory=ReadingProblems)
@@ -34,14 +35,18 @@ class _SoFar:
 
 
 class Watch:
-    """Stops a preparation early if most of the data so far cannot be used. All other cases are decided at its end."""
+    """Stops a preparation early if most of the data so far is unusable. A smaller share is checked only at the end of
+    the preparation.
+    """
 
     def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._found = [_SoFar() for _ in sources]
 
     def see(self, number: int, documents: int, problems: ReadingProblems, sample: Sample) -> None:
-        """Count a chunk of source `number`. Raises `DataError` if nearly everything so far is faulty or lost."""
+        """Add the counts of a chunk of source `number`. Raises `DataError` if almost everything so far is faulty or
+        lost.
+        """
         source, found = self._sources[number], self._found[number]
         found.documents += documents
         found.problems.merge(problems)

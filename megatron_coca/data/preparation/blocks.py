@@ -1,8 +1,9 @@
-"""Blocks: consecutive units of a corpus, or pieces of a large one, tokenized by any process of any host.
+"""Blocks: consecutive units of a corpus, or a piece of a large unit. Any process on any host can tokenize a block.
 
-A block is a zip file in `.<output>.blocks`, complete or absent, with the tokenized chunks of its units. Its name is a
-digest of everything that its content depends on: settings, tokenizer, units. A preparation that was killed resumes
-after the finished blocks. If files or settings change, only the blocks that depend on them are built again.
+A block is a zip file in `.<output>.blocks` with the tokenized chunks of its units. The file appears only when it is
+complete. Its name is a digest of everything that its content depends on: settings, tokenizer and units. A preparation
+that was killed continues with the blocks that are missing. If files or settings change, only the blocks that depend on
+them are built again.
 """
 
 import hashlib
@@ -40,25 +41,28 @@ from megatron_coca.support.atomic_write import atomic_dir, exclusive_lock, flush
 from megatron_coca.support.console import Progress
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
-"""A tokenizer, or a function that trains one in a folder. The function is called once; its result survives
-interruptions.
+"""A tokenizer, or a function that trains a tokenizer in the given folder. The function is called once; the trained
+tokenizer is kept if the preparation is interrupted.
 """
 BLOCKS = 256
-"""Approximate number of blocks of a corpus, so that many processes can share a small corpus."""
+"""Approximate number of blocks in a corpus. Even a small corpus has enough blocks for many processes."""
 BLOCK_BYTES = (8 << 20, 256 << 20)
-"""Minimum and maximum bytes on disk of a block: seconds to minutes of a core, and few files for a large corpus."""
+"""Minimum and maximum size of a block in bytes on disk. A block takes one core seconds to minutes, and a large corpus
+has few block files.
+"""
 _COLUMNS = ("target", "lengths", "text_bytes", "tokens", "digests", "labels")
 
 
 def settings_of(
     sources: Sequence[CorpusSource], tokenizer: TokenizerSource, rules: Rules, notes: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The settings that determine the output, except the files and the treatment of problems."""
+    """Return the settings that determine the output, except the input files and the handling of unusable records."""
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
         del values["spec"]["max_record_mib"], values["max_faulty"]
-        if values["spec"]["messages"] is None:  # a corpus of texts has the digest that it has without this key
+        # The key is left out, so that the digest of a corpus without chats does not depend on it.
+        if values["spec"]["messages"] is None:
             del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
@@ -72,7 +76,9 @@ def settings_of(
 
 
 def block_bytes(size: int) -> int:
-    """Bytes of a block in a corpus of `size` bytes: a power of two, so that a little more text changes few blocks."""
+    """Return the size in bytes of a block in a corpus of `size` bytes. It is a power of two, so that a little more text
+    changes few blocks.
+    """
     least, most = BLOCK_BYTES
     return min(max(least, 1 << (size // BLOCKS).bit_length()), most)
 
@@ -84,9 +90,10 @@ def _digest(content: object) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """The content of a block: the `units`, or a piece of one.
+    """The content of a block: the `units`, or a piece of a single unit.
 
-    A piece has the chunks that start at `begin` or later and before `end`, in bytes on disk as in `Chunk.read`.
+    A piece has the chunks that start at offset `begin` or later and before offset `end`. Offsets are the sums of
+    `Chunk.read`, in bytes on disk.
     """
 
     units: range
@@ -95,7 +102,9 @@ class Block:
 
 
 def cut(sizes: Sequence[int]) -> list[Block]:
-    "Cut units of these sizes on disk into blocks. A unit of at least two blocks' size is cut into pieces of its own."
+    """Cut units into blocks, given the size of each unit on disk. A unit at least as large as two blocks is cut into
+    several blocks.
+    """
     aim, blocks, first, size = block_bytes(sum(sizes)), list[Block](), 0, 0
     for number, own in enumerate(sizes):
         pieces = own // aim
@@ -122,8 +131,8 @@ class ChunkStream:
         self._damage: DataError | None = None
 
     def piece(self, block: Block) -> Iterator[Chunk]:
-        """Yield the chunks of a piece; pieces must be requested in order. Raises `DataError` if the unit is damaged in
-        this piece or an earlier one.
+        """Yield the chunks of a piece. Pieces must be requested in order. Raises `DataError` if the unit is damaged in
+        this piece or in an earlier piece.
         """
         if self._damage is not None:
             raise self._damage
@@ -141,22 +150,24 @@ class ChunkStream:
 
 
 class Blocks:
-    """The blocks of a preparation, built or not.
+    """All blocks of a preparation, whether built or not.
 
-    The first process that opens them trains the tokenizer while the others wait. It also sets the time that a chat
-    template prints.
+    The first process that creates this object trains the tokenizer while the other processes wait. It also sets the
+    time that a chat template prints.
 
     Args:
-        sources, inputs, rules: those of the preparation.
-        output: the folder to prepare. The blocks are beside it, on storage that all hosts share.
+        sources, inputs, rules: the sources, inputs and rules of the preparation.
+        output: the folder to prepare. The block files are in a folder next to it, so it must be on storage that all
+            hosts share.
         tokenizer: as for `prepare`.
-        settings: from `settings_of`.
+        settings: the result of `settings_of`.
 
     Attributes:
-        tokenizer: the tokenizer of the preparation, without a set time.
-        chat_time: the time of all chats, in ISO 8601; None if their template does not ask for it.
+        tokenizer: the tokenizer of the preparation. Its chat template has no fixed time.
+        chat_time: the time that the template prints in all chats, in ISO 8601; None if the template does not ask for
+            the time.
 
-    Raises `DataError` if there are chats but no template.
+    Raises `DataError` if a source contains chats but the tokenizer has no chat template.
     """
 
     def __init__(
@@ -170,7 +181,7 @@ class Blocks:
     ) -> None:
         self.folder = blocks_folder(output)
         self._sources, self._inputs, self._rules = sources, inputs, rules
-        # A trained tokenizer depends on the text: a preparation of other files trains a new one.
+        # A trained tokenizer depends on the text, so a preparation of other files trains a new tokenizer.
         read = [[str(unit.path), unit.size, unit.stamp] for _, unit in inputs.units] if callable(tokenizer) else None
         self._saved = self.folder / f"tokenizer-{_digest(settings if read is None else [settings, read])}"
         self.tokenizer, self.chat_time = self._share(tokenizer), None
@@ -180,8 +191,8 @@ class Blocks:
         chats = [source.spec.name for source in sources if source.spec.messages]
         if chats and self.tokenizer.chat is None:
             raise DataError(
-                f"{', '.join(chats)}: the tokenizer has no chat template; give one with chat_template in the recipe, "
-                "or --chat-template"
+                f"{', '.join(chats)}: the tokenizer has no chat template; set chat_template in the recipe, or pass "
+                "--chat-template"
             )
         if chats:
             self.tokenizer.encode_rendered("")
@@ -200,7 +211,9 @@ class Blocks:
 
     @contextmanager
     def _set_time(self, tokenizer: Tokenizer) -> Iterator[None]:
-        """Set the time of a template that asks for it, so that all hosts and resumed commands print the same time."""
+        """Fix the time for a template that prints the current time, so that all hosts and resumed commands print the
+        same time.
+        """
         chat = tokenizer.chat
         if chat is not None and chat.asks_for_time and chat.now is None:
             tokenizer.chat = replace(chat, now=datetime.now().isoformat())
@@ -224,19 +237,18 @@ class Blocks:
         return len(self._blocks)
 
     def missing(self) -> list[int]:
-        """The numbers of the blocks that are not built yet."""
+        """Return the numbers of the blocks that are not built yet."""
         return [number for number, path in enumerate(self._paths) if not path.is_file()]
 
     def size(self, number: int) -> int:
-        """Bytes on disk of the content of a block."""
+        """Return the size of a block's content in bytes on disk."""
         block = self._blocks[number]
         return int(min(sum(self._inputs.units[unit][1].size for unit in block.units), block.end) - block.begin)
 
     def make(self, numbers: Sequence[int], execution: Execution) -> None:
-        """Tokenize blocks in order. A large unit is read once for all its pieces.
+        """Build blocks in order. A large unit is read only once for all its pieces.
 
-        Raises `DataError` as `prepare` does. For damaged files it does so after the other blocks are built, with all
-        reasons.
+        Raises `DataError` as `prepare` does. Damaged files are reported together, after the other blocks are built.
         """
         if not numbers:
             return
@@ -252,7 +264,9 @@ class Blocks:
             raise DataError("\n".join(damages))
 
     def _chunks(self, numbers: Sequence[int]) -> Iterator[tuple[int, int, Chunk | DataError | None]]:
-        """Yield (block, unit, chunk) in order, and at the end of a unit or piece its error or None."""
+        """Yield (block, unit, chunk) in order. At the end of each unit or piece, yield its error, or None, in place of
+        a chunk.
+        """
         stream, opened = ChunkStream(iter(())), -1
         for number in numbers:
             for unit in self._blocks[number].units:
@@ -272,7 +286,9 @@ class Blocks:
     def _tokenized(
         self, numbers: Sequence[int], pool: Pool
     ) -> Iterator[tuple[int, int, TokenizedChunk | DataError | None]]:
-        """Yield as `_chunks`, with the chunks tokenized. As many chunks are in progress as the pool takes."""
+        """Yield the items of `_chunks` with the chunks tokenized. Up to `pool.in_flight` chunks are in progress at a
+        time.
+        """
         waiting: deque[tuple[int, int, Callable[[], TokenizedChunk | DataError | None]]] = deque()
         watch = Watch(self._sources, self.tokenizer, self._rules)
 
@@ -294,8 +310,8 @@ class Blocks:
             yield number, unit, done(unit, job)
 
     def _end(self, unit: int, damage: DataError | None) -> DataError | None:
-        """Return the error of a unit or piece. It is also an error if the unit has changed before all its chunks were
-        tokenized.
+        """Return the error of a unit or piece at its end, or None. A unit that changed before all its chunks were
+        tokenized is also an error.
         """
         source, described = self._inputs.units[unit]
         try:
@@ -309,7 +325,9 @@ class Blocks:
     def _write(
         self, number: int, results: Iterator[tuple[int, TokenizedChunk | DataError | None]], progress: Progress
     ) -> str:
-        """Write a block. If a unit is damaged, return the message and write no block."""
+        """Write a block file and return an empty string. If a unit is damaged, write no file and return the error
+        message.
+        """
         path, first = self._paths[number], self._blocks[number].units.start
         unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
         try:
@@ -320,7 +338,8 @@ class Blocks:
                         progress.advance(result.read)
                     elif result is not None:
                         return str(result)
-                file.comment = path.name.encode()  # detects a copy under another name
+                # read() compares the comment with the file name, to detect copied files.
+                file.comment = path.name.encode()
             flush(unfinished)
             unfinished.rename(path)
         finally:
@@ -328,35 +347,35 @@ class Blocks:
         return ""
 
     def read(self, number: int) -> Iterator[tuple[int, TokenizedChunk]]:
-        """Yield (unit, chunk) of a block in order. Raises `DataError` for a damaged block."""
+        """Yield (unit, chunk) for the chunks of a block, in order. Raises `DataError` for a damaged block."""
         path, first = self._paths[number], self._blocks[number].units.start
         try:
             with zipfile.ZipFile(path) as file:
                 if file.comment != path.name.encode():
-                    raise ValueError(f"it is a copy of {file.comment.decode(errors='replace')}")
+                    raise ValueError(f"the file is a copy of {file.comment.decode(errors='replace')}")
                 for name in file.namelist():
                     unit = first + int(name.partition("/")[0])
-                    yield unit, _decoded(file.read(name))  # checks the CRC
+                    yield unit, _decoded(file.read(name))  # reading also checks the CRC
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{path}: cannot be read ({error}); remove this file and run the same command again"
+                f"{path}: cannot be read ({error}); delete this file and run the same command again"
             ) from error
 
 
 def blocks_folder(output: Path) -> Path:
-    """The folder of the blocks of `output`."""
+    """Return the folder that contains the blocks of `output`."""
     return output.with_name(f".{output.name}.blocks")
 
 
 def remove_blocks(output: Path, unused: bool = False) -> None:
-    """Remove the blocks of `output`; with `unused` only if no block is built or in progress."""
+    """Remove the blocks of `output`. With `unused`, remove the folder only if no block is built or in progress."""
     folder = blocks_folder(output)
     if not (unused and any(folder.glob("*.block*"))):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _encoded(chunk: TokenizedChunk) -> bytes:
-    """Encode a chunk as an .npz file with its facts as JSON and its columns."""
+    """Encode a chunk as an .npz file with its columns, and with its other attributes as JSON."""
     facts = {
         "targets": chunk.targets,
         "sets": sorted(chunk.sets),

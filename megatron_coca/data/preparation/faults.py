@@ -1,16 +1,21 @@
-"""Limits on the faulty records of a source. Many faults mean that the files are read as the wrong type."""
+"""Limits on the faulty records of a source. Many faulty records suggest that the files are read in the wrong format."""
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.fields import NAME_IT
 from megatron_coca.data.readers.source import ReadingProblems
 
 FEW = 10
-"""This many faulty records are always accepted, so that one bad line of a small file does not stop a preparation."""
+"""Up to this many faulty records are always accepted, so that a bad line in a small file does not stop a preparation.
+"""
 NOT_COUNTED = frozenset({"empty text"})
-"""Faults that say nothing about the type of a file: tables of paragraphs have many empty rows."""
+"""Kinds of faults that do not count, because they do not suggest a wrong format. Tables of paragraphs have many empty
+rows.
+"""
 EARLY_FAULTS, EARLY_SHARE = 10_000, 0.9
-"""A preparation stops early after this many faulty records, if they are this share of the records so far."""
-_AS_JSON = "if the files are text, give them the ending .txt, before that of the compression (log.txt.gz)"
+"""A preparation stops early if it finds more than `EARLY_FAULTS` faulty records and their share of the records so far
+is above `EARLY_SHARE`.
+"""
+_AS_JSON = "if the files are plain text, give them the suffix .txt, before any compression suffix (log.txt.gz)"
 REMEDIES = {
     "invalid JSON": _AS_JSON,
     "not JSON lines": "write one object per line, as jq -c '.[]' does",
@@ -18,17 +23,17 @@ REMEDIES = {
     "missing field": NAME_IT,
     "text is not a string": NAME_IT,
     "invalid UTF-8": "convert the files to UTF-8",
-    "record too long": "raise max_record_mib (--max-record-mib)",
+    "record too long": "increase max_record_mib (--max-record-mib)",
     "chat that cannot be rendered": "check the chat template (chat_template, --chat-template)",
 }
-"""Remedies by the kind of a fault."""
+"""Remedies by kind of fault."""
 
 
 def check_faults(name: str, documents: int, problems: ReadingProblems, most: float, early: bool = False) -> None:
-    """Raise `DataError` if more than the share `most` of the records of source `name` is faulty.
+    """Raise `DataError` if the share of faulty records in the source `name` is above `most`.
 
-    `documents` counts the usable records. With `early`, before everything is read, nearly all records so far must be
-    faulty.
+    `documents` is the number of usable records. Set `early` if the source is not completely read yet; the limit is then
+    much higher (see `EARLY_SHARE`).
     """
     faulty = sum(count for kind, count in problems.counts.items() if kind not in NOT_COUNTED)
     records = documents + problems.total + problems.filtered.total()
@@ -37,10 +42,8 @@ def check_faults(name: str, documents: int, problems: ReadingProblems, most: flo
     kind = next(kind for kind, _ in problems.counts.most_common() if kind not in NOT_COUNTED)
     example = next((line for line in problems.named if f": {kind}" in line), kind)
     share = min(1.0, faulty / records + 0.05)
-    accepting = (
-        f" , or accept the faults with max_faulty of the source (--max-faulty {share:.2f})." if documents else ""
-    )
+    accepting = f", or accept the faults with max_faulty of the source (--max-faulty {share:.2f})" if documents else ""
     raise DataError(
-        f"{name}: {faulty:,} of {records:,} records are faulty, more than {most:.0%} (for example "
+        f"{name}: {faulty:,} of {records:,} records are faulty, which is more than {most:.0%} (for example "
         f"{example}); {REMEDIES.get(kind, 'correct the files')}{accepting}"
     )

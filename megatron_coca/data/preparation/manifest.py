@@ -1,4 +1,6 @@
-"""Files that describe prepared shards: `manifest.json` (inputs and outputs) and `data.yml` (data keys of a run)."""
+"""The files that describe prepared shards: `manifest.json` (inputs and outputs) and `data.yml` (configuration keys for
+a run).
+"""
 
 import hashlib
 import json
@@ -20,7 +22,7 @@ from megatron_coca.data.tokenizers.losses import Sample
 from megatron_coca.support.plain_text import masked
 from megatron_coca.support.regular_files import read_regular
 
-FORMAT = 2  # of the manifest and the split; raise it if the meaning of either changes
+FORMAT = 2  # version of the manifest and of the split; increase it if the meaning of either changes
 MANIFEST = "manifest.json"
 RUN_CONFIG = "data.yml"
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
@@ -29,7 +31,9 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 @dataclass(frozen=True)
 class ShardState:
-    """A written shard: number of its source, set, split and size. `bytes` counts the text."""
+    """A written shard: the number of its source, its set, its split and its size. `bytes` is the number of UTF-8 bytes
+    of the text.
+    """
 
     source: int
     part: str
@@ -41,8 +45,8 @@ class ShardState:
 
 @dataclass
 class Findings:
-    """The findings in a source: records that did not become documents, the sets that occurred, and the tokenizer's
-    losses in a sample.
+    """Findings about a source: the records that did not become documents, the sets that occurred, and the tokenizer's
+    losses in a sample of passages.
     """
 
     problems: ReadingProblems = field(default_factory=ReadingProblems)
@@ -59,7 +63,7 @@ def build_manifest(
     findings: Sequence[Findings],
     folder: Path,
 ) -> dict[str, Any]:
-    """Check and hash all finished shards in `folder`, and return their manifest."""
+    """Check and hash all finished shards in `folder`, and return the manifest."""
     entries: dict[tuple[int, str], dict[str, Any]] = {}
     for shard in shards:
         spec = sources[shard.source].spec
@@ -105,9 +109,11 @@ def build_manifest(
 
 def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
     labelled = shard_paths(labels := folder / f"{name}{LABELS_SUFFIX}")[1].exists()
-    shard = Shard(folder / name, labels if labelled else None)  # checks the files
+    shard = Shard(folder / name, labels if labelled else None)  # opening the shard checks its files
     if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
-        raise DataError(f"{folder / name}: contains {shard}, but {state} was written; remove {folder} and start again")
+        raise DataError(
+            f"{folder / name}: contains {shard}, but {state} was written; delete {folder} and run the command again"
+        )
     facts = {"prefix": name, "documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
     facts["sha256"] = _sha256(shard_paths(folder / name)[0])
     return facts | ({"labels": labels.name, "labels_sha256": _sha256(shard_paths(labels)[0])} if labelled else {})
@@ -119,14 +125,19 @@ def _sha256(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest that `prepare` wrote. Raises `DataError` if it is missing, damaged or of another format."""
+    """Read a manifest that `prepare` wrote. Raises `DataError` if the manifest is missing, damaged or of another
+    version.
+    """
     try:
         manifest = json.loads(read_regular(path))
         version_read = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error}); prepare the corpus again") from error
     if version_read != FORMAT:
-        raise DataError(f"{path}: has format {version_read}, but this version reads {FORMAT}; prepare the corpus again")
+        raise DataError(
+            f"{path}: has format {version_read}, but this version of megatron-coca reads format {FORMAT}; prepare "
+            "the corpus again"
+        )
     return manifest
 
 
@@ -137,15 +148,17 @@ def write_run_config(
     entries: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write `data.yml` into `folder`, which will be renamed to `final`, with paths relative to it.
+    """Write `data.yml` into `folder`, which is later renamed to `final`. The paths in `data.yml` are relative to this
+    folder.
 
-    A split without documents has no shards. No other split takes its place.
+    A split without documents gets no shards; the shards of another split are not used instead.
     """
     keys: dict[str, Any] = {}
     weights = training_weights(sources, entries)
     for split in SPLITS:
         chosen = [entry for entry in entries if entry[split]["documents"]]
-        if chosen or split != "train":  # without training data a run stops at the missing key
+        # Without training data the key is omitted, so that a run stops with an error about it.
+        if chosen or split != "train":
             keys[f"{split}_data_paths"] = [f"./{entry[split]['prefix']}" for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
@@ -161,19 +174,20 @@ def write_run_config(
 
 
 def empty_splits(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warnings for validation and test data without a document."""
-    effects = {"valid": "a run reports no validation loss", "test": "evaluation needs --data"}
+    """Return a warning for each of the validation and test splits that has no documents."""
+    effects = {"valid": "training reports no validation loss", "test": "evaluation requires --data"}
     return [
-        f"{split}_fraction: no {split} document, so {effect}; raise it or add documents"
+        f"{split}_fraction: the {split} split has no documents, so {effect}; increase {split}_fraction or add documents"
         for split, effect in effects.items()
         if not any(entry[split]["documents"] for entry in entries)
     ]
 
 
 def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the training tokens for each entry of the manifest, by name; the shares sum to 1.
+    """Return the share of the training tokens for each entry of the manifest, by name. The shares sum to 1.
 
-    Without weights a source counts by its tokens, and a set by its tokens within its source.
+    A source without a weight is weighted by its token count. A set without a weight is weighted by its token count
+    within its source.
     """
     tokens = {entry["name"]: sum(entry[split]["tokens"] for split in SPLITS) for entry in entries}
     shares: dict[str, float] = {}

@@ -1,5 +1,5 @@
-"""Plan of a preparation: sources, the rules that apply to all of them, their splits, and text to train a tokenizer
-on.
+"""The plan of a preparation: the sources, the rules that apply to all of them, the splits, and the text on which a
+tokenizer is trained.
 """
 
 import hashlib
@@ -16,21 +16,21 @@ from megatron_coca.data.readers.source import ReadingProblems, ReadUnit, SourceS
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
-"""The largest `SourceSpec.max_record_mib`: an index has 32-bit lengths."""
+"""The maximum of `SourceSpec.max_record_mib`, because an index stores 32-bit lengths."""
 
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """A source and the treatment of its documents.
+    """A source, and how its documents are used.
 
     Attributes:
-        spec: its files and how they are read.
-        weight: share of the training tokens, relative to the other sources; None weights by tokens.
-        set_weights: relative weights of its sets, for a source that is divided into them.
-        duplicates: drop documents with a text that occurred before (`exact`), or none (`keep`).
-        fraction: use this fraction of the documents, chosen by a hash of their text.
-        split: put all documents into one split instead of splitting by the hash of their key.
-        max_faulty: the largest share of records that may be faulty.
+        spec: the files of the source and how they are read.
+        weight: share of the training tokens, relative to the other sources. None weights the source by its token count.
+        set_weights: relative weights of the sets, for a source that is divided into sets.
+        duplicates: `exact` drops documents with a text that occurred before; `keep` drops no documents.
+        fraction: use only this fraction of the documents, chosen by a hash of the text.
+        split: put all documents into this split, instead of choosing the split of each document by a hash of its key.
+        max_faulty: maximum share of faulty records.
     """
 
     spec: SourceSpec
@@ -44,12 +44,14 @@ class CorpusSource:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules for all sources.
+    """The rules that apply to all sources.
 
     Attributes:
-        valid_fraction, test_fraction: fractions of the documents, held out by a hash of their key.
-        strict: the first unusable record is an error; otherwise it is skipped, counted and named.
-        accept_tokenizer: accept a tokenizer that loses text.
+        valid_fraction, test_fraction: fractions of the documents that are held out for validation and test, chosen by a
+            hash of the document key.
+        strict: whether the first unusable record is an error. Otherwise unusable records are skipped, counted and
+            listed.
+        accept_tokenizer: whether a tokenizer that loses text is accepted.
     """
 
     valid_fraction: float = 0.01
@@ -63,8 +65,8 @@ class Execution:
     """Settings that do not affect the result.
 
     Attributes:
-        workers: worker processes; 0 works in this process.
-        progress: show a bar.
+        workers: number of worker processes; 0 does all work in this process.
+        progress: whether to show a progress bar.
     """
 
     workers: int = 0
@@ -72,13 +74,15 @@ class Execution:
 
 
 def hash_fraction(key: str) -> float:
-    """Map a key to a number in [0, 1) by its SHA-256: the same on every machine and in every run."""
-    digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()  # the name of a file may not be UTF-8
+    """Map a key to a number in [0, 1) by its SHA-256. The number is the same on every machine and in every run."""
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()  # a file name need not be valid UTF-8
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def split_of(key: str, rules: Rules) -> str:
-    """The split of a document: "test" below `test_fraction`, then "valid", else "train"."""
+    """Return the split of a document: "test" if the hash of its key is below `test_fraction`, then "valid", else
+    "train".
+    """
     fraction = hash_fraction(key)
     if fraction < rules.test_fraction:
         return "test"
@@ -86,8 +90,8 @@ def split_of(key: str, rules: Rules) -> str:
 
 
 def shard_name(source: str, part: str, split: str) -> str:
-    """Name the files of a shard by source, set and split. The set is in lower case, with `-` for all characters other
-    than letters and digits.
+    """Return the file name of a shard, composed of source, set and split. The set is converted to lower case, and every
+    run of characters other than letters and digits becomes `-`.
 
     >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
     ('pile_openwebtext2_train', 'pile_pubmed-central_test')
@@ -97,7 +101,7 @@ def shard_name(source: str, part: str, split: str) -> str:
 
 
 def has_labels(source: CorpusSource) -> bool:
-    """True if label shards are written beside those of the source."""
+    """Return True if label shards are written next to the shards of this source."""
     return source.spec.messages in ("answers", "last")
 
 
@@ -105,34 +109,34 @@ def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
     """Raise `DataError` for invalid sources and rules."""
     names = [source.spec.name for source in sources]
     if not names or len(set(names)) != len(names):
-        raise DataError(f"sources: names must be unique, not {names}")
+        raise DataError(f"sources: there must be at least one, and their names must be unique, not {names}")
     for source in sources:
         _check_source(source)
     missing = [source.spec.name for source in sources if source.weight is None]
     if missing and len(missing) != len(sources):
         raise DataError(
-            f"{', '.join(missing)}: no weight, but other sources have one; give a weight to all of them or none"
+            f"{', '.join(missing)}: no weight, but other sources have weights; give a weight to all sources or to none"
         )
     held_out = rules.valid_fraction + rules.test_fraction
-    if not (rules.valid_fraction >= 0 and rules.test_fraction >= 0 and held_out <= 1):  # nor NaN
+    if not (rules.valid_fraction >= 0 and rules.test_fraction >= 0 and held_out <= 1):  # also false for NaN
         raise DataError(
-            f"valid_fraction, test_fraction: {rules.valid_fraction} and {rules.test_fraction} and their sum "
-            "must lie in [0, 1]"
+            f"valid_fraction, test_fraction: {rules.valid_fraction}, {rules.test_fraction} and their sum must be "
+            "between 0 and 1"
         )
 
 
 def _check_source(source: CorpusSource) -> None:
     name = source.spec.name
     if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
-        raise DataError(f"{name}: not a name for files; use only letters, digits, - and _ in the name of a source")
+        raise DataError(f"{name}: not usable in file names; use only letters, digits, - and _ in the name of a source")
     if source.duplicates not in ("exact", "keep"):
-        raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}")
+        raise DataError(f"{name}: duplicates: must be exact or keep, not {source.duplicates!r}")
     if not 0 < source.fraction <= 1:
-        raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}")
+        raise DataError(f"{name}: fraction: must be above 0 and at most 1, not {source.fraction}")
     if not 0 <= source.max_faulty <= 1:
-        raise DataError(f"{name}: max_faulty must lie in [0, 1], not {source.max_faulty}")
+        raise DataError(f"{name}: max_faulty: must be between 0 and 1, not {source.max_faulty}")
     if source.split not in (None, *SPLITS):
-        raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}")
+        raise DataError(f"{name}: split: must be one of {', '.join(SPLITS)}, not {source.split!r}")
     for owner, weight in {name: source.weight, **source.set_weights}.items():
         if weight is not None and not 0 < weight < float("inf"):
             raise DataError(f"{name}: the weight of {owner} must be a positive number, not {weight}")
@@ -140,39 +144,40 @@ def _check_source(source: CorpusSource) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of all sources.
+    """The input units of all sources.
 
     Attributes:
-        units: (number of the source, unit) in reading order.
-        unread: for each source, the files in its folders that are not read, counted by reason.
+        units: pairs (number of the source, unit) in reading order.
+        unread: for each source, how many files in its folders are not read, by reason.
     """
 
     units: Sequence[tuple[int, ReadUnit]]
     unread: Sequence[Counter[str]]
 
     def of(self, source: int) -> list[ReadUnit]:
-        """The units of one source."""
+        """Return the units of one source."""
         return [unit for owner, unit in self.units if owner == source]
 
 
 def find_inputs(sources: Sequence[CorpusSource]) -> Inputs:
-    """List the inputs of the sources. Raises `DataError` for a path that is missing or unreadable."""
+    """List the inputs of all sources. Raises `DataError` for a missing or unreadable path."""
     readers = [open_reader(source.spec) for source in sources]
     units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
     return Inputs(units, [reader.unread() for reader in readers])
 
 
 PARSED_BYTES = 1 << 30
-"""At most about this many bytes of a source are parsed."""
+"""`training_texts` parses at most about this many bytes of each source."""
 
 
 def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: int) -> Iterator[str]:
-    """Yield about `characters` characters of training text with an equal share from each source, or all text if there
-    is less.
+    """Yield about `characters` characters of training text, with equal shares from all sources. A source with less text
+    than its share yields all of its text.
 
-    The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported,
-    because the preparation reads the same files. Raises `DataError` if a source has no usable document or too many
-    faulty records, if everything is held out, or if a file is damaged or changes.
+    The texts are spread evenly over all units of a source, in proportion to their size on disk. Unusable records are
+    not reported here, because the preparation reads the same files and reports them. Raises `DataError` if a source has
+    no usable document or too many faulty records, if all documents are held out, or if a file is damaged or changes
+    while it is read.
     """
     held_out = True
     for source in sources:
@@ -181,7 +186,8 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
             yield text
     if held_out:
         raise DataError(
-            "train_tokenizer: no text, because all documents are held out; lower valid_fraction or test_fraction"
+            "train_tokenizer: there is no training text, because all documents are held out; lower valid_fraction "
+            "or test_fraction"
         )
 
 
@@ -190,7 +196,7 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
     units = reader.units()
     size = sum(unit.size for unit in units)
     problems = ReadingProblems()
-    due, usable = 0.0, 0  # characters that are due after the part that was read
+    due, usable = 0.0, 0  # `due`: number of characters still to yield for the part of the source that was read so far
     for unit in units:
         due += 0 if size else share / len(units)
         for number, chunk in enumerate(reader.chunks(unit)):
@@ -202,7 +208,8 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
             if due <= 0:
                 continue
             texts = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
-            for text in sorted(texts, key=lambda text: hash_fraction(f"tokenizer/{text}")):  # a random choice
+            # The order is random but reproducible.
+            for text in sorted(texts, key=lambda text: hash_fraction(f"tokenizer/{text}")):
                 due -= len(text)
                 yield text
                 if due <= 0:
@@ -214,8 +221,11 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
 
 
 def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:
-    """The message for a source without a document."""
+    """Return the error message for a source without usable documents."""
     left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
     reasons = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
     paths = ", ".join(unit.path for unit in units[:3])
-    return f"{source.spec.name}: no usable document in {paths} ({reasons}); check files, fields and filters"
+    return (
+        f"{source.spec.name}: no usable document in {paths} ({reasons}); check the files, fields and filters of the "
+        "source"
+    )

@@ -1,4 +1,4 @@
-"""Recipes: a YAML file that describes a corpus, from its files to the weights of its sources.
+"""Recipes: YAML files that describe a corpus, from its files to the weights of its sources.
 
 root: /corpora                  # the paths below are relative to it
 output: data/mine
@@ -38,7 +38,7 @@ class _Strict(BaseModel):
 
 
 _UNCHANGED = ("reader", "fields", "documents", "filters", "options", "max_record_mib", "messages")
-"""Keys that a source of a recipe shares with `SourceSpec`."""
+"""Keys of a source in a recipe that are passed to `SourceSpec` unchanged."""
 
 
 class _Source(_Strict):
@@ -59,11 +59,13 @@ class _Source(_Strict):
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
     def resolve(self, name: str, root: Path | str) -> CorpusSource:
-        """The source with its paths below `root`, a folder or a URL. Patterns are replaced by their matches."""
+        """Return the source with its paths resolved below `root`, a folder or URL. Patterns are replaced by the paths
+        that match them.
+        """
         paths: list[Path | str] = []
         for text in self.paths:
             path = joined(root, text)
-            if self.reader == "huggingface":  # a folder, else a name on the Hub
+            if self.reader == "huggingface":  # an existing folder, or the name of a data set on the Hub
                 paths.append(path if Path(path).exists() else text)
                 continue
             if not glob.has_magic(text) or (not is_url(path) and Path(path).exists()):
@@ -75,7 +77,7 @@ class _Source(_Strict):
                 pattern = os.path.join(os.path.expanduser(root), os.path.expanduser(text))
                 found = sorted(glob.glob(_escaped(Path(pattern)), recursive=True))
             if not found:
-                raise DataError(f"{path}: matches no file; check paths and root in the recipe")
+                raise DataError(f"{path}: no file matches this pattern; check paths and root in the recipe")
             paths += found if is_url(path) else map(Path, found)
         weights = self.sets if isinstance(self.sets, dict) else {}
         spec = SourceSpec(
@@ -90,7 +92,7 @@ class _Source(_Strict):
 
 
 def _escaped(pattern: Path) -> str:
-    """A pattern in which the brackets in names of existing folders are escaped."""
+    """Return the pattern with the special characters in the names of existing folders escaped."""
     folder = next((each for each in pattern.parents if each.is_dir()), Path())
     return os.path.join(glob.escape(str(folder)), pattern.relative_to(folder))
 
@@ -99,7 +101,7 @@ MAX_VOCAB_SIZE = 2**24
 
 
 class TokenizerTraining(_Strict):
-    """Settings of a SentencePiece tokenizer that is trained on the corpus itself."""
+    """Settings for training a SentencePiece tokenizer on the corpus itself."""
 
     vocab_size: int = Field(gt=0, le=MAX_VOCAB_SIZE)
     characters: int = Field(default=50_000_000, gt=0, le=10**12)
@@ -124,9 +126,9 @@ class _Recipe(_Strict):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with resolved paths. The files of a tokenizer are local, even if `root` is a URL.
+    """A recipe with resolved paths. The tokenizer files are local even if `root` is a URL.
 
-    `tokenizer` has the arguments of `load_tokenizer`; either it or `training` is None.
+    `tokenizer` contains the arguments of `load_tokenizer`. Exactly one of `tokenizer` and `training` is None.
     """
 
     sources: list[CorpusSource]
@@ -140,7 +142,9 @@ class Recipe:
 
 
 def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
-    """Read a recipe; `root` replaces its own. Raises `DataError` with every invalid key."""
+    """Read a recipe. `root`, if given, replaces the root in the recipe. Raises `DataError` with a message for every
+    invalid key.
+    """
     try:
         values = read_yaml(Path(path))
     except OSError as error:
@@ -148,12 +152,14 @@ def read_recipe(path: Path, root: Path | str | None = None) -> Recipe:
     except YamlFault as error:
         raise DataError(error.at(str(path))) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
     return resolve_recipe(values, str(path), root)
 
 
 def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> Recipe:
-    """Validate the keys of a recipe; `place` names the file in errors. Raises as `read_recipe`."""
+    """Validate the keys of a recipe and resolve its paths. Error messages name `place` as the file. Raises `DataError`
+    as `read_recipe` does.
+    """
     try:
         recipe = _Recipe.model_validate(values)
     except ValidationError as error:
@@ -161,18 +167,22 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
     base = recipe.root if root is None else root
     beside = Path("." if is_url(base) else os.path.expanduser(base))
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
-        raise DataError(f"{place}: give either tokenizer_type, with vocab_file, or train_tokenizer")
+        raise DataError(f"{place}: needs a tokenizer; set either tokenizer_type (with vocab_file) or train_tokenizer")
     kind, files = recipe.tokenizer_type, {name: getattr(recipe, name) for name in ("vocab_file", "merge_file")}
-    if kind is None or kind in TOKENIZERS:  # load_tokenizer raises for another type
+    if kind is None or kind in TOKENIZERS:  # load_tokenizer raises an error for an unknown type
         for name in sorted(files.keys() - (TOKENIZERS[kind][1] if kind else {})):
             if files[name] is not None:
-                raise DataError(f"{place}: {name} has no effect with {kind or 'a trained tokenizer'}; remove it")
+                raise DataError(f"{place}: {name} has no effect with {kind or 'a trained tokenizer'}; remove {name}")
     if kind is None and recipe.end_token is not None:
         raise DataError(
-            f"{place}: end_token has no effect with a trained tokenizer, which ends documents with <eod>; remove it"
+            f"{place}: end_token has no effect with a trained tokenizer, which ends documents with <eod>; remove "
+            "end_token"
         )
     if recipe.start_token is not None and all(source.messages for source in recipe.sources.values()):
-        raise DataError(f"{place}: start_token has no effect on chats; put it into the chat template")
+        raise DataError(
+            f"{place}: start_token has no effect on chats; remove start_token, and put the symbol into the chat "
+            "template"
+        )
     tokenizer: dict[str, Any] | None = None
     if kind is not None:
         tokenizer = {
@@ -192,11 +202,11 @@ def resolve_recipe(values: Any, place: str, root: Path | str | None = None) -> R
 
 
 def _message(fault: Any) -> str:
-    """The message for one of pydantic's errors."""
+    """Return the message for an error of pydantic."""
     keys = [str(key) for key in fault["loc"]]
     place = ".".join(keys)
     if fault["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
-        return f"{place or 'the file'}: expected a mapping of keys to values, not {fault['input']!r:.80}"
+        return f"{place or 'the file'}: must be a mapping of keys to values, not {fault['input']!r:.80}"
     if fault["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place or 'the file'}: {fault['msg']}"
     by_depth: tuple[Mapping[str, Any], ...] = (
@@ -207,5 +217,5 @@ def _message(fault: Any) -> str:
     )
     known = by_depth[len(keys) - 1]
     near = difflib.get_close_matches(keys[-1], known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    hint = f"did you mean `{near[0]}`?" if near else f"supported keys: {', '.join(known)}"
     return f"{place}: unknown key; {hint}"

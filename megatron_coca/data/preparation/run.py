@@ -1,4 +1,6 @@
-"""Prepare shards from corpora: tokenize blocks, which survive a kill, and write the documents to shards."""
+"""Prepare shards from corpora: tokenize the corpus in blocks, which are kept if the process is killed, and then write
+the documents to shards.
+"""
 
 import json
 import sqlite3
@@ -43,29 +45,29 @@ def prepare(
 ) -> Path:
     """Tokenize `sources` into `<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}`.
 
-    The folder also gets the tokenizer, `manifest.json` and `data.yml`, the data keys of a run. Every document ends with
-    `tokenizer.eod`. The result depends neither on `execution` nor on interruptions.
+    The folder also contains the tokenizer, `manifest.json`, and `data.yml` with the data keys of a run. Every document
+    ends with `tokenizer.eod`. The result depends neither on `execution` nor on interruptions.
 
-    The folder appears only when it is complete. Until then the tokenized blocks are kept in `.<output>.blocks`, and the
-    same call resumes with them after a kill or an error.
+    The folder appears only after it is complete. Until then the tokenized blocks are kept in `.<output>.blocks`; after
+    a kill or an error, the same call continues from these blocks.
 
     Args:
-        sources: sources in reading order; of equal documents the first is kept.
-        output: folder to create.
-        tokenizer: a tokenizer, or a function that trains one in a given folder.
-        rules: rules for all sources.
+        sources: sources in reading order. If documents are equal, the first one is kept.
+        output: the folder to create.
+        tokenizer: a tokenizer, or a function that trains a tokenizer in a given folder.
+        rules: the rules that apply to all sources.
         execution: settings that do not affect the result.
-        notes: further settings that determine the result, such as those of the tokenizer's training.
+        notes: further settings that determine the result, such as the settings of the tokenizer training.
 
-    Returns the path of `manifest.json`. Raises `DataError` if a path is missing, a source has no usable document or too
-    many faulty records, the tokenizer loses text, a file is damaged or changes, `output` exists or cannot be written,
-    or another process is preparing it.
+    Returns the path of `manifest.json`. Raises `DataError` if a path is missing, if a source has no usable document or
+    too many faulty records, if the tokenizer loses text, if a file is damaged or changes while it is read, if `output`
+    exists or cannot be written, or if another process is preparing it.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
     output = Path(output)
     if (output / manifest.MANIFEST).is_file():
-        remove_blocks(output)  # an earlier call was killed after the folder was complete
+        remove_blocks(output)  # left over if an earlier call was killed after the folder was complete
     refuse_existing(output, DataError)
     inputs = find_inputs(sources)
     with atomic_dir(output, DataError) as folder:
@@ -100,8 +102,8 @@ def prepare_part(
     execution: Execution | None = None,
     notes: dict[str, Any] | None = None,
 ) -> str:
-    """Build part `part` of the blocks of `prepare`: those with number % `parts` == `part`. Return their count. Raises
-    `DataError` as `prepare`.
+    """Build only the blocks of `prepare` with number % `parts` == `part`. Return a message with the number of blocks
+    that exist so far. Raises `DataError` as `prepare` does.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -115,7 +117,7 @@ def prepare_part(
 
 @contextmanager
 def _work_is_kept(output: Path) -> Iterator[None]:
-    """Raise `DataError` for a full or unwritable disk; the message says where the finished blocks are."""
+    """Raise `DataError` for a full or unwritable disk. The message says where the finished blocks are kept."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -123,18 +125,20 @@ def _work_is_kept(output: Path) -> Iterator[None]:
         blocks = blocks_folder(output)
         made = len(list(blocks.glob("*.block")))
         so_far = (
-            f"{made} blocks are kept in {blocks}; the same command resumes with them" if made else "no block is kept"
+            f"{made} blocks are kept in {blocks}, and the same command continues from them"
+            if made
+            else "no finished block exists yet"
         )
         raise DataError(
             f"{output}: cannot be written ({reason}); free some space and run the same command again, or choose "
-            f"another folder; {so_far}"
+            f"another folder ({so_far})"
         ) from error
 
 
 def _write_shards(
     blocks: Blocks, sources: Sequence[CorpusSource], inputs: Inputs, folder: Path, execution: Execution
 ) -> tuple[list[ShardState], list[Findings]]:
-    """Write the documents of all blocks without duplicates; return the shards, and the findings in each source."""
+    """Write the documents of all blocks to shards, without duplicates. Return (shards, findings about each source)."""
     comparing = [number for number, source in enumerate(sources) if source.duplicates != "keep"]
     last_compared = max(comparing, default=-1)
     findings = [Findings() for _ in sources]
@@ -152,7 +156,8 @@ def _write_shards(
                 findings[number].sets |= chunk.sets
                 findings[number].sample.merge(chunk.sample)
                 kept = np.ones(len(chunk.lengths), dtype=bool)
-                if number <= last_compared:  # also from sources that keep duplicates, for later ones that do not
+                # This includes sources that keep duplicates, because a later source may drop texts that occur in them.
+                if number <= last_compared:
                     new = _are_new(database, chunk.digests)
                     kept = new if sources[number].duplicates != "keep" else kept
                     problems.leave_out("duplicate", int((~kept).sum()))
@@ -172,7 +177,7 @@ def _write_shards(
 
 @contextmanager
 def _digests(path: Path) -> Iterator[sqlite3.Connection]:
-    """A temporary database for digests of texts; there may be too many for memory."""
+    """Open a temporary database for the digests of all texts, which may not fit into memory."""
     with closing(sqlite3.connect(path)) as database:
         database.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-65536;")
         database.execute("CREATE TABLE digests (digest BLOB PRIMARY KEY) WITHOUT ROWID")
@@ -181,14 +186,18 @@ def _digests(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _are_new(database: sqlite3.Connection, digests: np.ndarray) -> np.ndarray:
-    """Mask of the texts that have not occurred before, in this call or an earlier one: bool [texts]."""
+    """Add digests to the database. Return a mask, bool [texts], of the texts that have not occurred before, neither in
+    this call nor in an earlier call.
+    """
     cursor = database.cursor()
     insert = "INSERT OR IGNORE INTO digests VALUES (?)"
     return np.array([cursor.execute(insert, (digest.tobytes(),)).rowcount for digest in digests], dtype=bool)
 
 
 class Outputs:
-    """Writers by (number of the source, set, split) in a folder, opened with their first document."""
+    """The shard writers in a folder, by (number of the source, set, split). A writer is opened when its first document
+    is written.
+    """
 
     def __init__(self, folder: Path, sources: Sequence[CorpusSource], vocab_size: int) -> None:
         self._folder, self._sources, self._vocab_size = folder, sources, vocab_size
@@ -197,7 +206,7 @@ class Outputs:
         self._bytes = Counter[tuple[int, str, str]]()
 
     def write(self, source: int, chunk: TokenizedChunk, kept: np.ndarray) -> None:
-        """Append the `kept` (bool [documents]) documents of a chunk."""
+        """Append the documents of a chunk that the mask `kept`, bool [documents], selects."""
         for number, (part, split) in enumerate(chunk.targets):
             chosen = kept & (chunk.target == number)
             if not chosen.any():
@@ -213,7 +222,7 @@ class Outputs:
             self._bytes[key] += int(chunk.text_bytes[chosen].sum())
 
     def finish(self) -> list[ShardState]:
-        """Write the indices. Return the shards in the order of the sources, then by set."""
+        """Write the index files. Return the shards, sorted by source and then by set."""
         for writer in (*self._writers.values(), *self._labels.values()):
             writer.finish()
         shards = [
@@ -222,7 +231,7 @@ class Outputs:
         return sorted(shards, key=lambda shard: (shard.source, shard.part))
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all open files."""
         for writer in (*self._writers.values(), *self._labels.values()):
             writer.close()
 
@@ -231,8 +240,8 @@ class Outputs:
         for other in self._writers:
             if shard_name(self._sources[other[0]].spec.name, *other[1:]) == name:
                 raise DataError(
-                    f"{name}: both {self._label(*other[:2])} and {self._label(source, part)} would be written to it; "
-                    "leave a set out with `sets`, or rename a source"
+                    f"{name}: {self._label(*other[:2])} and {self._label(source, part)} would be written to the same "
+                    "shard; exclude a set with `sets`, or rename a source"
                 )
         key = (source, part, split)
         self._writers[key] = ShardWriter(self._folder / name, self._vocab_size)

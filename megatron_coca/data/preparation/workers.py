@@ -1,4 +1,4 @@
-"""Tokenize chunks of a corpus, in this process or in a pool of processes."""
+"""Tokenize the chunks of a corpus, in this process or in a pool of processes."""
 
 import hashlib
 import json
@@ -26,27 +26,27 @@ from megatron_coca.support.processes import exit_with_parent, safe_path
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
-"""Chunks in progress per process: enough that no process waits for the slowest chunk."""
+"""Number of chunks in progress per process, so that no process waits for the slowest chunk."""
 SAMPLED = 16
-"""Passages of each chunk that are decoded again: about 1.5% of the text."""
+"""Number of passages of each chunk that are encoded and decoded to detect losses: about 1.5% of the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChunk:
-    """The documents of one chunk, in order, as columns.
+    """The documents of one chunk in order, stored as columns.
 
     Attributes:
-        targets: the (set, split) pairs that occur; each is one shard.
-        target: index into `targets` of each document, int64 [documents].
-        lengths: tokens of each document with its separator, int32 [documents].
-        text_bytes: UTF-8 bytes of each document, int64 [documents].
+        targets: the (set, split) pairs that occur; each pair has its own shard.
+        target: for each document, its index in `targets`, int64 [documents].
+        lengths: number of tokens of each document, including its separator, int32 [documents].
+        text_bytes: number of UTF-8 bytes of each document, int64 [documents].
         tokens: the tokens of all documents, concatenated, in the dtype of the shard.
-        digests: BLAKE2b of each text, uint8 [documents, 16].
+        digests: BLAKE2b digest of each text, uint8 [documents, 16].
         sets: the sets that occur.
-        problems: unusable and filtered records.
+        problems: counts of unusable and filtered records.
         read: `Chunk.read`.
-        labels: labels of all tokens, int32 as in a label shard; None if every token counts in the loss.
-        sample: the tokenizer's losses in passages of the documents.
+        labels: the labels of all tokens, int32, as in a label shard; None if every token counts in the loss.
+        sample: the tokenizer's losses in a sample of passages from the documents.
     """
 
     targets: list[tuple[str, str]]
@@ -63,7 +63,13 @@ class TokenizedChunk:
 
 
 class Tokenized(NamedTuple):
-    "A document with its separator: its text in UTF-8, its tokens in the dtype of the shard, and int32 labels or None."
+    """A tokenized document.
+
+    Attributes:
+        text: the text in UTF-8.
+        tokens: the tokens in the dtype of the shard, including the separator.
+        labels: the labels, int32, or None if every token counts in the loss.
+    """
 
     text: bytes
     tokens: np.ndarray
@@ -71,7 +77,9 @@ class Tokenized(NamedTuple):
 
 
 class ChunkTokenizer:
-    """Parses, samples, splits and tokenizes chunks."""
+    """Turns chunks into tokens: parses the documents, selects a fraction of them, chooses their splits, and tokenizes
+    them.
+    """
 
     def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
@@ -116,7 +124,7 @@ class ChunkTokenizer:
         )
 
     def _sample(self, texts: Sequence[bytes], digests: Sequence[bytes]) -> Sample:
-        """Encode and decode passages of the texts with the smallest digests, which are the same in every run."""
+        """Encode and decode passages of the texts with the smallest digests. Every run chooses the same texts."""
         chosen = sorted(range(len(texts)), key=digests.__getitem__)[:SAMPLED]
         heads = [texts[number][: 4 * PASSAGE * SAMPLED // len(chosen)].decode(errors="ignore") for number in chosen]
         return sampled(self._tokenizer, passages_of(heads, SAMPLED))
@@ -128,7 +136,9 @@ class ChunkTokenizer:
     def _chats(
         self, documents: Sequence[Document], counted: str, problems: ReadingProblems
     ) -> tuple[list[Document], list[Tokenized]]:
-        """The documents that the chat template can render, and their tokens; the others go to `problems`."""
+        """Return (documents that the chat template can render, their tokens). The other documents are added to
+        `problems`.
+        """
         kept, done = [], []
         for document in documents:
             try:
@@ -154,15 +164,14 @@ class ChunkTokenizer:
         answers = np.zeros(len(places) + 1, dtype=bool)
         for first, last in spans:
             answers |= (begins < last) & (ends > first)
-        answers[-1] = bool(places) and answers[-2]  # the separator after an answer counts
+        answers[-1] = bool(places) and answers[-2]  # the separator after an answer counts in the loss, too
         labels = tokens.astype(np.int32)
         labels[~answers[: len(tokens)]] = MASKED
         return Tokenized(text.encode(), tokens, labels)
 
 
-_chunk_tokenizer: ChunkTokenizer | None = (
-    None  # one per worker process, because opening a tokenizer takes longer than a chunk
-)
+# One tokenizer per worker process, because opening a tokenizer takes longer than tokenizing a chunk.
+_chunk_tokenizer: ChunkTokenizer | None = None
 
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
@@ -177,8 +186,8 @@ def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
 
 
 class Pool:
-    """A pool of `workers` processes, or this process with 0; a context manager. `tokenizer` is the folder of the saved
-    one.
+    """A context manager: a pool of `workers` processes that tokenize chunks. With 0 workers, this process tokenizes
+    them. `tokenizer` is the folder of a saved tokenizer.
     """
 
     def __init__(self, workers: int, sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
@@ -187,7 +196,8 @@ class Pool:
         if not workers:
             self._local = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
             return
-        # Ctrl-C reaches the whole process group. Workers ignore it from their start on, and this process ends them.
+        # Ctrl-C reaches the whole process group. Workers inherit a handler that ignores Ctrl-C, and this process ends
+        # them.
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
         try:
@@ -195,7 +205,7 @@ class Pool:
                 self._executor = ProcessPoolExecutor(
                     workers, get_context("spawn"), initializer=_start_worker, initargs=(list(sources), tokenizer, rules)
                 )
-                self._executor.submit(int)  # starts all processes
+                self._executor.submit(int)  # starts the worker processes
         finally:
             if in_main:
                 signal.signal(signal.SIGINT, before)
@@ -208,12 +218,14 @@ class Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, source: int, chunk: Chunk) -> Callable[[], TokenizedChunk]:
-        """Start work on a chunk. Call the result to fetch the tokens; without workers that call does the work."""
+        """Start to tokenize a chunk. Call the returned function to get the result; without workers, that call does the
+        work.
+        """
         if self._executor is None:
             return lambda: self._local.tokenize(source, chunk)
         try:
             future = self._executor.submit(_tokenize_in_worker, source, chunk)
-        except (BrokenProcessPool, OSError) as error:  # OSError: the pool is shutting itself down and closed its pipe
+        except (BrokenProcessPool, OSError) as error:  # OSError: the pool is shutting down and has closed its pipe
             raise _lost_worker() from error
         return lambda: _fetch(future)
 
@@ -227,6 +239,6 @@ def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
 
 def _lost_worker() -> DataError:
     return DataError(
-        "workers: a process was killed, probably because memory ran out; run the same command again to resume, with "
-        "fewer --workers or a smaller max_record_mib"
+        "workers: a worker process was killed, probably because memory ran out; run the same command again with "
+        "fewer --workers or a smaller max_record_mib, and it resumes"
     )

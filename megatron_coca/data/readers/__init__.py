@@ -1,4 +1,4 @@
-"""Readers of corpora in the formats in which they are distributed. Each yields a stream of documents."""
+"""Readers for corpora in the formats in which they are distributed. Each reader yields a stream of documents."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,15 @@ READERS: dict[str, Callable[[SourceSpec], Reader]] = {
     "repositories": RepositoryReader,
     "huggingface": HuggingFaceReader,
 }
-"""By `SourceSpec.reader`."""
+"""The readers by `SourceSpec.reader`."""
 
 __all__ = ["READERS", "corpus_files", "open_reader", "read_documents"]
 
 
 def open_reader(spec: SourceSpec) -> Reader:
-    """Open the reader of a source. Raises `DataError` if it is unknown, or does not use a key of `spec`."""
+    """Open the reader of a source. Raises `DataError` if the reader is unknown or if `spec` has a key that it does not
+    use.
+    """
     if spec.reader not in READERS:
-        raise DataError(f"{spec.name}: unknown reader {spec.reader!r}; known are {', '.join(READERS)}")
+        raise DataError(f"{spec.name}: unknown reader {spec.reader!r}; supported readers: {', '.join(READERS)}")
     return READERS[spec.reader](spec)

@@ -1,6 +1,6 @@
-"""Read the needed columns of parquet and Arrow files, as record batches that can be sent to a worker.
+"""Read the required columns of parquet and Arrow files as record batches that can be sent to a worker process.
 
-pyarrow takes long to import, so only the functions that need it import it.
+pyarrow takes long to import, so it is imported inside the functions that need it.
 """
 
 import contextlib
@@ -15,22 +15,22 @@ from megatron_coca.data.readers.source import Chunk, ReadingProblems, Row
 from megatron_coca.data.readers.streams import TooLong
 
 Choose = Callable[[list[str]], list[str]]
-"""Selects the columns that are needed from those of a table."""
+"""A function that selects the required columns, given the column names of a table."""
 Batches = Iterator[tuple[Any, int]]
-"""(`pyarrow.RecordBatch`, bytes of the file read so far)."""
+"""An iterator over (`pyarrow.RecordBatch`, bytes of the file read so far)."""
 
-_READ_AHEAD = 1 << 20  # bytes per column; without it pyarrow loads the whole column of a row group
+_READ_AHEAD = 1 << 20  # bytes per column; without a buffer size, pyarrow loads the whole column of a row group
 _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read a parquet file, about `size` bytes at a time, regardless of its row groups. Raises `DataError` if it is
-    damaged.
+    """Read a parquet file in batches of about `size` bytes, regardless of the size of its row groups. Raises
+    `DataError` if the file is damaged.
     """
     from pyarrow import parquet
 
-    # Verify checksums if the file has them; zeroed pages would otherwise be rows of empty text.
+    # Verify the checksums if the file has any. Otherwise zeroed pages would be read as rows of empty text.
     options = {"buffer_size": _READ_AHEAD, "pre_buffer": False, "page_checksum_verification": True}
     with _damage(path), parquet.ParquetFile(path, **options) as file:
         metadata, columns, length = file.metadata, choose(file.schema_arrow.names), path.stat().st_size
@@ -47,12 +47,12 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
 
 
 def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read the record batches of an Arrow file or stream, such as those of `datasets`. Raises `DataError` if it is
-    damaged.
+    """Read the record batches of an Arrow file or stream, such as the files of `datasets`. Raises `DataError` if the
+    file is damaged.
     """
     import pyarrow as arrow
 
-    # Not memory-mapped: mapped pages count as memory of this process.
+    # The file is not memory-mapped, because mapped pages count as memory of this process.
     with _damage(path), arrow.OSFile(str(path)) as source:
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
@@ -64,11 +64,12 @@ def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
         for batch in batches:
             yield batch.select(choose(batch.schema.names)), source.tell()
         if not is_file:
-            with path.open("rb") as stream:  # pyarrow accepts a stream that was cut off between two batches
+            with path.open("rb") as stream:  # pyarrow does not detect a stream that was cut off between two batches
                 stream.seek(-len(_STREAM_END), 2)
                 if stream.read() != _STREAM_END:
                     raise DataError(
-                        f"{path}: cannot be read to its end (no end-of-stream mark); check that it is complete"
+                        f"{path}: cannot be read to its end (the end-of-stream mark is missing); check that the file "
+                        "is complete"
                     )
 
 
@@ -79,13 +80,14 @@ TABLE_FORMATS: dict[str, Callable[[Path, Choose, int], Batches]] = {
 
 
 def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | TooLong]]:
-    """Cut a batch into (rows, bytes for `table_rows`) of about `size` bytes.
+    """Cut a batch into pieces of about `size` bytes. Yields (number of rows, bytes for `table_rows`).
 
-    For a row of more than `limit` bytes only its length is given.
+    A row of more than `limit` bytes is yielded as `TooLong`, without its content.
     """
     import pyarrow as arrow
 
-    lengths = np.zeros(batch.num_rows, dtype=np.int64)  # of each row: exact for texts, the average for other columns
+    # Bytes of each row: exact for text columns, averaged for other columns.
+    lengths = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
         texts = _text_lengths(column)
         lengths += column.nbytes // max(1, len(column)) if texts is None else texts
@@ -99,7 +101,8 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
         stop = max(start + 1, int(np.searchsorted(ends, before + size, side="right")))
         longer = np.flatnonzero(lengths[start:stop] > limit)
         stop = start + int(longer[0]) if longer.size else stop
-        sink = arrow.BufferOutputStream()  # serialized, because a pickled slice includes the whole batch
+        # The slice is serialized, because a pickled slice would include the whole batch.
+        sink = arrow.BufferOutputStream()
         with arrow.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch.slice(start, stop - start))
         yield stop - start, sink.getvalue().to_pybytes()
@@ -107,7 +110,7 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
 
 
 def _text_lengths(column: Any) -> np.ndarray | None:
-    """Bytes of each text of a column, int64 [rows]; None for a column of another type."""
+    """Return the number of bytes of each text in a column, int64 [rows], or None for a column of another type."""
     from pyarrow import compute, types
 
     kind = column.type
@@ -118,7 +121,7 @@ def _text_lengths(column: Any) -> np.ndarray | None:
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-    """Yield ("path:number", row) of a packed batch, numbered from `chunk.first`."""
+    """Yield ("path:number", row) for the rows of a packed batch. Rows are numbered from `chunk.first`."""
     from pyarrow import ipc
 
     batch = ipc.open_stream(chunk.payload).read_next_batch()
@@ -139,7 +142,7 @@ def _damage(path: Path) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise  # also an ArrowException, but the file may be sound
+        raise  # pyarrow's memory errors are also ArrowExceptions, but they do not mean that the file is damaged
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise DataError(
             f"{path}: cannot be read to its end ({error}); check that the file is complete and readable"

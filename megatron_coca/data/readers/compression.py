@@ -1,4 +1,4 @@
-"""Decompress streams and read tar archives in bounded memory, with an error for truncated or damaged data."""
+"""Decompress streams and read tar archives in bounded memory. Truncated or damaged data is an error."""
 
 import bz2
 import lzma
@@ -12,25 +12,25 @@ import zstandard
 from megatron_coca.data.errors import DataError
 
 FEED = 512
-"""Compressed bytes per call of a decoder. This bounds the output of a call to 16 MiB, because 4 bytes of zstd may stand
-for 128 KiB. Larger values are not faster.
+"""Number of compressed bytes per call of a decoder. It bounds the output of a call to 16 MiB, because 4 bytes of zstd
+can decompress to 128 KiB. Larger values are not faster.
 """
 WINDOW = 1 << 31
-"""Maximum window of a zstd frame in bytes, as for `zstd --long=31`."""
+"""Maximum window size of a zstd frame in bytes, as with `zstd --long=31`."""
 
 
 CONTENT_BYTES = 1 << 16
-"""Bytes of a file in an archive that are read at a time."""
+"""Number of bytes that are read at a time from a file in an archive."""
 
 
 class Compression(NamedTuple):
-    """One compression format.
+    """A compression format.
 
     Attributes:
-        name: its name in messages.
-        decoder: makes an object for one frame (gzip: member; bzip2, xz: stream) like `bz2.BZ2Decompressor`, with
-            `decompress`, `eof` and `unused_data`.
-        error: exception of `decompress` for damaged data.
+        name: name of the format in messages.
+        decoder: creates a decoder for one frame (called member in gzip, stream in bzip2 and xz). A decoder has
+            `decompress`, `eof` and `unused_data`, like `bz2.BZ2Decompressor`.
+        error: the exception that `decompress` raises for damaged data.
     """
 
     name: str
@@ -46,14 +46,14 @@ COMPRESSIONS: dict[str, Compression] = {
     ".bz2": Compression("bzip2", bz2.BZ2Decompressor, OSError),
     ".xz": Compression("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError),
 }
-"""Compression formats by the last suffix of a file name."""
+"""The compression formats by the last suffix of a file name."""
 
 
 def decompressed(place: str, blocks: Iterable[bytes], kind: Compression, size: int) -> Iterator[bytes]:
-    """Decompress `blocks` into blocks of at most `size` bytes.
+    """Decompress `blocks`, and yield blocks of at most `size` bytes.
 
-    There may be several frames, as `pzstd`, `pigz`, `pbzip2` and `cat` write them; zeros between and after frames are
-    padding. Raises `DataError` for damaged data, or if the data ends inside a frame.
+    There may be several frames, as in the output of `pzstd`, `pigz`, `pbzip2` and `cat`. Zero bytes between and after
+    frames are padding. Raises `DataError` if the data is damaged or ends inside a frame.
     """
     decoder, frames = None, 0
     for data in (block[start : start + FEED] for block in blocks for start in range(0, len(block), FEED)):
@@ -66,27 +66,28 @@ def decompressed(place: str, blocks: Iterable[bytes], kind: Compression, size: i
                 plain = decoder.decompress(data)
             except kind.error as error:
                 raise DataError(
-                    f"{place}: damaged {kind.name} data ({error}); fetch or compress the file again"
+                    f"{place}: the {kind.name} data is damaged ({error}); download or compress the file again"
                 ) from error
             yield from (plain[start : start + size] for start in range(0, len(plain), size))
-            plain = b""  # not kept while the next is made
+            plain = b""  # frees the memory before the next call
             data = decoder.unused_data if decoder.eof else b""
             frames, decoder = (frames + 1, None) if decoder.eof else (frames, decoder)
     if decoder or not frames:
         raise DataError(
-            f"{place}: cannot be read to its end (the {kind.name} data stops in the middle); check that the "
-            "file is complete"
+            f"{place}: cannot be read to its end (the {kind.name} data is truncated); check that the file is complete"
         )
 
 
 class _Archive(tarfile.TarFile):
-    """Remembers whether the last block was the end-of-archive mark."""
+    """A tar archive that remembers whether the last block was an end-of-archive mark."""
 
     ended = False
 
 
 class _Header(tarfile.TarInfo):
-    """Raises an error for a damaged or missing header, which `tarfile` takes for the end of the archive."""
+    """A member header that raises an error if it is damaged or missing. `tarfile` would treat such a header as the end
+    of the archive.
+    """
 
     @classmethod
     def fromtarfile(cls, archive: _Archive) -> Self:  # type: ignore[override]
@@ -104,13 +105,13 @@ class _Header(tarfile.TarInfo):
 
 
 class _BlockFile:
-    """File object over `blocks` for `tarfile`, which reads it forwards."""
+    """A file object over `blocks`, for `tarfile`, which only reads forwards."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._block, self._used = blocks, b"", 0
 
     def read(self, size: int) -> bytes:
-        """Return the next available bytes, at most `size`; empty at the end."""
+        """Return the next available bytes, at most `size`, or empty bytes at the end."""
         if self._used == len(self._block):
             self._block, self._used = next(self._blocks, b""), 0
         taken = self._block[self._used : self._used + size]
@@ -119,7 +120,7 @@ class _BlockFile:
 
 
 def _content(place: str, stream: Any, size: int) -> Iterator[bytes]:
-    """Yield the `size` bytes of one file in an archive, in blocks. Raises `DataError` if the archive ends inside it."""
+    """Yield the `size` bytes of an archived file, in blocks. Raises `DataError` if the archive ends inside the file."""
     while size:
         block = stream.read(min(size, CONTENT_BYTES))
         if not block:
@@ -131,18 +132,18 @@ def _content(place: str, stream: Any, size: int) -> Iterator[bytes]:
 
 
 def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Iterator[bytes] | None]]:
-    """Yield (name, content) of all members of a tar archive except folders; content is None for links and devices.
+    """Yield (name, content) for all members of a tar archive except folders. The content is None for links and devices.
 
-    Content that is not read before the next member is requested is skipped. Concatenated archives are read as one.
-    Raises `DataError` for a damaged header or an incomplete archive.
+    Content that is not read before the next member is requested is skipped. Concatenated archives are read as one
+    archive. Raises `DataError` for a damaged header or an incomplete archive.
     """
     try:
-        # backslashreplace: undecodable names must not break reports; ignore_zeros: read past the first end mark.
+        # backslashreplace: names that are not UTF-8 must stay printable. ignore_zeros: read past the first end mark.
         options: Any = {"tarinfo": _Header, "ignore_zeros": True, "encoding": "utf-8", "errors": "backslashreplace"}
         file: Any = _BlockFile(blocks)
         with _Archive.open(fileobj=file, mode="r|", **options) as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # else memory grows with every member
+                archive.members.clear()  # type: ignore[attr-defined]  # otherwise memory grows with every member
                 if not member.isdir():
                     name, plain = f"{place}!{member.name}", member.isreg() and not member.issparse()
                     yield member.name, _content(name, archive.fileobj, member.size) if plain else None

@@ -1,4 +1,4 @@
-"""Turn records into documents: look up the text and metadata of a record, and filter by them."""
+"""Convert records to documents: look up the text and metadata of a record, and apply the filters."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,18 +28,20 @@ _BY_ENDING, _BY_NAME, _BY_INTERPRETER = (
     for key in ("endings", "names", "interpreters")
 )
 PROSE = frozenset(("AsciiDoc", "Markdown", "TeX", "Text", "reStructuredText"))
-"""Languages in which a paragraph may be one line."""
+"""Languages in which a whole paragraph may be on one line."""
 LANGUAGES = frozenset(_BY_ENDING.values()) | frozenset(_BY_NAME.values())
 
 
 def language_of_path(path: str) -> str | None:
-    """The language of a file by its name; None if unknown."""
+    """Return the language of a file, determined by its name, or None if it is unknown."""
     name = path.rpartition("/")[2].lower()
     return _BY_NAME.get(name) or _BY_ENDING.get(name.rpartition(".")[2] if "." in name else "")
 
 
 def language_of_script(text: str) -> str | None:
-    """Language of a script by its first line (`#!/usr/bin/env python3`); None if unknown."""
+    """Return the language of a script, determined by its first line (`#!/usr/bin/env python3`), or None if it is
+    unknown.
+    """
     if not text.startswith("#!"):
         return None
     words = text[2:].partition("\n")[0][:200].split()
@@ -51,8 +53,9 @@ def language_of_script(text: str) -> str | None:
 
 # Filters --------------------------------------------------------------------------------------------------------------
 
-# Codex left out files with lines of over 100 characters on average or over 1,000 at most (Chen et al. 2021, "Evaluating
-# Large Language Models Trained on Code", section 3.1); CodeParrot and The Stack's filters took both numbers over.
+# The training data of Codex excludes files with an average line length above 100 characters or a line above 1,000 (Chen
+# et al. 2021, "Evaluating Large Language Models Trained on Code", section 3.1). CodeParrot and The Stack use the same
+# two limits.
 MEAN_LINE, LONGEST_LINE = 100, 1000
 
 _HEAD_CHARACTERS, _HEAD_LINES = 2000, 5
@@ -63,12 +66,12 @@ _GENERATED_ENDINGS, _MINIFIED_ENDINGS = (tuple(_CODE[key].split()) for key in ("
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The metadata of a record; None if unknown.
+    """The metadata of a record. Unknown values are None.
 
     Attributes:
-        stars: stars of the repository.
-        language: as named by GitHub's Linguist.
-        path: path of the file in its repository.
+        stars: number of stars of the repository.
+        language: programming language, with the name that GitHub's Linguist uses.
+        path: path of the file within its repository.
     """
 
     stars: int | None = None
@@ -77,7 +80,7 @@ class Facts:
 
 
 def admit_facts(facts: Facts, filters: Filters) -> str | None:
-    """Reason to leave out a record by its metadata; None to keep it."""
+    """Return the reason to leave out a record because of its metadata, or None to keep the record."""
     if filters.min_stars:
         if facts.stars is None:
             return "no stars given"
@@ -100,9 +103,10 @@ def admit_facts(facts: Facts, filters: Filters) -> str | None:
 
 
 def admit(text: str, facts: Facts, filters: Filters) -> str | None:
-    """Reason to leave out a record; None to keep it. A record that lacks the metadata for a filter is left out.
+    """Return the reason to leave out a record, or None to keep it. A record without the metadata that a filter needs is
+    left out.
 
-    Files of prose (Markdown, ...) may have lines of any length and do not count as minified.
+    Prose files (such as Markdown) may have lines of any length and never count as minified.
     """
     if reason := admit_facts(facts, filters):
         return reason
@@ -116,24 +120,25 @@ def admit(text: str, facts: Facts, filters: Filters) -> str | None:
 
 
 def size_reason(size: int, filters: Filters) -> str | None:
-    """Reason to leave out a record of `size` bytes; None to keep it."""
+    """Return the reason to leave out a record of `size` bytes, or None to keep it."""
     too_large = filters.max_bytes is not None and size > filters.max_bytes
     return f"larger than {filters.max_bytes} bytes" if too_large else None
 
 
 def is_generated(text: str) -> bool:
-    """True if the head of a file marks it as generated."""
+    """Return True if a marker near the start of a file says that the file is generated."""
     head = text[:_HEAD_CHARACTERS].lower()
     first_lines = "\n".join(head.split("\n", _HEAD_LINES)[:_HEAD_LINES])
     return any(marker in head for marker in _MARKERS) or any(marker in first_lines for marker in _FIRST_LINE_MARKERS)
 
 
 def is_minified(text: str) -> bool:
-    """True if lines are over 100 characters long on average, or one is over 1,000."""
+    """Return True if the average line is longer than 100 characters, or any line is longer than 1,000."""
     breaks = text.count("\n")
     if len(text) - breaks > MEAN_LINE * (breaks + (not text.endswith("\n"))):
         return True
-    # Jump from line break to line break, by the longest step that a short line allows: far fewer steps than lines.
+    # Each step jumps to the last line break that is at most LONGEST_LINE characters ahead, so there are far fewer steps
+    # than lines.
     start, length = 0, len(text)
     while length - start > LONGEST_LINE:
         line_break = text.rfind("\n", start, start + LONGEST_LINE + 1)
@@ -160,27 +165,29 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations"),
     "tools": ("tools",),
 }
-"""Paths of each field in order of preference: the names in the Pile and in The Stack."""
+"""The paths in a record at which each field is looked up, in order of preference. They include the names of the Pile
+and The Stack.
+"""
 
 ROLES = {"human": "user", "gpt": "assistant"}
-"""Current names of the roles in ShareGPT's records."""
+"""The usual names of the roles in ShareGPT records."""
 _ABSENT = object()
-NAME_IT = "name the field of the text: --text-field NAME, or `fields: {text: NAME}` in a recipe"
+NAME_IT = "name the text field with --text-field NAME, or with `fields: {text: NAME}` in a recipe"
 
 
 class Fields:
-    """Turns the records of a source into documents. Raises `DataError` if `spec.fields` has an unknown field."""
+    """Converts the records of a source to documents. Raises `DataError` if `spec.fields` contains an unknown field."""
 
     def __init__(self, spec: SourceSpec) -> None:
         if unknown := sorted(set(spec.fields) - set(DEFAULTS)):
-            raise DataError(f"{spec.name}: unknown fields {unknown}; use {', '.join(DEFAULTS)}")
+            raise DataError(f"{spec.name}: unknown fields {unknown}; supported fields: {', '.join(DEFAULTS)}")
         self._paths = DEFAULTS | {name: (path,) for name, path in spec.fields.items()}
         self._named_key, self._content = spec.fields.get("key"), "messages" if spec.messages else "text"
         self._sets, self._divide = frozenset(spec.sets), spec.divide
         self._filters = spec.filters if spec.filters != Filters() else None
 
     def documents(self, rows: Iterable[tuple[str, Row]], problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of (place, record) pairs. The other records go to `problems`."""
+        """Yield the documents for pairs (place, record). Records that yield no document are added to `problems`."""
         for place, row in rows:
             try:
                 set_name = self._set(row) if self._sets or self._divide else ""
@@ -196,7 +203,9 @@ class Fields:
                 yield document
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """The columns of a table that are needed. Raises `DataError` if none holds the text."""
+        """Return the required columns among the columns `names` of a table. Raises `DataError` if no column contains
+        the text.
+        """
         needed = [self._content, "key", "repository"]
         needed += ["tools"] if self._content == "messages" else []
         if self._sets or self._divide:
@@ -206,7 +215,7 @@ class Fields:
         roots = {field: {root for path in self._paths[field] for root in _roots(path)} for field in needed}
         if not roots[self._content] & set(names):
             column = self._paths[self._content][0]
-            raise DataError(f"{place}: no column {column!r}; the table has {list(names)[:20]}; {NAME_IT}")
+            raise DataError(f"{place}: the table has no column {column!r}, only {list(names)[:20]}; {NAME_IT}")
         wanted = set().union(*roots.values())
         return [name for name in names if name in wanted]
 
@@ -230,15 +239,17 @@ class Fields:
         text = row[path] if path in row else _nested(row, path)
         if text is _ABSENT:
             raise _missing(row, path, f"; {NAME_IT}")
-        text = decode(text) if isinstance(text, bytes) else text  # tables may hold strings as plain bytes
+        text = decode(text) if isinstance(text, bytes) else text  # tables may store strings as bytes
         if not isinstance(text, str):
-            raise RejectedRecord("text is not a string", f"field {path!r} holds {type(text).__name__}")
+            raise RejectedRecord("text is not a string", f"field {path!r} is of type {type(text).__name__}")
         if not text or text.isspace():
             raise RejectedRecord("empty text")
         return _valid(text)
 
     def _chat(self, row: Row) -> str:
-        """The messages and tools of a chat as JSON; `from` and `value` become `role` and `content`."""
+        """Return the messages and tools of a chat as JSON. The keys `from` and `value` are renamed to `role` and
+        `content`.
+        """
         messages, tools = self._look_up(row, "messages"), self._look_up(row, "tools")
         if messages is None:
             raise _missing(row, self._paths["messages"][0])
@@ -256,7 +267,7 @@ class Fields:
             raise RejectedRecord("messages have too many levels of lists") from error
 
     def _key(self, row: Row) -> str:
-        """The key of a record, else its repository, else an empty string."""
+        """Return the key of a record, or else its repository, or else an empty string."""
         if self._named_key and self._named_key not in row and _nested(row, self._named_key) is _ABSENT:
             raise _missing(row, self._named_key)
         for name in ("key", "repository"):
@@ -269,7 +280,7 @@ class Fields:
         stars, language, path = (self._look_up(row, name) for name in ("stars", "language", "path"))
         try:
             stars = int(stars)
-        except (TypeError, ValueError, OverflowError):  # also NaN and infinity
+        except (TypeError, ValueError, OverflowError):  # int() raises these errors also for NaN and infinity
             stars = None
         return Facts(
             stars=stars,
@@ -279,7 +290,7 @@ class Fields:
 
 
 def _nested(row: Row, path: str) -> Any:
-    """The value at a dotted path; names in the path may contain dots."""
+    """Return the value at a dotted path. The names in the path may themselves contain dots."""
     dot = path.find(".")
     while dot >= 0:
         inner = row.get(path[:dot])
@@ -293,17 +304,17 @@ def _nested(row: Row, path: str) -> Any:
 
 
 def _roots(path: str) -> list[str]:
-    """The columns in which a dotted path may start: for "a.b" these are "a" and "a.b"."""
+    """Return the names of the columns that may contain a dotted path. For "a.b" these are "a" and "a.b"."""
     names = path.split(".")
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
 
 
 def _missing(row: Row, path: str, hint: str = "") -> RejectedRecord:
-    return RejectedRecord("missing field", f"no {path!r}; the record has {sorted(map(str, row))[:8]}{hint}")
+    return RejectedRecord("missing field", f"no {path!r}, only {sorted(map(str, row))[:8]}{hint}")
 
 
 def _valid(text: str) -> str:
-    """Return `text` if it can be encoded in UTF-8. Escapes in JSON can spell half of a surrogate pair, which cannot."""
+    """Return `text`. Raises `RejectedRecord` if UTF-8 cannot encode it: JSON escapes can form lone surrogates."""
     try:
         _ = text.isascii() or text.encode()
     except UnicodeEncodeError as error:

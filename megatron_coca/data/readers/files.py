@@ -1,4 +1,4 @@
-"""Reader of files, folders and archives. The format of a file follows from its name."""
+"""The reader for files, folders and archives. The name of a file determines its format."""
 
 import os
 import stat
@@ -28,11 +28,12 @@ from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingPr
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.support.remote_files import is_url
 
-_UNREAD, _TOO_LONG = "unread", "too long"  # forms of a `TypedChunk` without records: its payload is the reason
+# Values of `form` for a `TypedChunk` without records, which has the reason as its payload.
+_UNREAD, _TOO_LONG = "unread", "too long"
 
 
 class TypedChunk(NamedTuple):
-    """The records of one file in one format. `chunk.read` is not used."""
+    """Records from one file in one format. `chunk.read` is not used."""
 
     form: str
     chunk: Chunk
@@ -41,9 +42,9 @@ class TypedChunk(NamedTuple):
 class FileReader(Reader):
     """Reads the files and folders in `spec.paths`.
 
-    The payload of a chunk is a tuple of `TypedChunk` with about `block` bytes of records: one from a large file, or
-    many from the small files of an archive. Raises `DataError` if `spec` has unknown fields or documents, or keys that
-    this reader does not use.
+    The payload of a chunk is a tuple of `TypedChunk` with about `block` bytes of records in total: one `TypedChunk` for
+    a large file, or many for the small files in an archive. Raises `DataError` if `fields` or `documents` of `spec` has
+    an unknown value, or if `spec` has a key that this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
@@ -55,23 +56,24 @@ class FileReader(Reader):
         self._formats: dict[str, StreamFormat] = {**FORMATS, **dict.fromkeys(TEXT_SUFFIXES, text_format)}
 
     def units(self) -> list[ReadUnit]:
-        """List the files. Raises `DataError` for a path that is missing, of unknown type, or listed twice."""
+        """List the files. Raises `DataError` for a path that is missing, has an unknown type, or is listed twice."""
         files = corpus_files(self.spec.paths)
         for file, times in Counter(files).items():
             if times > 1:
                 raise DataError(
-                    f"{file}: listed twice in {self.spec.name}; list it once (a larger weight repeats a source)"
+                    f"{file}: is listed twice in {self.spec.name}; list it once (to repeat a source, increase its "
+                    "weight)"
                 )
         return [file_unit(file) for file in files]
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a file in the order of its records. Raises `DataError` if it is damaged."""
+        """Cut a file into chunks, in the order of its records. Raises `DataError` if the file is damaged."""
         kind, path, sent = kind_of(unit.path), unit.path, 0
         if kind is None:
             raise DataError(f"{path}: {unknown_type(Path(path).name)}")
         is_table = kind.form in TABLE_FORMATS
         for payload, position in self._table_payloads(path, kind.form) if is_table else self._payloads(path, kind):
-            if payload or position > sent:  # the end of a file may hold no record
+            if payload or position > sent:  # there may be no record at the end of a file
                 start, first = (payload[0].chunk.path, payload[0].chunk.first) if payload else (unit.path, 0)
                 yield Chunk(start, first, payload, position - sent)
                 sent = position
@@ -91,21 +93,21 @@ class FileReader(Reader):
         return file_unit(unit.path).stamp
 
     def unread(self) -> Counter[str]:
-        """Count the skipped files in the folders of the source by reason. This lists the folders again."""
+        """Count the skipped files in the folders of the source by reason. The folders are listed again."""
         return unread_files(self.spec.paths)
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
-        """The chunk of records of a file, or of one record that is too long. The first has number `number` (0 if the
-        file is one record).
+        """Return a chunk with `records` of a file, or with the reason why a record is too long. The first record has
+        the number `number`, which is 0 if the whole file is one record.
         """
         if isinstance(records, TooLong):
-            hint = "write one JSON object per line, read text by line, or raise it"
+            hint = "write one JSON object per line, read text by line, or increase max_record_mib"
             records = f"{records.length:,} bytes, more than max_record_mib: {self.spec.max_record_mib}; {hint}"
             form = _TOO_LONG
         return TypedChunk(form, Chunk(path, number, records, 0))
 
     def _table_payloads(self, path: str, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
-        """Yield (payload, bytes of the file read so far)."""
+        """Yield (payload, bytes of the table read so far)."""
         number, size = 1, file_unit(path).size
         choose = partial(self.fields.columns, place=path)
         with local_input(path) as file:
@@ -116,7 +118,7 @@ class FileReader(Reader):
         yield (), size
 
     def _payloads(self, path: str, kind: FileKind) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
-        """Yield (payload, bytes of the file read so far), with at least a block in each payload except the last."""
+        """Yield (payload, bytes of the file read so far). Every payload except the last has at least `block` bytes."""
         with local_input(path) as file, _opened(file) as raw:
             payload, size = list[TypedChunk](), 0
             for typed in self._typed_chunks(path, kind, raw_blocks(path, raw, self._block)):
@@ -128,7 +130,7 @@ class FileReader(Reader):
             yield tuple(payload), raw.tell()
 
     def _typed_chunks(self, place: str, kind: FileKind, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
-        """Cut a file, the files in an archive, or one of them. Raises `DataError` if it is damaged."""
+        """Cut a file, or all files in an archive, into typed chunks. Raises `DataError` if the data is damaged."""
         if kind.compression:
             blocks = decompressed(place, blocks, COMPRESSIONS[kind.compression], self._block)
         return self._archived(place, blocks) if kind.form == ARCHIVE else self._records(place, kind.form, blocks)
@@ -156,30 +158,36 @@ def _opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
-        raise DataError(f"{path}: cannot be opened ({error}); check the path and its permissions") from error
+        raise DataError(f"{path}: cannot be opened ({error}); check the path and the permissions") from error
 
 
 def file_unit(file: Path | str) -> ReadUnit:
-    """The unit of a file or object in its current state. Raises `DataError` if it is missing or not a regular file."""
+    """Return the unit of a file or object in its current state. Raises `DataError` if it is missing or not a regular
+    file.
+    """
     if is_url(file):
         return remote_unit(str(file))
     try:
         status = os.stat(file)
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error}); check the path and its permissions") from error
+        raise DataError(f"{file}: cannot be read ({error}); check the path and the permissions") from error
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{file}: a pipe or device, not a regular file; write its content to a file and use that")
+        raise DataError(
+            f"{file}: is a pipe or device, not a regular file; write the content to a file and use that file"
+        )
     return ReadUnit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
 def read_documents(path: Path | str, problems: ReadingProblems | None = None) -> Iterator[Document]:
-    """Stream the documents of a file or folder in this process. Memory holds one chunk, or one record if it is larger.
+    """Stream the documents of a file or folder in this process. Only one chunk, or one larger record, is in memory at a
+    time.
 
-    Unusable records go to `problems`; without it the first one is an error. Raises `DataError` for a missing,
-    unreadable, damaged or unknown file, and for one that changed while it was read.
+    Unusable records are added to `problems`; without `problems`, the first unusable record is an error. Raises
+    `DataError` for a file that is missing, unreadable, damaged or of unknown type, or that changed while it was read.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
-    # No limit on records: evaluation data is chosen by hand, and one document may be a whole collection of books.
+    # The limit on records is very large, because evaluation data is chosen by hand, and one document may be a whole
+    # collection of books.
     reader = FileReader(SourceSpec(str(path), [path], max_record_mib=1024))
     for unit in reader.units():
         for chunk in reader.chunks(unit):

@@ -1,4 +1,4 @@
-"""Resolve the paths of a corpus to files, and the names of files to formats."""
+"""Resolve the paths of a corpus to files, and file names to formats."""
 
 import json
 import os
@@ -20,17 +20,17 @@ from megatron_coca.support.regular_files import read_regular
 from megatron_coca.support.remote_files import is_url
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
-# A name with only the suffix of a compression ("wiki.zst") is taken for JSON lines, the usual content of such files.
+# A file with only a compression suffix ("wiki.zst") is read as JSON lines, the usual content of such files.
 _BARE = ""
 FORMATS: dict[str, StreamFormat] = dict.fromkeys((".jsonl", ".json", ".ndjson", _BARE), JSON_LINES)
-_EXTRACT = re.compile(r"wiki_\d\d+")  # files of WikiExtractor --json
+_EXTRACT = re.compile(r"wiki_\d\d+")  # output files of WikiExtractor --json
 ARCHIVE = ".tar"
 READABLE = (
     ".jsonl, .json, .ndjson, .txt, .text, .md, wiki_00 (WikiExtractor --json) or .tar, each plain or with .gz, .zst, "
     ".bz2 or .xz; .parquet, .arrow"
 )
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-# Files that describe the data next to them. Read as documents they would become text or be reported as damaged.
+# Files that describe the data next to them. If they were read, they would become documents or be reported as damaged.
 _DESCRIPTION = re.compile(
     r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
@@ -42,10 +42,11 @@ _SPLITS = "dataset_dict.json"
 
 @dataclass(frozen=True)
 class FileKind:
-    """The format of a file, from its name.
+    """The format of a file, as determined by its name.
 
     Attributes:
-        form: suffix of the content, which is in `FORMATS`, `TEXT_SUFFIXES` or `TABLE_FORMATS`, or is `ARCHIVE`.
+        form: suffix that stands for the format of the content. It is in `FORMATS`, `TEXT_SUFFIXES` or `TABLE_FORMATS`,
+            or is `ARCHIVE`.
         compression: a suffix in `COMPRESSIONS`, or empty.
     """
 
@@ -54,7 +55,7 @@ class FileKind:
 
 
 def kind_of(name: str) -> FileKind | None:
-    """The format of a file by the end of its name, case-insensitive; None if it is unknown."""
+    """Return the format of a file, determined by the end of its name (case-insensitive), or None if it is unknown."""
     base, compression = _split_name(name)
     inner = ".jsonl" if _EXTRACT.fullmatch(base) else PurePath(base).suffix
     if inner in TABLE_FORMATS:
@@ -65,7 +66,7 @@ def kind_of(name: str) -> FileKind | None:
 
 
 def unread_reason(name: str) -> str | None:
-    """Reason to skip a file of this name in a folder or an archive; None to read it."""
+    """Return the reason to skip a file with this name in a folder or an archive, or None to read the file."""
     base = PurePath(name).name
     if base.startswith("."):
         return "hidden file"
@@ -75,16 +76,19 @@ def unread_reason(name: str) -> str | None:
 
 
 def unknown_type(name: str) -> str:
-    """Error message for a file name without a known format."""
+    """Return the error message for a file name without a known format."""
     base, compression = _split_name(name)
     example = f": {base}.jsonl{compression}, for example" if compression else ""
     if ".xml" in base:
-        return "XML is not supported; convert a dump with WikiExtractor --json, or use wikimedia/wikipedia of the Hub"
-    return f"unknown type of file ({_ending(name)}); give it the ending of its content ({READABLE}){example}"
+        return "XML is not supported; convert a dump with WikiExtractor --json, or use wikimedia/wikipedia from the Hub"
+    return (
+        f"unknown file type ({_ending(name)}); rename the file to a suffix that matches its content "
+        f"({READABLE}){example}"
+    )
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """(lower-case name without folder and compression, compression)."""
+    """Return (lower-case file name without folder and compression suffix, compression suffix or an empty string)."""
     lower = PurePath(name).name.lower()
     lower = next((lower.removesuffix(short) + long for short, long in _SHORT.items() if lower.endswith(short)), lower)
     compression = PurePath(lower).suffix if PurePath(lower).suffix in COMPRESSIONS else ""
@@ -92,34 +96,36 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _ending(name: str) -> str:
-    "The suffix for messages and counts. Numbers and sentences are left out, because there may be many different ones."
+    """Return the suffix of a file name, for messages and counts. Numbers and sentences after a dot do not count as a
+    suffix, because there may be many different ones.
+    """
     base, compression = _split_name(name)
     suffix = PurePath(base).suffix
     return (suffix if suffix[1:2].isalpha() and len(suffix) <= 9 else "") + compression or "no known ending"
 
 
 def corpus_files(paths: Sequence[Path | str]) -> list[Path | str]:
-    """Resolve paths and URLs to files and objects. A folder resolves to its readable files in sorted order.
+    """Resolve paths and URLs to files and objects. A folder resolves to all readable files in it, in sorted order.
 
-    Hidden files and folders and links to folders are skipped. A folder saved by `datasets` resolves to the files in its
-    `state.json`. Raises `DataError` for a missing path, a file of an unknown type, and a folder that cannot be read,
-    holds no readable file, or was saved with several splits.
+    Hidden files, hidden folders and links to folders are skipped. A folder saved by `datasets` resolves to the files
+    listed in its `state.json`. Raises `DataError` for a missing path, for a file of an unknown type, and for a folder
+    that cannot be read, contains no readable file, or was saved with several splits.
     """
     return [file for path in paths for file in _listed(path)[0]]
 
 
 def unread_files(paths: Sequence[Path | str]) -> Counter[str]:
-    """Count the files in the folders among `paths` that `corpus_files` skips, by reason."""
+    """Count, by reason, the files that `corpus_files` skips in the folders among `paths`."""
     return sum((_listed(path)[1] for path in paths), Counter[str]())
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """True if `datasets` saved a single data set in this folder."""
+    """Return True if `datasets` saved a single data set in this folder."""
     return all((folder / name).is_file() for name in _SAVED)
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """The splits that `datasets` saved in this folder; none if it is not a `DatasetDict`."""
+    """Return the splits that `datasets` saved in this folder, or an empty list if it saved no `DatasetDict` there."""
     listing = folder / _SPLITS
     if not listing.is_file():
         return []
@@ -130,7 +136,7 @@ def saved_splits(folder: Path) -> list[str]:
 
 
 def _listed(path: Path | str) -> tuple[Sequence[Path | str], Counter[str]]:
-    """(files to read, counts of the others by reason)."""
+    """Return (files to read, number of skipped files by reason)."""
     return _remote_listing(str(path)) if is_url(path) else _listing(Path(path))
 
 
@@ -147,14 +153,14 @@ def _remote_listing(url: str) -> tuple[list[str], Counter[str]]:
     unread = Counter(reason for reason in reasons.values() if reason is not None)
     found = [f"{url.rstrip('/')}/{each}" for each, reason in reasons.items() if reason is None]
     if not found:
-        raise DataError(f"{url}: no such object, or no readable file ({READABLE}) below it; check the path")
+        raise DataError(f"{url}: no such object, and no readable file ({READABLE}) below this URL; check the path")
     return found, unread
 
 
 def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
-    """(files to read, counts of the others by reason)."""
+    """Return (files to read, number of skipped files by reason)."""
     if printable(str(path)) != str(path):
-        raise DataError(f"{printable(str(path))}: the name is not UTF-8; rename it")
+        raise DataError(f"{printable(str(path))}: the name is not valid UTF-8; rename the file or folder")
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; check the path of the corpus")
     if not path.is_dir():
@@ -187,10 +193,10 @@ def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
 
 
 def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
-    """Reason to skip each file of a folder; None to read it."""
+    """Return, for each file in a folder, the reason to skip it, or None to read it."""
     if _SPLITS in names and len(splits := saved_splits(folder)) > 1:
         raise DataError(
-            f"{folder}: has the splits {', '.join(splits)}, which would be mixed; give the folder of one "
+            f"{folder}: contains the splits {', '.join(splits)}, which would be mixed; give the folder of a single "
             "split, or use the reader huggingface with the option split"
         )
     if set(names) >= _SAVED:
@@ -199,14 +205,17 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
             saved = [entry["filename"] for entry in json.loads(read_regular(state))["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(f"{state}: cannot be read ({error!r}); save the data set again") from error
-        # The other Arrow files are caches with the same rows. A missing file is reported when it is opened.
+        # All other Arrow files in the folder are caches with the same rows. A missing file is reported when it is
+        # opened.
         skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
         return {**dict.fromkeys(saved), **skipped}
     return {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}
 
 
 def _irregular(path: str) -> str | None:
-    """Reason to skip a path that is not a regular file. None for a regular file, or if only opening it can tell."""
+    """Return the reason to skip a path that is not a regular file. Return None for a regular file, or if the path must
+    be opened to find out.
+    """
     if printable(path) != path:
         return _MISNAMED
     try:
@@ -216,4 +225,4 @@ def _irregular(path: str) -> str | None:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); check its permissions")
+    raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); check the permissions")

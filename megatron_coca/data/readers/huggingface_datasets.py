@@ -1,4 +1,6 @@
-"""Reader of Hugging Face data sets on disk, in folders of data files, or on the Hub, by the library `datasets`."""
+"""The reader for Hugging Face data sets: saved on disk, in folders of data files, or on the Hub. It uses the library
+`datasets`.
+"""
 
 import contextlib
 import hashlib
@@ -17,34 +19,35 @@ from megatron_coca.data.readers.streams import BLOCK
 
 OPTIONS = ("name", "split", "revision")
 DEFAULT_SPLIT = "train"
-_ROWS = 100  # read at once: a few hundred KB of articles, tens of MB of books
+_ROWS = 100  # rows per read: a few hundred KB of articles, or tens of MB of books
 _FORM = ".arrow"
 
 
 class HuggingFaceReader(Reader):
     """Reads one split of a data set with the library `datasets`.
 
-    `spec.paths` are folders written by `save_to_disk` (their Arrow files are read directly), other folders or files of
-    data, or names on the Hub; the last two are streamed, without a copy in the library's cache. `spec.options` are the
-    `name` of the configuration, the `split` (default train) and the `revision` on the Hub. Raises `DataError` for an
-    unknown option, a key that this reader does not use, and as `FileReader`.
+    `spec.paths` are folders that `save_to_disk` wrote (their Arrow files are read directly), other data files or
+    folders, or names of data sets on the Hub. The latter two are streamed, without a copy in the cache of the library.
+    `spec.options` are the `name` of the configuration, the `split` (default: train) and the `revision` on the Hub.
+    Raises `DataError` for an unknown option, for a key that this reader does not use, and as `FileReader` does.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
         check_keys(spec, "huggingface")
         if unknown := sorted(set(spec.options) - set(OPTIONS)):
             raise DataError(
-                f"{spec.name}: unknown options {unknown} of the reader huggingface; use {', '.join(OPTIONS)}"
+                f"{spec.name}: unknown options {unknown} for the reader huggingface; supported options: "
+                f"{', '.join(OPTIONS)}"
             )
         self.spec = spec
         self._files = FileReader(replace(spec, options={}))
         self._split = spec.options.get("split", DEFAULT_SPLIT)
 
     def units(self) -> list[ReadUnit]:
-        """List the Arrow files of saved data sets, and every other path as one unit of size 0.
+        """List the units: each Arrow file of a saved data set, and every other path as a single unit of size 0.
 
-        Raises `DataError` for a folder without this split, a name that is neither on disk nor on the Hub, or without a
-        network.
+        Raises `DataError` for a folder without the requested split and for a name that is neither on disk nor on the
+        Hub, or if the Hub cannot be reached.
         """
         units = []
         for name in map(str, self.spec.paths):
@@ -55,11 +58,13 @@ class HuggingFaceReader(Reader):
                 units.append(ReadUnit(name, 0, _stamp(path)))
             else:
                 if name.startswith((".", "/", "~")) or name.count("/") > 1 or kind_of(name) is not None:
-                    raise DataError(f"{name}: no such file or folder; check the path, or give a data set as owner/name")
+                    raise DataError(
+                        f"{name}: no such file or folder; check the path, or name a data set on the Hub as owner/name"
+                    )
                 with _reported(name):
                     from huggingface_hub import HfApi
 
-                    # The stamp is the commit that is read, even if the revision later points to another commit.
+                    # The stamp is the commit. This commit is read even if the revision points to another commit later.
                     commit = HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha
                 units.append(ReadUnit(name, 0, str(commit)))
         return units
@@ -67,11 +72,11 @@ class HuggingFaceReader(Reader):
     def stamp(self, unit: ReadUnit) -> str:
         path = Path(unit.path)
         if not path.exists():
-            return unit.stamp  # on the Hub: the commit is read
+            return unit.stamp  # a data set on the Hub: the same commit is always read
         return file_unit(path).stamp if unit.size else _stamp(path)
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut an Arrow file, or stream a data set. Raises `DataError` if reading fails."""
+        """Cut an Arrow file into chunks, or stream a data set. Raises `DataError` if reading fails."""
         if Path(unit.path).is_file() and unit.size:
             yield from self._files.chunks(unit)
             return
@@ -92,7 +97,9 @@ class HuggingFaceReader(Reader):
             return folder
         splits = saved_splits(folder)
         if self._split not in splits:
-            raise DataError(f"{folder}: no split {self._split!r}; set the option split to {', '.join(splits)}")
+            raise DataError(
+                f"{folder}: has no split {self._split!r}; set the option split to one of {', '.join(splits)}"
+            )
         return folder / self._split
 
     def _stream(self, unit: ReadUnit) -> Any:
@@ -108,7 +115,7 @@ class HuggingFaceReader(Reader):
 
 
 def _stamp(path: Path) -> str:
-    """The stamp of a file or of all files in a folder."""
+    """Return the stamp of a file, or of all files in a folder."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     stamps = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]
@@ -119,13 +126,13 @@ def _reported(path: str) -> Iterator[None]:
     try:
         import datasets  # noqa: F401
     except ImportError as error:
-        raise DataError("huggingface: the library datasets is missing; pip install datasets") from error
+        raise DataError("huggingface: the library datasets is not installed; run `pip install datasets`") from error
     try:
         yield
     except DataError:
         raise
-    except Exception as error:  # the library's errors have no common base class
+    except Exception as error:  # the errors of the library have no common base class
         raise DataError(
-            f"{path}: datasets cannot read it ({type(error).__name__}: {error}); check the name, the split "
-            "and, for the Hub, the network"
+            f"{path}: cannot be read by datasets ({type(error).__name__}: {error}); check the name, the split and, "
+            "for the Hub, the network"
         ) from error

@@ -1,4 +1,4 @@
-"""Inputs on object stores: s3://, gs:// and the other file systems of fsspec."""
+"""Inputs on object stores: s3://, gs:// and the other file systems that fsspec supports."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ from megatron_coca.data.readers.source import ReadUnit
 from megatron_coca.support.remote_files import RemoteFiles, is_url
 
 TIMEOUT = 300.0
-"""Seconds for which a failed request is repeated, because a preparation takes hours and outages end."""
+"""A failed request is retried for this many seconds, because a preparation takes hours and most outages are short."""
 
 
 class DataFiles(RemoteFiles):
-    """Objects below a URL, as inputs or shards. Raises DataError."""
+    """Objects below a URL, which are inputs or shards. Raises `DataError` if an operation fails."""
 
     permanent, unavailable = DataError, StoreUnavailable
 
@@ -24,13 +24,13 @@ class DataFiles(RemoteFiles):
 
 
 def opened(url: str) -> tuple[DataFiles, str]:
-    """The folder of a URL and the last part of its path."""
+    """Return (folder of a URL, last part of its path)."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return DataFiles(folder), name
 
 
 def joined(root: Path | str, text: str) -> Path | str:
-    """A path below `root`; either may be a URL."""
+    """Return the path `text` below `root`. Either of them may be a URL."""
     if is_url(text):
         return text
     text = os.path.expanduser(text)
@@ -38,7 +38,7 @@ def joined(root: Path | str, text: str) -> Path | str:
 
 
 def matching(url: str) -> list[str]:
-    """The URLs that match a pattern with `*`, `?` or `[`."""
+    """Return the URLs that match a pattern with `*`, `?` or `[`."""
     parts = url.split("/")
     fixed = next(number for number, part in enumerate(parts) if set(part) & set("*?["))
     folder = "/".join(parts[:fixed])
@@ -46,7 +46,7 @@ def matching(url: str) -> list[str]:
 
 
 def remote_unit(url: str) -> ReadUnit:
-    """The unit of an object in its current state. Raises `DataError` if it does not exist."""
+    """Return the unit of an object in its current state. Raises `DataError` if the object does not exist."""
     files, name = opened(url)
     facts = files.facts(name)
     if facts is None:
@@ -56,7 +56,9 @@ def remote_unit(url: str) -> ReadUnit:
 
 @contextlib.contextmanager
 def local_input(path: str) -> Iterator[Path]:
-    """Yield the file to read; an object is downloaded to a temporary folder. Raises `DataError` if that fails."""
+    """Yield the path of the local file to read. An object is first downloaded to a temporary folder. Raises `DataError`
+    if the download fails.
+    """
     if not is_url(path):
         yield Path(path)
         return

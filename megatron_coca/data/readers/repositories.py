@@ -1,8 +1,8 @@
-"""Reader of folders of repositories, cloned or unpacked: one document per source file.
+"""The reader for folders of cloned or unpacked repositories. Every source file is one document.
 
-A path of the source is a folder of repositories, `name` or `owner/name`, or one repository if it has `.git`. A folder
-in it is a repository if it has `.git` or any file of its own. If it has only folders, those are the repositories of an
-owner.
+Each path of the source is either a single repository, which contains `.git`, or a folder of repositories with the paths
+`name` or `owner/name`. In a folder of repositories, a subfolder that contains `.git` or any file is a repository. A
+subfolder that contains only folders is an owner, and these folders are the repositories of the owner.
 """
 
 import difflib
@@ -48,12 +48,12 @@ _VERSION_CONTROL = frozenset((".git", ".hg", ".svn", ".bzr", "CVS", "_darcs", ".
 
 @dataclass(frozen=True, slots=True)
 class RepositoryFiles:
-    """The payload of a chunk.
+    """The payload of a chunk of a repository.
 
     Attributes:
         repository: "name" or "owner/name".
-        names: file paths relative to the repository.
-        left_out: counts of skipped entries by reason.
+        names: paths of the files, relative to the repository.
+        left_out: number of skipped entries by reason.
     """
 
     repository: str
@@ -62,11 +62,11 @@ class RepositoryFiles:
 
 
 class RepositoryReader(Reader):
-    """Reads folders of repositories.
+    """Reads the source files in folders of repositories.
 
-    The key of a document is its repository, so that each repository is in one split. Stars come from `spec.metadata`,
-    by the repository's name (case-insensitive). Raises `DataError` if a filter needs stars and there is no metadata, if
-    a language of the filters is unknown, or if `spec` has keys that this reader does not use.
+    The key of a document is its repository, so that each repository is in a single split. The number of stars is looked
+    up in `spec.metadata` by the repository's name (case-insensitive). Raises `DataError` if a filter needs stars but
+    there is no metadata, if a filter names an unknown language, or if `spec` has a key that this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -75,22 +75,23 @@ class RepositoryReader(Reader):
         for name in spec.filters.languages:
             if name.lower() not in known:
                 near = difflib.get_close_matches(name, LANGUAGES, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(LANGUAGES))}"
+                hint = f"did you mean `{near[0]}`?" if near else f"supported languages: {', '.join(sorted(LANGUAGES))}"
                 raise DataError(f"{spec.name}: filters.languages: unknown language {name!r}; {hint}")
         if spec.filters.min_stars and spec.metadata is None:
             raise DataError(
-                f"{spec.name}: the filter min_stars needs metadata; set it to a JSONL file with the stars of the "
-                "repositories"
+                f"{spec.name}: the filter min_stars needs metadata; set metadata to a JSONL file with the stars of "
+                "the repositories"
             )
         if spec.metadata is not None and not Path(spec.metadata).is_file():
-            raise DataError(f"{spec.metadata}: no such file; correct the metadata of {spec.name}")
+            raise DataError(f"{spec.metadata}: no such file; correct the key metadata of {spec.name}")
         self._spec = spec
 
     def units(self) -> list[ReadUnit]:
-        """List the repositories. A stamp covers the names, sizes and times of the source files, and the metadata.
+        """List the repositories. The stamp of a repository covers the metadata, and the names, sizes and modification
+        times of its source files.
 
-        Raises `DataError` for a path that is not a folder or holds no repository. A million files take about 3 s if the
-        folders are in the page cache.
+        Raises `DataError` for a path that is not a folder or contains no repository. Listing a million files takes
+        about 3 s if the folders are in the page cache.
         """
         units, metadata = [], self._metadata_digest()
         for root in map(str, self._spec.paths):
@@ -110,11 +111,11 @@ class RepositoryReader(Reader):
                 return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise DataError(
-                f"{self._spec.metadata}: cannot be read ({error}); check the path and its permissions"
+                f"{self._spec.metadata}: cannot be read ({error}); check the path and the permissions"
             ) from error
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Yield chunks with the names of about a megabyte of files each, and the counts of skipped entries."""
+        """Yield chunks. Each contains file names, for about a megabyte of files, and the counts of skipped entries."""
         repository = self._name(unit.path)
         names, left_out, size, first = list[str](), Counter[str](), 0, 1
 
@@ -133,10 +134,10 @@ class RepositoryReader(Reader):
             yield chunk()
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield one document per file of a known language.
+        """Yield one document for each file in a known language.
 
-        Files are left out as "binary", "empty file" or "unknown file type", and by the filters. Faults are
-        "unreadable", "invalid UTF-8" and "record too long".
+        Files are left out as "binary", "empty file" or "unknown file type", or because of the filters. The kinds of
+        faults are "unreadable", "invalid UTF-8" and "record too long".
         """
         files: RepositoryFiles = chunk.payload
         for reason, count in files.left_out.items():
@@ -155,14 +156,14 @@ class RepositoryReader(Reader):
                 yield Document(text, files.repository)
 
     def _name(self, path: str) -> str:
-        """Name of the repository at `path`."""
+        """Return the name of the repository at `path`."""
         if path in self._roots:
             return printable(os.path.basename(os.path.abspath(path)))
         owner = os.path.dirname(path)
         for root in (owner, os.path.dirname(owner)):
             if root in self._roots:
                 return printable(os.path.relpath(path, root))
-        raise DataError(f"{path}: not a repository of {self._spec.name}; use units from `units`")
+        raise DataError(f"{path}: not a repository of {self._spec.name}; pass a unit that `units` returned")
 
     @functools.cached_property
     def _roots(self) -> frozenset[str]:
@@ -173,11 +174,11 @@ class RepositoryReader(Reader):
         return {} if self._spec.metadata is None else _load_metadata(Path(self._spec.metadata))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_spec": self._spec}  # each process reads the metadata itself: it may be large
+        return {"_spec": self._spec}  # the metadata may be large, so each process reads it from the file
 
 
 def _load_metadata(path: Path) -> dict[str, Facts]:
-    """Stars by repository in lower case."""
+    """Load the metadata. The keys of the result are the names of the repositories in lower case."""
     metadata = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -189,7 +190,7 @@ def _load_metadata(path: Path) -> dict[str, Facts]:
                 metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise DataError(
-                    f'{path}:{number}: invalid ({error!r}); write {{"repository": "owner/name", "stars": 3}}'
+                    f'{path}:{number}: invalid line ({error!r}); write it as {{"repository": "owner/name", "stars": 3}}'
                 ) from error
     return metadata
 
@@ -199,18 +200,24 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror}); check its permissions") from error
+        raise DataError(
+            f"{printable(folder)}: the folder cannot be listed ({error.strerror}); check the permissions"
+        ) from error
 
 
 def _repositories(root: str) -> Iterator[str]:
-    """The repositories in `root`, sorted, or `root` itself if it is one. Raises `DataError` if there is none."""
+    """Yield the repositories in `root` in sorted order, or only `root` if it is itself a repository. Raises `DataError`
+    if there is no repository.
+    """
     entries = _entries(root)
     if any(entry.name in _VERSION_CONTROL for entry in entries):
         yield root
         return
     folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     if not folders:
-        raise DataError(f"{root}: contains no repository; give the folder that contains them (links are not followed)")
+        raise DataError(
+            f"{root}: contains no repository; give the folder that contains the repositories (links are not followed)"
+        )
     for folder in folders:
         inner = _entries(folder)
         is_owner = all(e.name not in _VERSION_CONTROL and e.is_dir(follow_symlinks=False) for e in inner)
@@ -218,11 +225,13 @@ def _repositories(root: str) -> Iterator[str]:
 
 
 def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, bytes, modification time in ns) of each file of a known or possible type, in sorted order.
+    """Yield (path, size in bytes, modification time in ns) for each file that may be source code, in sorted order.
 
     Skipped entries are counted in `left_out` by reason.
     """
-    stack = _entries(repository)[::-1]  # no recursion: folders may be nested deeper than Python's limit
+    stack = _entries(repository)[
+        ::-1
+    ]  # a stack instead of recursion, because folders may be nested deeper than Python's recursion limit
     while stack:
         entry = stack.pop()
         if entry.is_symlink():
@@ -240,7 +249,7 @@ def _source_files(repository: str, left_out: Counter[str]) -> Iterator[tuple[str
             try:
                 status = entry.stat(follow_symlinks=False)
             except OSError:
-                yield entry.path, 0, 0  # reported when the file is read
+                yield entry.path, 0, 0  # the error is reported when the file is read
             else:
                 yield entry.path, status.st_size, status.st_mtime_ns
 
@@ -251,7 +260,7 @@ def _unit(repository: str, metadata: str) -> ReadUnit:
 
 
 def _fingerprint(repository: str) -> tuple[int, str]:
-    """(bytes, stamp) of the source files; the stamp changes with any of them."""
+    """Return (total size in bytes, stamp) of the source files. The stamp changes if any of the files changes."""
     total, digest = 0, hashlib.blake2b(digest_size=16)
     for path, size, changed in _source_files(repository, Counter()):
         total += size
@@ -260,7 +269,9 @@ def _fingerprint(repository: str) -> tuple[int, str]:
 
 
 def _read(path: str, facts: Facts, spec: SourceSpec) -> str:
-    """The text of a file. Raises `LeftOut` (before reading it, if possible) or `RejectedRecord`."""
+    """Return the text of a file. Raises `RejectedRecord` for a fault, or `LeftOut` if the file is not wanted (before
+    reading the file, if possible).
+    """
     if facts.language and (reason := admit_facts(facts, spec.filters)):
         raise LeftOut(reason)
     try:

@@ -1,4 +1,4 @@
-"""Types that all readers share: sources, units, chunks, documents and counts of problems."""
+"""The types that all readers share: sources, units, chunks, documents, and counts of problems."""
 
 import hashlib
 import os
@@ -14,17 +14,18 @@ from pydantic import ConfigDict, Field
 from megatron_coca.data.errors import DataError
 from megatron_coca.support.plain_text import plain
 
-NAMED_PROBLEMS = 1000  # bounds the memory for a corpus of bad lines
+NAMED_PROBLEMS = 1000  # limits the memory if all lines of a corpus are faulty
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document.
+    """A document of a corpus.
 
     Attributes:
         text: the text to tokenize.
-        key: documents with the same key are in the same split.
-        part: name of the set within its source, if sets are selected or divided; else empty.
+        key: determines the split; documents with the same key are in the same split.
+        part: name of the set in the source to which the document belongs, if sets are selected or divided; otherwise
+            empty.
     """
 
     text: str
@@ -33,7 +34,7 @@ class Document:
 
 
 class RejectedRecord(Exception):
-    """A record is unusable. Faults are counted by `kind`; `detail` is only shown."""
+    """Raised for an unusable record. Faults are counted by `kind`; `detail` only appears in messages."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -41,7 +42,7 @@ class RejectedRecord(Exception):
 
 
 class LeftOut(Exception):
-    """A valid record is not wanted, for this `reason`."""
+    """Raised for a valid record that is left out for the given `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -52,8 +53,8 @@ class LeftOut(Exception):
 class ReadingProblems:
     """Counts of records that did not become documents.
 
-    Faults are counted by kind, and the first `NAMED_PROBLEMS` are named by file and line; with `strict` the first one
-    raises `DataError`. Records that a filter or selection leaves out are counted by reason.
+    Faults are counted by kind, and the first `NAMED_PROBLEMS` faults are listed with file and line. With `strict`, the
+    first fault raises `DataError`. Records that a filter or a selection leaves out are counted by reason.
     """
 
     strict: bool = False
@@ -62,7 +63,7 @@ class ReadingProblems:
     filtered: Counter[str] = field(default_factory=Counter)
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
-        """Report a fault at `place` ("file:line")."""
+        """Count and list a fault at `place` ("file:line")."""
         line = plain(f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")).replace("\n", "\\n")
         if self.strict:
             raise DataError(f"{line}; correct or remove the record")
@@ -71,56 +72,58 @@ class ReadingProblems:
             self.named.append(line)
 
     def leave_out(self, reason: str, count: int = 1) -> None:
-        """Count valid records that are not wanted."""
+        """Count valid records that are left out."""
         if count:
             self.filtered[reason] += count
 
     def merge(self, other: "ReadingProblems") -> None:
-        """Add the counts of a later part of the same source."""
+        """Add the counts for a later part of the same source."""
         self.counts.update(other.counts)
         self.filtered.update(other.filtered)
         self.named += other.named[: NAMED_PROBLEMS - len(self.named)]
 
     def facts(self) -> dict[str, Any]:
-        """The counts, for JSON."""
+        """Return the counts as a mapping for JSON."""
         return {"problems": dict(self.counts), "named": list(self.named), "left_out": dict(self.filtered)}
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any]) -> Self:
-        """Recreate the counts from `facts`."""
+        """Recreate the counts from the result of `facts`."""
         return cls(False, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
 
     @property
     def total(self) -> int:
-        """Number of faults."""
+        """The total number of faults."""
         return sum(self.counts.values())
 
 
 def printable(path: str) -> str:
-    """Convert a path to valid UTF-8; file systems and archives allow any bytes in names."""
+    """Convert a path to valid UTF-8. File systems and archives allow any bytes in names."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def content_key(text: str) -> str:
-    """The split key of a document without a key: equal texts are in the same split."""
+    """Return the split key for a document without its own key. Equal texts have the same key, so they are in the same
+    split.
+    """
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 Row = Mapping[str, Any]
-"""A raw record: the object in a line of JSON, or a row of a table."""
+"""A raw record: the object in a JSON line, or a row of a table."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Filters of records. A record that lacks a field needed by a filter is left out and counted.
+    """Filters for records. A record without a field that a filter needs is left out and counted.
 
-    Recipes are validated against it (preparation/recipe.py).
+    preparation/recipe.py validates the filters in recipes with this class.
 
     Attributes:
-        min_stars: minimum stars of the repository.
-        languages: keep only these, case-insensitive; empty keeps all.
-        max_bytes: maximum bytes of the UTF-8 text.
-        generated, minified: True keeps generated and minified files.
+        min_stars: minimum number of stars of the repository.
+        languages: keep only these languages (case-insensitive); empty keeps all languages.
+        max_bytes: maximum size of the text in UTF-8 bytes.
+        generated, minified: whether generated and minified files are kept.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -137,21 +140,23 @@ class SourceSpec:
     """A named source of documents.
 
     Attributes:
-        name: name of the source and its shards.
-        paths: files or folders; for `huggingface` also names on the Hub.
-        reader: a name in `megatron_coca.data.readers.READERS`; `files` determines formats from file names.
-        fields: paths in a record of `text`, `key`, `set`, `stars`, `language`, `path`, `repository`, `messages`,
-            `tools`; dots reach into nested records. The others keep their defaults.
-        documents: a document of a text file is the file or a line.
-        sets: keep only the records of these sets; empty keeps all.
-        divide: write each set to its own shards (`Document.part`).
-        filters: filters of records.
-        metadata: JSONL file with one object per repository (`repository`, `stars`), for `repositories`.
-        options: further arguments of `huggingface`: name, split, revision.
-        max_record_mib: longer records (line, page, row, source file, text file that is one document) are skipped and
-            named. This bounds the memory: tokenizing a record takes about twenty times its size.
-        messages: for records that are chats: the loss counts the answers (`answers`), the last answer (`last`) or every
-            token (`all`). None for texts.
+        name: name of the source, with which the names of its shards begin.
+        paths: files or folders; for `huggingface` also names of data sets on the Hub.
+        reader: a key of `megatron_coca.data.readers.READERS`. The reader `files` determines the format of each file
+            from its name.
+        fields: the paths at which a record contains `text`, `key`, `set`, `stars`, `language`, `path`, `repository`,
+            `messages` and `tools`. Dots reach into nested records. Fields that are not given have default paths.
+        documents: whether each text file or each line of a text file is one document.
+        sets: keep only the records of these sets; empty keeps all records.
+        divide: whether each set (`Document.part`) is written to its own shards.
+        filters: the filters for records.
+        metadata: for the reader `repositories`, a JSONL file with one object (`repository`, `stars`) per repository.
+        options: for the reader `huggingface`, the options name, split and revision.
+        max_record_mib: maximum size of a record (line, page, row, source file, or text file that is one document) in
+            MiB. Longer records are skipped and listed. This limits the memory: tokenizing a record takes about twenty
+            times its size.
+        messages: for records that are chats, which tokens count in the loss: all answers (`answers`), the last answer
+            (`last`) or every token (`all`). None if the records are texts.
     """
 
     name: str
@@ -182,29 +187,30 @@ KEY_READERS: dict[str, tuple[str, ...]] = {
     "options": ("huggingface",),
     "messages": ("files", "huggingface"),
 }
-"""Keys of a `SourceSpec` that only some readers use, with these readers."""
+"""The keys of a `SourceSpec` that only some readers use, each with these readers."""
 
 
 def check_keys(spec: SourceSpec, reader: str) -> None:
-    """Raise `DataError` for a key that is set but that `reader` ignores."""
+    """Raise `DataError` for a key that is set although `reader` does not use it."""
     unset = SourceSpec(spec.name, spec.paths)
     for key, readers in KEY_READERS.items():
         given = getattr(spec, key)
         if reader not in readers and given and given != getattr(unset, key):
             raise DataError(
-                f"{spec.name}: the reader {reader} does not use {key}; remove it, or use the reader "
+                f"{spec.name}: the reader {reader} does not use {key}; remove {key}, or use the reader "
                 f"{' or '.join(readers)}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
-    """A file, a repository or a data set, read from beginning to end.
+    """A file, a repository or a data set that is read from beginning to end.
 
     Attributes:
-        path: path in messages.
-        size: bytes on disk, the sum of `Chunk.read`; 0 if unknown.
-        stamp: a text that changes if the content may have changed (size and modification time); empty if unknown.
+        path: the path or name of the unit, also used in messages.
+        size: size in bytes on disk, which is the sum of `Chunk.read`; 0 if unknown.
+        stamp: a string that changes if the content may have changed, such as size and modification time; empty if
+            unknown.
     """
 
     path: str
@@ -214,13 +220,13 @@ class ReadUnit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a unit. Cutting it off is cheap; any process can parse it into documents.
+    """A part of a unit. Cutting a unit into chunks is cheap, and any process can parse a chunk into documents.
 
     Attributes:
-        path: the file, with `!member` for one inside an archive.
-        first: number of its first record in that file, from 1; 0 if the file is one record.
-        payload: the raw records or the names of files; small enough to send to another process.
-        read: bytes of the unit read from disk since the previous chunk.
+        path: path of the file, followed by `!member` for a file inside an archive.
+        first: number of the first record of the chunk in its file, counted from 1; 0 if the file is one record.
+        payload: the raw records, or file names. It is small enough to send to another process.
+        read: number of bytes of the unit that were read from disk since the previous chunk.
     """
 
     path: str
@@ -230,7 +236,7 @@ class Chunk:
 
 
 class Reader(ABC):
-    """Reads the units of a `SourceSpec`; can be pickled."""
+    """Reads the units of a `SourceSpec`. A reader can be pickled."""
 
     @abstractmethod
     def units(self) -> list[ReadUnit]:
@@ -238,29 +244,29 @@ class Reader(ABC):
 
     @abstractmethod
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a unit deterministically. Memory holds one chunk, or one record if it is larger.
+        """Cut a unit into chunks, deterministically. Only one chunk, or one larger record, is in memory at a time.
 
         Raises `DataError` if the unit is damaged.
         """
 
     @abstractmethod
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk in order. Unusable records go to `problems`."""
+        """Yield the documents of a chunk in order. Unusable records are added to `problems`."""
 
     @abstractmethod
     def stamp(self, unit: ReadUnit) -> str:
-        """The stamp of a unit in its current state. Raises `DataError` if it no longer exists."""
+        """Return the stamp of a unit in its current state. Raises `DataError` if the unit no longer exists."""
 
     def check_unchanged(self, unit: ReadUnit) -> None:
-        """Raise `DataError` if a unit has changed since it was listed, because reading may have mixed old and new
+        """Raise `DataError` if a unit has changed since it was listed, because then the documents may mix old and new
         content.
         """
         if unit.stamp and self.stamp(unit) != unit.stamp:
             raise DataError(
-                f"{printable(unit.path)}: changed while it was read; wait until it is completely written or "
-                "downloaded, then run the same command again"
+                f"{printable(unit.path)}: changed while it was read; wait until it is written or downloaded "
+                "completely, then run the same command again"
             )
 
     def unread(self) -> Counter[str]:
-        """Count the files in the folders that are not read, by reason; none by default."""
+        """Count the files in the folders of the source that are not read, by reason. By default there are none."""
         return Counter()

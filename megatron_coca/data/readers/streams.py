@@ -1,4 +1,4 @@
-"""Cut streams of bytes between records, and parse JSON lines and text."""
+"""Cut byte streams between records, and parse JSON lines and text."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -7,12 +7,12 @@ from typing import IO, NamedTuple
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
 
-BLOCK = 1 << 20  # bytes; a chunk has about one block, unless the stream is shorter
+BLOCK = 1 << 20  # bytes; a chunk contains about one block, unless the stream is shorter
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TooLong(NamedTuple):
-    """Stands for a record that is longer than the limit. `length` is in bytes, with the line ending."""
+    """A placeholder for a record that is longer than the limit. `length` is in bytes and includes the line ending."""
 
     length: int
 
@@ -30,11 +30,11 @@ def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Iterator[bytes | TooLong]:
-    """Yield whole records, about `size` bytes at a time. A longer record is buffered until it ends.
+    """Yield whole records, about `size` bytes at a time. A longer record is buffered until its end.
 
-    With `lines` each line is a record, including bytes after the last line ending; otherwise the whole stream is one.
-    For a record of more than `limit` bytes only its length is given, and at most about `limit + size` bytes of it are
-    in memory.
+    With `lines`, each line is a record, including a last line without a line ending; otherwise the whole stream is one
+    record. A record of more than `limit` bytes is yielded as `TooLong`, and at most about `limit + size` of its bytes
+    are in memory.
     """
     buffer, searched, dropped = bytearray(), 0, 0
     for block in blocks:
@@ -54,11 +54,13 @@ def pieces(blocks: Iterable[bytes], lines: bool, size: int, limit: int) -> Itera
 
 
 def _within(limit: int, records: bytes, lines: bool, dropped: int) -> Iterator[bytes | TooLong]:
-    """Return `records` with `TooLong` for those over `limit`; `dropped` bytes were already removed from the first."""
+    """Yield `records` with `TooLong` in place of those above `limit` bytes. `dropped` bytes of the first record were
+    already removed.
+    """
     if not dropped and len(records) <= limit:
         yield records
         return
-    pending = start = 0  # start of the records that are not yielded yet, and of the current one
+    pending = start = 0  # start of the records that are not yielded yet, and start of the current record
     while start < len(records) or dropped:
         end = (records.find(b"\n", start) + 1 if lines else 0) or len(records)
         if (length := dropped + end - start) > limit:
@@ -72,17 +74,18 @@ def _within(limit: int, records: bytes, lines: bool, dropped: int) -> Iterator[b
 
 
 def _head(buffer: bytearray, end: int) -> bytes:
-    with memoryview(buffer) as view:  # a slice of the buffer itself would be copied twice
+    with memoryview(buffer) as view:  # slicing the buffer itself would copy the bytes twice
         return bytes(view[:end])
 
 
 class StreamFormat(NamedTuple):
-    """A format with one record after the other.
+    """A format in which records follow one another.
 
     Attributes:
-        lines: True if each line is a record, so that a file can be cut between lines; otherwise the file is one record.
-        rows: yields ("path:number", record) for the records in a chunk's payload (bytes), numbered from `chunk.first`.
-            Invalid records go to the problems.
+        lines: whether each line is a record, so that a file can be cut between lines. Otherwise the whole file is one
+            record.
+        rows: a function that yields ("path:number", record) for the records in a chunk's payload (bytes), numbered from
+            `chunk.first`. It adds invalid records to the problems.
     """
 
     lines: bool
@@ -96,13 +99,13 @@ def _json_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, R
             if number == 1:
                 start = line.strip()
                 if start in (b"[", b"{") or (start[:1] == b"[" and start[1:].lstrip()[:1] == b"{"):
-                    hint = "it seems to be one JSON value; write one object per line, as jq -c '.[]' does"
+                    hint = "the file seems to be a single JSON value; write one object per line, as jq -c '.[]' does"
                     raise RejectedRecord("not JSON lines", hint)
             record = json.loads(decode(line))
             if not isinstance(record, dict):
                 raise RejectedRecord("not a JSON object", type(record).__name__)
             yield place, record
-        except (ValueError, RecursionError) as error:  # ValueError: also a number with too many digits for Python
+        except (ValueError, RecursionError) as error:  # ValueError is also raised for a number with too many digits
             problems.add(place, "invalid JSON", str(error))
         except RejectedRecord as rejected:
             problems.add(place, rejected.kind, rejected.detail)
@@ -135,11 +138,13 @@ TEXT_FORMATS: dict[str, StreamFormat] = {
     "file": StreamFormat(False, _file_rows),
     "line": StreamFormat(True, _line_rows),
 }
-"""By `SourceSpec.documents`: a document is the file, or a line without its ending. Blank documents are skipped."""
+"""The formats of text by `SourceSpec.documents`: a document is the whole file, or a line without its line ending. Blank
+documents are skipped.
+"""
 
 
 def decode(raw: bytes) -> str:
-    """Decode UTF-8. Raises `RejectedRecord` if it is invalid."""
+    """Decode UTF-8. Raises `RejectedRecord` if `raw` is not valid UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -151,7 +156,7 @@ def _without_mark(chunk: Chunk) -> bytes:
 
 
 def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) for the lines that are not blank."""
+    """Yield (line number, line) for the lines that are not blank."""
     for number, line in enumerate(_without_mark(chunk).split(b"\n"), chunk.first):
         if line and not line.isspace():
             yield number, line

@@ -1,4 +1,4 @@
-"""Open tokenizers by GPT-NeoX's name of their type, or from the folder where they were saved."""
+"""Open tokenizers by type (as named in GPT-NeoX), or from the folder to which they were saved."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files"
 
 logger = logging.getLogger(__name__)
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-# By GPT-NeoX's name of the type: the class, and the names under which its files are saved.
+# By type name (as in GPT-NeoX): the class, and the names under which its files are saved.
 TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
     "SPMTokenizer": (SentencePieceTokenizer, {"vocab_file": "tokenizer.model"}),
     "HFTokenizer": (HFTokenizer, {"vocab_file": "tokenizer.json"}),
@@ -37,11 +37,11 @@ TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
     "GPT2BPETokenizer": (GPT2BPETokenizer, _GPT2_FILES),
     "CharLevelTokenizer": (CharLevelTokenizer, {}),
 }
-# GPT-NeoX's types that are not supported, each with the remedy.
+# The types of GPT-NeoX that are not supported, each with the reason and a remedy.
 _UNSUPPORTED = {
-    "TiktokenTokenizer": "its vocab_file is the name of a download, and nothing is downloaded here; convert it once: "
-    'transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes a folder with '
-    "tokenizer.json; then set tokenizer_type: HFTokenizer and vocab_file: to that folder"
+    "TiktokenTokenizer": "its vocab_file names a download, but tokenizers are not downloaded here; convert the "
+    'tokenizer once: transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes '
+    "a folder with tokenizer.json; then set tokenizer_type to HFTokenizer, and vocab_file to that folder"
 }
 
 
@@ -51,12 +51,12 @@ def load_tokenizer(
     merge_file: str | Path | None = None,
     eod: str | None = None,
 ) -> Tokenizer:
-    """Open a tokenizer by GPT-NeoX's name of its type. Nothing is downloaded.
+    """Open a tokenizer, given its type (as named in GPT-NeoX) and its files. Nothing is downloaded.
 
-    If `vocab_file` is a folder, its files with the usual names are read. `eod` is the symbol that ends documents; by
-    default it is the end of text that the files beside `vocab_file` define, else the type's default. A symbol other
-    than that default changes the fingerprint. Raises `DataError` for an unknown type, a symbol that the vocabulary
-    lacks, or a file that is missing, unreadable or of another format.
+    If `vocab_file` is a folder, the files with the usual names in it are read. `eod` is the symbol that ends documents.
+    By default it is the end-of-text symbol that the files next to `vocab_file` define, or else the default of the type.
+    A symbol other than the default of the type changes the fingerprint. Raises `DataError` for an unknown type, for a
+    symbol that is not in the vocabulary, and for a file that is missing, unreadable or in another format.
     """
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None and Path(vocab_file).is_dir():
@@ -72,18 +72,19 @@ def load_tokenizer(
         folder = Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent
         tokenizer.chat = find_template(folder)
         if Path(vocab_file).is_dir() or Path(vocab_file).name in _file_names(tokenizer_type).values():
-            tokenizer.rules = find_rules(folder)  # with another name, the folder may not be the model's
-        with suppress(
-            OSError, ValueError, KeyError, AttributeError, RecursionError
-        ):  # not a folder that `Tokenizer.save` wrote
+            # For a file with another name no rules are read, because its folder may not belong to the model.
+            tokenizer.rules = find_rules(folder)
+        # An error means that `Tokenizer.save` did not write this folder.
+        with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             _take_settings(tokenizer, json.loads(read_regular(folder / DESCRIPTION)))
     return tokenizer
 
 
 def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
-    """Take start symbol, chat template and text rules from the description of a saved tokenizer with the same files.
+    """Apply the start symbol, chat template and text rules in the description of a saved tokenizer, if that tokenizer
+    has the same files.
 
-    Raises ValueError, KeyError or AttributeError if these are damaged.
+    Raises ValueError, KeyError or AttributeError if the description is damaged.
     """
     template, start, rules = saved_template(saved), saved.get("start_symbol"), rules_of(saved.get("text_rules", {}))
     if not isinstance(start, str | None):
@@ -93,8 +94,8 @@ def _take_settings(tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
 
 
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open a tokenizer that `Tokenizer.save(folder)` wrote. Raises `DataError` if it is missing, damaged or has
-    changed.
+    """Open a tokenizer that `Tokenizer.save(folder)` wrote. Raises `DataError` if its files are missing, damaged or
+    have changed.
     """
     path = Path(folder) / DESCRIPTION
     try:
@@ -106,11 +107,9 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise _unreadable(path, error) from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
-    # This comes before opening the files, because the libraries' errors for changed files are misleading.
+    # This check comes before the files are opened, because the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
-        raise DataError(
-            f"{folder}: the files of the tokenizer have changed since they were saved; restore the originals"
-        )
+        raise DataError(f"{folder}: the tokenizer files have changed since they were saved; restore the original files")
     tokenizer = _open(tokenizer_type, files, eod, str(folder))
     try:
         _take_settings(tokenizer, saved)
@@ -120,11 +119,11 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: cannot be read ({error}); restore this description of the tokenizer")
+    return DataError(f"{path}: cannot be read ({error}); restore this file, which describes the tokenizer")
 
 
 def needs_files(tokenizer_type: str) -> bool:
-    """True if the type needs files, so that its name does not identify the tokenizer."""
+    """Return True if this tokenizer type needs files, so that the type name does not identify the tokenizer."""
     return tokenizer_type not in TOKENIZERS or bool(TOKENIZERS[tokenizer_type][1])
 
 
@@ -132,7 +131,7 @@ def _file_names(tokenizer_type: str) -> dict[str, str]:
     if tokenizer_type in _UNSUPPORTED:
         raise DataError(f"tokenizer_type: {tokenizer_type} is not supported; {_UNSUPPORTED[tokenizer_type]}")
     if tokenizer_type not in TOKENIZERS:
-        raise DataError(f"tokenizer_type: {tokenizer_type!r} is unknown; use {', '.join(TOKENIZERS)}")
+        raise DataError(f"tokenizer_type: unknown type {tokenizer_type!r}; supported types: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[tokenizer_type][1]
 
 
@@ -141,23 +140,23 @@ def _read_files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> 
     for argument, name in _file_names(tokenizer_type).items():
         path = given.get(argument)
         if path is None:
-            raise DataError(f"{argument}: missing; {tokenizer_type} needs it, set it to the tokenizer's file")
+            raise DataError(f"{argument}: is required for {tokenizer_type}; set {argument} to the tokenizer file")
         try:
             files[argument] = (name, read_regular(path))
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}); set {argument} to a file for {tokenizer_type}"
+                f"{path}: cannot be read ({error.strerror}); set {argument} to a readable file for {tokenizer_type}"
             ) from error
     return files
 
 
 def _is_usual(tokenizer_type: str, file: str | Path) -> bool:
-    """True if a file has the usual name. With another name, the files beside it may not be the tokenizer's."""
+    """Return True if a file has the usual name. If not, the files next to it may not belong to the tokenizer."""
     return Path(file).name in _file_names(tokenizer_type).values()
 
 
 def _open_with_named_end(tokenizer_type: str, files: Files, folder: Path, place: str) -> Tokenizer:
-    """Open a tokenizer with the end of text that its folder defines, else with the default."""
+    """Open a tokenizer with the end-of-text symbol that its folder defines, or else with the default of the type."""
     saved = read_object(folder / DESCRIPTION)
     symbol = saved.get("eod_symbol")
     if isinstance(symbol, str) and saved.get("fingerprint") == fingerprint_of(tokenizer_type, files, symbol):
@@ -173,12 +172,14 @@ def _open_with_named_end(tokenizer_type: str, files: Files, folder: Path, place:
         return _open(tokenizer_type, files, named[0], place)
     except DataError as error:
         used = default.piece(default.eod)
-        logger.warning("%s; the default %r ends documents, --end-token sets another", error, used)
+        logger.warning(
+            "%s; documents end with the default %r instead, pass --end-token to choose another symbol", error, used
+        )
         return default
 
 
 def _has(tokenizer: Tokenizer, end: int | str) -> bool:
-    """True if a tokenizer has an id or a symbol."""
+    """Return True if the vocabulary of a tokenizer contains `end`, an id or a symbol."""
     if isinstance(end, int):
         return 0 <= end < tokenizer.vocab_size
     try:
@@ -190,7 +191,7 @@ def _has(tokenizer: Tokenizer, end: int | str) -> bool:
 def _open_first(
     tokenizer_type: str, files: Files, ends: Iterable[int | str], place: str, error: DataError
 ) -> Tokenizer:
-    """Open a tokenizer with the first of these symbols that can end documents. Raises `error` if there is none."""
+    """Open a tokenizer with the first of `ends` that can end documents. Raises `error` if none of them can."""
     for end in ends:
         try:
             return _open(tokenizer_type, files, str(end), place)
@@ -204,7 +205,9 @@ def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tok
         return TOKENIZERS[tokenizer_type][0](files, eod)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-    except Exception as error:  # the libraries raise RuntimeError, plain Exception, ValueError for other formats
+    # For files in other formats the libraries raise RuntimeError, plain Exception or ValueError.
+    except Exception as error:
         raise DataError(
-            f"{place}: {tokenizer_type} cannot open this file ({error}); check that it fits the type and is complete"
+            f"{place}: {tokenizer_type} cannot open this file ({error}); check that the file is complete and matches "
+            "tokenizer_type"
         ) from error

@@ -1,4 +1,4 @@
-"""Chats: render messages with a tokenizer's template as transformers does, and find the tokens of the answers."""
+"""Chats: render messages with a tokenizer's chat template as transformers does, and locate the answers in the text."""
 
 import json
 import re
@@ -18,30 +18,33 @@ from megatron_coca.support.regular_files import read_regular
 
 Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]
-"""First character and end of parts of a text."""
+"""Parts of a text, each as (index of the first character, end index)."""
 ANSWERING = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 1_000, 4
-"""Steps of a template (`chat_sandbox`) to render a chat: about a second, and more for a longer chat."""
+"""The steps (see `chat_sandbox`) that a template may take to render a chat: about a second, and more for longer chats.
+"""
 STEPS_FOR_ANSWERS = 30_000_000
-"""Steps to find the answers of a chat by rendering its beginnings: about a minute."""
+"""The steps that a template may take to locate the answers, for which it renders every prefix of the chat: about a
+minute.
+"""
 _SHOWN = 300
-"""Maximum characters of a template's own error message that are shown."""
+"""Maximum number of characters of a template's own error message that are shown."""
 _MARKS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Unicode's characters for private use."""
+"""The private-use characters of Unicode."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja2 template of a chat.
+    """A Jinja2 template that renders a chat.
 
     Attributes:
-        source: the template.
-        symbols: `bos_token` and others, which the template may print.
-        now: the time that the template may print, in ISO 8601; None for the current time.
+        source: the text of the template.
+        symbols: the special tokens that the template may print, such as `bos_token`.
+        now: the time that the template may print, in ISO 8601; None means the current time.
     """
 
     source: str
@@ -50,7 +53,7 @@ class ChatTemplate:
 
     @property
     def asks_for_time(self) -> bool:
-        """True if the template may print the time."""
+        """True if the template may print the current time."""
         return "strftime_now" in self.source
 
     def render(
@@ -61,10 +64,11 @@ class ChatTemplate:
         mark: Callable[[str], str] | None = None,
         budget: Budget | None = None,
     ) -> str:
-        """Render a chat as text; with `prompt` up to the start of the next answer (`add_generation_prompt`).
+        """Render a chat as text. With `prompt`, the text ends with the start of the next answer
+        (`add_generation_prompt`).
 
-        Raises `DataError` for an invalid template, for messages that it does not accept, and if it takes more steps
-        than `budget` (by default those for one rendering).
+        Raises `DataError` if the template is invalid, if it does not accept the messages, or if it takes more steps
+        than `budget` (by default the steps for rendering this chat once).
         """
         variables = {
             "messages": [_with_reasoning(message) for message in messages],
@@ -78,17 +82,23 @@ class ChatTemplate:
             now = datetime.now() if self.now is None else datetime.fromisoformat(self.now)
             return render(self.source, variables, _budget(messages, tools) if budget is None else budget, now)
         except TooManySteps as error:
-            raise DataError(f"chat template: cannot be used ({error})") from error
-        except Exception as error:  # a template may raise anything, such as RecursionError or OverflowError
+            raise DataError(
+                f"chat template: cannot be used ({error}); correct the template, or choose another one"
+            ) from error
+        except Exception as error:  # a template may raise any exception, such as RecursionError or OverflowError
             reason = repr(str(error)[:_SHOWN] or type(error).__name__)[1:-1]
-            raise DataError(f"chat template: does not accept the messages ({reason})") from error
+            raise DataError(
+                f"chat template: does not accept the messages ({reason}); correct the messages or the template"
+            ) from error
 
     def answers(self, messages: Messages, tools: Any = None) -> tuple[str, Spans]:
-        """Render a chat as text and locate its answers: the parts in `{% generation %}` if the template has it,
-        otherwise the text that each further message adds after its prompt.
+        """Render a chat and return (text, parts of the text that are answers). If the template contains `{% generation
+        %}` blocks, the answers are the text in these blocks; otherwise they are the text that each assistant message
+        adds after its prompt.
 
-        Raises `DataError` as `render`, and if the template renders earlier messages differently in longer chats.
-        Without `{% generation %}` the steps grow with the square of the number of messages, up to `STEPS_FOR_ANSWERS`.
+        Raises `DataError` as `render` does, and also if the template renders earlier messages differently in longer
+        chats. Without `{% generation %}` blocks, the number of steps grows with the square of the number of messages,
+        up to `STEPS_FOR_ANSWERS`.
         """
         first = _budget(messages, tools)
         text = self.render(messages, tools, budget=first)
@@ -107,19 +117,22 @@ class ChatTemplate:
             after = self.render(messages[: number + 1], tools, budget=budget)
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
-                    "chat template: renders a message differently when others follow, so its answers cannot be found; "
-                    "put them into {% generation %} in the template"
+                    "chat template: renders a message differently if further messages follow, so the answers cannot be "
+                    "located; put the answers into {% generation %} in the template"
                 )
             spans.append((len(before), len(after)))
         return text, spans
 
     def _generated(self, messages: Messages, tools: Any, text: str) -> Spans:
-        """Render once more with marks around the generated parts, which the text does not contain."""
+        """Locate the answers by rendering the chat again with marks around the `{% generation %}` blocks. The mark is a
+        character that `text` does not contain.
+        """
         used = set(text)
         mark = next((mark for mark in map(chr, chain(*_MARKS)) if mark not in used), None)
         if mark is None:
             raise DataError(
-                "chat: contains every character for private use, so its answers cannot be marked; remove one of them"
+                "chat: contains every private-use character, so none of them can mark the answers; remove one of "
+                "them from the text"
             )
         marked = self.render(messages, tools, mark=lambda part: mark + part + mark).split(mark)
         edges = [0]
@@ -128,29 +141,31 @@ class ChatTemplate:
         return list(pairwise(edges))[1::2]
 
     def end_of_turn(self) -> str:
-        """The text that the template puts after an answer."""
+        """Return the text that the template prints after an answer."""
         asked = [{"role": "user", "content": "?"}]
         answered = self.render([*asked, {"role": ANSWERING, "content": "ANSWER"}])
         return answered.rpartition("ANSWER")[2]
 
 
 def _budget(messages: Messages, tools: Any) -> Budget:
-    """The steps to render a chat."""
+    """Return the budget for rendering a chat once."""
     try:
         characters = len(json.dumps([list(messages), tools], default=str, skipkeys=True, ensure_ascii=False))
-    except (ValueError, RecursionError):  # lists within themselves, or very many levels of lists
+    except (ValueError, RecursionError):  # lists that contain themselves, or very deeply nested lists
         characters = 0
     return Budget(STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * characters)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the names that templates read."""
+    """Return the message with its reasoning under all names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template in the description of a saved tokenizer. Raises ValueError if it is not text."""
+    """Return the template in the description of a saved tokenizer, or None. Raises ValueError if the template is not
+    text.
+    """
     source, symbols, now = (saved.get(name) for name in ("chat_template", "chat_symbols", "chat_time"))
     if source is None:
         return None
@@ -162,9 +177,10 @@ def saved_template(saved: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
-    """The template saved in a Hugging Face folder: `chat_template.jinja`, or the key of `tokenizer_config.json`.
+    """Return the chat template of a Hugging Face folder, or None. The template is the file `chat_template.jinja`, or
+    else the key `chat_template` of `tokenizer_config.json`.
 
-    Raises `DataError` if the file of a template is not text.
+    Raises `DataError` if `chat_template.jinja` cannot be read as text.
     """
     found = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
     source = found.get("chat_template")
@@ -181,16 +197,16 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 
 def with_source(template: ChatTemplate | None, path: Path) -> ChatTemplate:
-    """The template in a file, with the symbols of another template. Raises `DataError` if it cannot be read or is
-    invalid.
+    """Read a template from a file and give it the symbols of `template`. Raises `DataError` if the file cannot be read
+    or the template is invalid.
     """
     source = _read_template(path)
     try:
         compiled(source)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"{path}:{error.lineno}: {error.message}") from error
-    except Exception as error:  # also errors of Python, which compiles the template
-        raise DataError(f"{path}: chat template cannot be used ({error}); correct it") from error
+    except Exception as error:  # also errors of Python, which compiles the generated code
+        raise DataError(f"{path}: the chat template cannot be used ({error}); correct the template") from error
     return ChatTemplate(source, {} if template is None else template.symbols)
 
 
@@ -198,4 +214,6 @@ def _read_template(path: Path) -> str:
     try:
         return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); check the chat template") from error
+        raise DataError(
+            f"{path}: the chat template cannot be read ({error}); check the path and that the file is UTF-8 text"
+        ) from error

@@ -1,8 +1,8 @@
-"""Render an untrusted Jinja2 template in jinja2's immutable sandbox and within a budget of steps.
+"""Render an untrusted Jinja2 template in jinja2's immutable sandbox, within a budget of steps.
 
-The sandbox keeps a template away from code and files, but a template could still run forever or fill the memory. Here
-every iteration, call, operation and printed value first takes steps from a budget, in proportion to its size. Steps are
-counted, not timed, so that a template stops at the same place on every machine.
+The sandbox keeps a template from running Python code and reading files, but a template could still run forever or fill
+the memory. Therefore every iteration, call, operation and printed value first takes steps from a budget, in proportion
+to its size. Steps are counted, not timed, so that a template stops at the same place on every machine.
 """
 
 import json
@@ -24,13 +24,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 LONGEST = 1 << 18
-"""Maximum characters of a template; the longest known templates have a tenth of that."""
+"""Maximum number of characters of a template. The longest known templates have a tenth of this number."""
 CHARACTERS, ITEMS = 6, 2
-"""A step stands for 2^6 characters of text, or for 2^2 items of a list."""
+"""One step pays for 2^6 characters of text, or for 2^2 items of a list. The constants are the exponents."""
 LARGEST_BITS = 4096
-"""Maximum bits of a computed integer."""
+"""Maximum number of bits of a computed integer."""
 LARGEST_ARGUMENT = 1000
-"""Largest integer argument of a filter: widths and counts."""
+"""Maximum of integer arguments of filters, such as widths and counts."""
 
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
@@ -46,24 +46,26 @@ METHODS: dict[type, frozenset[str]] = {
     list: frozenset(("index", "count", "copy")),
     tuple: frozenset(("index", "count")),
 }
-"""Methods that a template may call, by the type of the object."""
+"""The methods that a template may call, by the type of the object."""
 CONSTANT = frozenset(("length", "count", "first", "default", "d", "attr"))
-"""Filters that do the same work for arguments of any size."""
+"""Filters that do a constant amount of work for arguments of any size."""
 SHALLOW = frozenset(
     ("list", "last", "map", "select", "reject", "selectattr", "rejectattr", "items", "reverse", "batch", "slice")
 )
-"""Filters with work that depends on the length of their arguments, not on the items in them."""
+"""Filters with an amount of work that depends on the number of items in their arguments, but not on the size of the
+items.
+"""
 ANY_NUMBER = frozenset(["default", "d", "int", "float", "abs", "sum", "min", "max", "truncate"])
-"""Filters that take integers of any size."""
+"""Filters that accept integers of any size."""
 REMOVED = frozenset(["urlize", "wordwrap", "striptags", "pprint", "xmlattr"])
-"""Filters that no chat needs and that take more than linear work."""
+"""Filters that take more than linear time and that no chat template needs."""
 DEEP_TESTS = frozenset(
     (
         *("in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<="),
         *("gt", "greaterthan", ">", "ge", ">="),
     )
 )
-"""Tests that compare everything in their arguments."""
+"""Tests that compare their arguments including all nested items."""
 
 
 class TooManySteps(jinja2.TemplateError):
@@ -74,10 +76,10 @@ _ATOMS = frozenset((int, bool, float, type(None)))
 
 
 class Budget:
-    """The remaining steps, and the weights of the containers seen so far.
+    """The number of steps left, and the weights of the containers seen so far.
 
-    The weight of a container is the minimum number of characters of its text, counted with repetitions: a list that
-    contains another list twice has twice its weight.
+    The weight of a container is a lower bound on the number of characters of its text. Repetitions count: a list that
+    contains another list twice includes the weight of that list twice.
     """
 
     def __init__(self, steps: int) -> None:
@@ -86,18 +88,21 @@ class Budget:
 
     @property
     def spent(self) -> int:
-        """The steps taken so far."""
+        """The number of steps taken so far."""
         return self._steps - self._left
 
     def spend(self, steps: int) -> None:
-        """Take steps. Raises TooManySteps."""
+        """Take steps. Raises TooManySteps if too few are left."""
         self._left -= steps
         if self._left < 0:
             raise TooManySteps("it takes too many steps")
 
     def weigh(self, value: Any) -> int:
-        """The weight of a value. Raises `TemplateError` for a value without a stable text, such as a function."""
-        if type(value) is str or isinstance(value, (str, bytes)):  # nearly all values are of the first type
+        """Return the weight of a value. Raises `TemplateError` for a value with a text that is not reproducible, such
+        as a function.
+        """
+        # The first check is faster, and almost all values are of type str.
+        if type(value) is str or isinstance(value, (str, bytes)):
             return len(value)
         if value is None or isinstance(value, float | jinja2.Undefined):
             return 1
@@ -113,31 +118,31 @@ class Budget:
         elif isinstance(value, list | tuple | set | frozenset | type({}.items()) | type({}.keys()) | type({}.values())):
             children = value
         elif type(value).__str__ is object.__str__ or callable(value) or isinstance(value, Iterator | Namespace):
-            raise jinja2.TemplateError(f"it uses a {type(value).__name__} as text, which is different in every process")
+            raise jinja2.TemplateError(f"it prints a {type(value).__name__}, which looks different in every process")
         else:
             return 1
-        self._weights[id(value)] = 1  # of a list that contains itself
+        self._weights[id(value)] = 1  # for a list that contains itself
         total = 16 + sum(16 + self.weigh(child) for child in children)
         self._weights[id(value)] = total
-        self._kept.append(value)  # so that no other object gets its id
+        self._kept.append(value)  # keeps the object alive, so that no other object gets its id
         return total
 
     def read(self, value: Any) -> None:
-        """Take steps for work on everything in a value."""
+        """Take steps for an operation that reads a value with all nested items."""
         if type(value) is str:
             self.spend(len(value) >> CHARACTERS)
         elif not isinstance(value, Iterator):
             self.spend(self.weigh(value) >> CHARACTERS)
 
     def pass_over(self, value: Any) -> None:
-        """Take steps for work on the items of a value."""
+        """Take steps for an operation that goes over the items of a value without reading them."""
         if type(value) is str or isinstance(value, (str, bytes)):
             self.spend(len(value) >> CHARACTERS)
         elif type(value) not in _ATOMS and isinstance(value, (Mapping, Sequence)):
             self.spend(len(value) >> ITEMS)
 
     def made(self, value: Any) -> Any:
-        """Take steps for a new value and return it. An iterator takes steps for each item."""
+        """Take steps for a new value, and return the value. An iterator takes steps as its items are requested."""
         if type(value) is str or isinstance(value, (str, bytes)):
             self.spend(len(value) >> CHARACTERS)
         elif isinstance(value, (list, tuple, dict)):
@@ -152,14 +157,14 @@ class Budget:
             yield item
 
     def fill_in(self, form: str, values: Sequence[Any]) -> None:
-        """Take steps for a format string. Its fields may be repeated and have widths in digits."""
+        """Take steps for filling in a format string. The fields may repeat values and may have widths."""
         widths = sum(int(run[:12]) for run in re.findall(r"\d+", form))
         widths += sum(abs(value) for value in values if isinstance(value, int))
         places = 1 + form.count("%") + form.count("{")
         self.spend(widths + places * max(map(self.weigh, values), default=1) + len(form) >> CHARACTERS)
 
     def replace(self, text: str, old: str, new: str) -> None:
-        """Take steps for replacing parts of a text."""
+        """Take steps for replacing a substring of a text."""
         self.spend(len(text) + text.count(old) * len(new) >> CHARACTERS)
 
     def join(self, separator: str, items: Any) -> None:
@@ -168,7 +173,7 @@ class Budget:
 
 
 class _Context(Context):
-    """The context of a rendering, with its budget and time."""
+    """The context for rendering a template, with the budget and the time."""
 
     budget: Budget
     now: datetime
@@ -181,13 +186,13 @@ class _Context(Context):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Calls and operators that take steps."""
+    """A sandboxed environment in which calls and operators take steps."""
 
     context_class = _Context
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget: Budget = context.budget  # type: ignore[attr-defined]  # a _Context
+        budget: Budget = context.budget  # type: ignore[attr-defined]  # the context is a _Context
         if type(left) is str and type(right) is str and operator == "+":
             budget.spend(1 + (len(left) + len(right) >> CHARACTERS))
             return left + right
@@ -212,7 +217,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         assert isinstance(__context, _Context)
         budget = __context.budget
         budget.spend(1)
-        method = getattr(__obj, "__wrapped__", __obj)  # sandboxed str.format
+        method = getattr(__obj, "__wrapped__", __obj)  # unwrap the sandboxed str.format
         if isinstance(method, BuiltinMethodType | MethodType):
             args = _checked_arguments(budget, method.__self__, method.__name__, args)
         for value in chain(args, kwargs.values()):
@@ -222,16 +227,16 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _check_bits(bits: int) -> None:
     if bits > LARGEST_BITS:
-        raise TooManySteps("it computes too large a number")
+        raise TooManySteps("it computes a number that is too large")
 
 
 def _checked_arguments(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Take steps for the call of a method, and return its arguments with iterators turned into lists."""
+    """Take steps for a method call. Return the arguments with iterators converted to lists."""
     kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
     if kind is None and not isinstance(owner, int | float | bytes | range | set | type):
-        return args  # a function of jinja2 or of a macro
+        return args  # a function of jinja2, or a macro
     if kind is None or name not in METHODS[kind]:
-        raise jinja2.TemplateError(f"it calls {name} of a {type(owner).__name__}, which is not available")
+        raise jinja2.TemplateError(f"it calls the method {name} of a {type(owner).__name__}, which is not available")
     args = tuple(list(budget.made(value)) if isinstance(value, Iterator) else value for value in args)
     if kind is not str:
         if kind is not Mapping:
@@ -247,7 +252,7 @@ def _checked_arguments(budget: Budget, owner: Any, name: str, args: tuple[Any, .
         budget.join(owner, args[0])
     elif name in ("format", "format_map"):
         if any("{" in (width or "") for _, _, width, _ in Formatter().parse(owner)):
-            raise TooManySteps("it formats with a width that is itself a value")
+            raise TooManySteps("it uses a format with a width that is itself a field")
         budget.fill_in(owner, args)
     else:
         tabs = 1 + owner.count("\t") if name == "expandtabs" else 1
@@ -257,11 +262,13 @@ def _checked_arguments(budget: Budget, owner: Any, name: str, args: tuple[Any, .
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_ARGUMENT:
-        raise TooManySteps(f"it passes too large a number to the filter {name}")
+        raise TooManySteps(f"it passes a number that is too large to the filter {name}")
 
 
 def _expanded(budget: Budget, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Take steps for a filter with a result larger than its arguments, and return the arguments."""
+    """Take steps for a filter that may return more than it gets. Return the arguments, with an iterator converted to a
+    list.
+    """
     value, others = args[0], [*args[1:], *kwargs.values()]
     for each in others if name not in ANY_NUMBER else ():
         _check_number(name, each)
@@ -285,11 +292,11 @@ _PASSED: dict[str, Callable[[_Context], tuple[Any, ...]]] = {
     "eval_context": lambda context: (context.eval_ctx,),
     "environment": lambda context: (context.environment,),
 }
-"""The objects that filters or tests request before their own arguments, by jinja2's names."""
+"""The objects that jinja2 passes to filters and tests as an additional first argument, by jinja2's names."""
 
 
 def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -> Callable[..., Any]:
-    """Wrap a filter or test so that it takes steps for its arguments and result."""
+    """Wrap a filter or test so that it takes steps for its arguments and its result."""
     walked = Budget.pass_over if name in SHALLOW else Budget.read
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
     given = _PASSED.get(passed, lambda context: ())
@@ -311,7 +318,7 @@ def _counting(name: str, function: Callable[..., Any], is_filter: bool = True) -
 
 @jinja2.pass_context
 def _printed(context: _Context, value: Any) -> Any:
-    """Take steps for a value that becomes text or is compared."""
+    """Take steps for a value that is converted to text."""
     context.budget.spend(1 + (context.budget.weigh(value) >> CHARACTERS))
     return value
 
@@ -329,24 +336,24 @@ def _compared(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _built(context: _Context, value: Any) -> Any:
-    """Take steps for a new container or a part of one."""
+    """Take steps for a new container, or for a slice of a container."""
     context.budget.spend(1)
     return context.budget.made(value)
 
 
 @jinja2.pass_context
 def _stepped(context: _Context, characters: int) -> bool:
-    """Take steps for an iteration or call that prints `characters` characters of the template itself."""
+    """Take steps for an iteration or call that prints `characters` characters of the template's own text."""
     context.budget.spend(1 + (characters >> CHARACTERS))
     return True
 
 
 _NODES = {"-printed": _printed, "-compared": _compared, "-built": _built, "-stepped": _stepped}
-"""These filters, by names that a template cannot spell."""
+"""The four filters above, under names that a template cannot spell."""
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
-    """Puts the filters of `_NODES` around the nodes of a template."""
+    """Wraps the nodes of a template in the filters of `_NODES`."""
 
     def _around(self, name: str, node: Any) -> Any:
         plain = isinstance(node, nodes.Const | nodes.TemplateData)
@@ -357,7 +364,7 @@ class _Metering(jinja2.visitor.NodeTransformer):
         return nodes.Filter(nodes.Const(data), "-stepped", [], [], None, None, lineno=node.lineno)
 
     def _each(self, node: Any) -> Any:
-        """A macro, a call with a body, or a block."""
+        """Insert a step at the start of a macro, a call with a body, or a block."""
         step = nodes.ExprStmt(self._step(node), lineno=node.lineno)
         self.generic_visit(node)
         node.body.insert(0, step)
@@ -404,7 +411,9 @@ class _Metering(jinja2.visitor.NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block `{% generation %}`: passes its text to the context's `mark` and prints the result."""
+    """The block `{% generation %}`. It passes its text to the function `mark_generation`, if there is one, and prints
+    the result.
+    """
 
     tags = {"generation"}
 
@@ -425,8 +434,8 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers does. Steps are taken while writing, because indentation makes it longer than the
-    value.
+    """Write JSON as transformers does. Steps are also taken for the written text, because indentation can make it much
+    longer than the value.
     """
     budget = context.budget
     budget.spend(1 + (budget.weigh(value) >> CHARACTERS))
@@ -442,28 +451,30 @@ def _raise(message: Any) -> None:
 
 
 def _draw(*_: Any, **__: Any) -> None:
-    raise jinja2.TemplateError("it draws random numbers, so its texts differ from run to run")
+    raise jinja2.TemplateError("it uses random numbers, so its text would differ from run to run")
 
 
 _PLACES = re.compile(r"%[-_0^#+]*\d*[EO]?(.)", re.DOTALL)
-"""Fields of a format for the time; the group is the code of a field."""
+"""Matches a field in a time format. The group is the code of the field."""
 
 
 @jinja2.pass_context
 def _strftime_now(context: _Context, form: str) -> str:
     context.budget.fill_in(form, ())
     if any(place.endswith("s") for place in _PLACES.findall(form)):
-        raise jinja2.TemplateError("it prints the time as %s, which depends on the time zone of the machine")
+        raise jinja2.TemplateError(
+            "it prints the time with the field %s, which depends on the time zone of the machine"
+        )
     return context.now.strftime(form)
 
 
 @cache
 def compiled(source: str) -> jinja2.Template:
-    """Compile a template with the settings, filters and functions of transformers. Raises TemplateError if it is
-    invalid.
+    """Compile a template with the settings, filters and functions that transformers uses. Raises TemplateError if the
+    template is invalid.
     """
     if len(source) > LONGEST:
-        raise jinja2.TemplateError(f"it has {len(source):,} characters, more than {LONGEST:,}")
+        raise jinja2.TemplateError(f"it has {len(source):,} characters, but at most {LONGEST:,} are allowed")
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -481,8 +492,8 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def render(source: str, variables: Mapping[str, Any], budget: Budget, now: datetime) -> str:
-    """Render a template. Raises TemplateError, also if the budget is used up, and other errors such as
-    UnicodeEncodeError for half of a character.
+    """Render a template. Raises TemplateError if rendering fails or the budget is used up. May also raise other errors,
+    such as UnicodeEncodeError if the text contains a lone surrogate.
     """
     template = compiled(source)
     context = template.new_context(dict(variables))

@@ -1,4 +1,4 @@
-"""The end of text that the files beside a tokenizer define."""
+"""Find the end-of-text symbol that the files next to a tokenizer define."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,21 +12,22 @@ NAMED_IN = (
     ("special_tokens_map.json", "eos_token"),
     ("generation_config.json", "eos_token_id"),
 )
-"""Files of a Hugging Face folder and the key in each, in order of preference."""
+"""The files of a Hugging Face folder that name the end of text, each with the key, in order of preference."""
 
 
 def named_ends(folder: Path) -> Iterator[int | str]:
-    """Yield the symbols or ids that end texts, file by file. A list in a file gives all of its entries."""
+    """Yield the symbols or ids that end texts, file by file. If a value is a list, all of its entries are yielded."""
     for name, key in NAMED_IN:
         value = read_object(folder / name).get(key)
         for each in value if isinstance(value, list) else [value]:
-            symbol = each.get("content") if isinstance(each, Mapping) else each  # a token with its settings
+            # The entry may be an object with the symbol and its settings.
+            symbol = each.get("content") if isinstance(each, Mapping) else each
             if isinstance(symbol, int | str) and not isinstance(symbol, bool) and symbol != "":
                 yield symbol
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if the file is missing, unreadable or not an object."""
+    """Return the object in a JSON file, or an empty object if the file is missing, unreadable or contains no object."""
     try:
         content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):

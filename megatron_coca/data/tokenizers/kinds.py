@@ -1,8 +1,8 @@
-"""The base class of tokenizers, and the types for bytes and for Hugging Face files.
+"""The base class of tokenizers, the byte tokenizer, and the tokenizers of Hugging Face files.
 
-Every tokenizer keeps the bytes of its files, so that a checkpoint can include it. The characters of the end-of-document
-symbol inside a text never encode to that symbol: only the preparation of a corpus writes it. A tokenizer uses one
-thread; parallel work takes one process each.
+Every tokenizer keeps the bytes of its files, so that a checkpoint can include them. If a text contains the characters
+of the end-of-document symbol, they are not encoded as that symbol: only the preparation of a corpus writes it. A
+tokenizer uses a single thread; use several processes for parallel work.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.data.tokenizers.text_rules import TextRules
 
 DESCRIPTION = "tokenizer_type.json"
-# In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, Gemma's, LLaMA's, Cohere's, DeepSeek's. Gemma also
-# has </s>, as an HTML tag.
+# In order of preference: the symbols of megatron-coca, of GPT-2 and GPT-NeoX, LLaMA 3, Gemma, LLaMA, Cohere and
+# DeepSeek. Gemma's vocabulary also has </s>, but as an HTML tag.
 EOD_SYMBOLS = (
     *("<eod>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<EOS_TOKEN>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -29,11 +29,11 @@ EOD_SYMBOLS = (
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Files = Mapping[str, tuple[str, bytes]]
-"""The files of a tokenizer by argument (vocab_file, merge_file): (name to save under, bytes)."""
+"""The files of a tokenizer. Maps the argument (vocab_file, merge_file) to (file name for saving, bytes)."""
 
 
 def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) -> str:
-    """SHA-256 of the files, or of the name of a type without files. A separator other than the default changes it."""
+    """Return the SHA-256 of the files, or of the type name if there are no files. An `eod` symbol changes the hash."""
     content = b"".join(data for _, data in files.values()) or tokenizer_type.encode()
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
@@ -42,18 +42,18 @@ class Tokenizer(ABC):
     """The base class of all tokenizers.
 
     Args:
-        files: vocab_file and, if there is one, merge_file, each as (name, bytes).
-        eod: the symbol that ends documents, instead of the first of `EOD_SYMBOLS` in the vocabulary.
+        files: vocab_file and, if the type uses it, merge_file, each as (name, bytes).
+        eod: the symbol that ends documents. By default it is the first of `EOD_SYMBOLS` that is in the vocabulary.
 
     Attributes:
-        files: as given.
-        vocab_size: largest id plus one.
+        files: the argument `files`.
+        vocab_size: the largest id plus one.
         eod: the id that ends each document of a prepared corpus.
-        start_symbol: the symbol that begins each text of a prepared corpus, or None. It changes no encoding.
-        fingerprint: as `fingerprint_of`.
+        start_symbol: the symbol that begins each text of a prepared corpus, or None. It does not affect `encode`.
+        fingerprint: the result of `fingerprint_of`.
         chat: the chat template, or None.
-        rules: the treatment of texts by the model's own library. `rules` and `chat` do not change the encoding of
-            documents, so they do not change the fingerprint.
+        rules: how the model's own library treats texts. `rules` and `chat` do not affect the encoding of documents, so
+            they do not change the fingerprint.
     """
 
     tokenizer_type: str
@@ -69,11 +69,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _open(self, data: dict[str, bytes]) -> int:
-        """Build the library's object; return the largest id plus one."""
+        """Create the library's tokenizer object. Return the largest id plus one."""
 
     @abstractmethod
     def _lookup(self, symbol: str) -> int | None:
-        """Id of a symbol; None if the vocabulary lacks it."""
+        """Return the id of a symbol, or None if the symbol is not in the vocabulary."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -83,99 +83,114 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int | None:
-        """Id that the model's own library adds before every text, such as Gemma's `<bos>`; None if there is none."""
+        """The id that the model's own library adds before every text, such as Gemma's `<bos>`, or None if it adds no
+        id.
+        """
         return self.bos if self.rules.add_bos else None
 
     @property
     def bos(self) -> int | None:
-        """Id of the symbol that begins texts in the model's own library, even if the library does not add it."""
+        """The id of the symbol that begins texts in the model's own library, even if the library does not add it to
+        texts.
+        """
         return None if self.rules.bos is None else self._lookup(self.rules.bos)
 
     @property
     def eos(self) -> int:
-        """Id of the symbol that ends texts in the model's own library; `eod` if there is none."""
+        """The id of the symbol that ends texts in the model's own library, or `eod` if there is no such symbol."""
         found = None if self.rules.eos is None else self._lookup(self.rules.eos)
         return self.eod if found is None else found
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end a generated text, `eod` first."""
+        """The ids that end a generated text; the first is `eod`."""
         others = (token for token in self.rules.ends if token < self.vocab_size)
         return tuple(dict.fromkeys((self.eod, *others, self.eos)))
 
     def turn_ends(self) -> tuple[list[int], list[str]]:
-        """Tokens and texts that end an answer in a chat. Raises `DataError` without a chat template."""
+        """Return (token ids, texts) that end an answer in a chat. Raises `DataError` if there is no chat template."""
         if self.chat is None:
             raise DataError(
-                "chat_template: the tokenizer has none; prepare the training data with one, or use plain text"
+                "chat_template: the tokenizer has no chat template; prepare the training data with a chat template, "
+                "or use plain text"
             )
         end = self.chat.end_of_turn()
-        # A special token ends the turn by its id, because it is not in the text; other tokens end it by their text.
+        # A special token ends the turn by its id, because it does not appear in the text. Other tokens end the turn by
+        # their text.
         closing = self.encode_rendered(end)[0][:1]
         ends = closing if not self.decode(closing) else []
         return ends, [end.strip() or end] if end and not ends else []
 
     @property
     def names_tokens(self) -> bool:
-        """True if a prompt can spell special tokens, so that `encode_prompt` may differ from `encode`."""
+        """True if a prompt can name special tokens, so that `encode_prompt` may differ from `encode`."""
         return False
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Names of special tokens that the model's own library recognizes in a prompt and `encode_prompt` does not."""
+        """Names of special tokens that the model's own library recognizes in a prompt but `encode_prompt` does not."""
         return ()
 
     def token(self, symbol: str) -> int:
-        """Id of a symbol. Raises `DataError` if the vocabulary lacks it."""
+        """Return the id of a symbol. Raises `DataError` if the symbol is not in the vocabulary."""
         found = self._lookup(symbol)
         if found is None:
-            raise DataError(f"{self.tokenizer_type}: no symbol {symbol!r} in the vocabulary; give one that it has")
+            raise DataError(
+                f"{self.tokenizer_type}: the vocabulary has no symbol {symbol!r}; choose a symbol in the vocabulary"
+            )
         return found
 
     @property
     def unknown(self) -> int | None:
-        """Id of unknown tokens; None if there is none."""
+        """The id of the unknown token, or None if the vocabulary has no such token."""
         return None
 
     @property
     def trained_start(self) -> int | None:
-        """Id of `start_symbol`, with which prepared texts begin; None if there is none."""
+        """The id of `start_symbol`, with which prepared texts begin, or None if there is no start symbol."""
         return None if self.start_symbol is None else self.token(self.start_symbol)
 
     @property
     def usual_start(self) -> int | None:
-        """Id that began the texts of the training or that the model's own library puts before texts, or None."""
+        """The id with which the training texts began, or else the id that the model's own library adds before texts, or
+        None.
+        """
         trained = self.trained_start
         return self.start if trained is None else trained
 
     def start_warning(self) -> str | None:
-        """The warning that texts usually begin with a token, for a command without ``--start-token``, or None."""
+        """Return a warning that texts usually begin with a start token, for commands without ``--start-token``, or
+        None.
+        """
         if (start := self.usual_start) is None:
             return None
-        owner = "the model's own library puts" if self.trained_start is None else "the training data has"
+        owner = "the model's own library adds" if self.trained_start is None else "the training data has"
         symbol = self.piece(start)
         return f"--start-token: not given, but {owner} {symbol} before every text; add --start-token '{symbol}'"
 
     def begin_texts(self, symbol: str) -> None:
-        """Set the `start_symbol`. Raises `DataError` if `symbol` is not a special token of the vocabulary."""
+        """Set `start_symbol`. Raises `DataError` if `symbol` is not a special token of the vocabulary."""
         if self.token(symbol) in self.encode(symbol):
             raise DataError(
-                f"start_token: {symbol!r} is not a special token, so text could contain it; give a special token"
+                f"start_token: {symbol!r} is not a special token, so text could contain it; choose a special token"
             )
         self.start_symbol = symbol
 
     @abstractmethod
     def piece(self, token: int) -> str:
-        """The vocabulary's spelling of a token, for display."""
+        """Return the spelling of a token in the vocabulary, for display."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` without start or end symbols. Raises `DataError` for a lone surrogate in it."""
+        """Return the token ids of `text` without start or end symbols. Raises `DataError` if `text` contains a lone
+        surrogate.
+        """
         with _explaining_surrogates(text):
             return self._encode(text)
 
     def encode_prompt(self, text: str, add: bool = False) -> list[int]:
-        """Token ids of `text` as the model's own library encodes a prompt: names of special tokens become these tokens,
-        and with `add` it adds its start and end tokens. Raises `DataError` as `encode`.
+        """Return the token ids of `text` as the model's own library encodes a prompt: the names of special tokens
+        become these tokens and, with `add`, the library's start and end tokens are added. Raises `DataError` as
+        `encode` does.
         """
         with _explaining_surrogates(text):
             ids = self._encode_named(text)
@@ -186,30 +201,28 @@ class Tokenizer(ABC):
         return self._encode(text)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a rendered chat, in which names of special tokens become these tokens, and the first character
-        and end of each token. Raises `DataError` if the type of tokenizer cannot locate tokens.
+        """Return (token ids, (first character, end) of each token) for a rendered chat, in which the names of special
+        tokens become these tokens. Raises `DataError` if this type of tokenizer cannot locate tokens in a text.
         """
-        raise DataError(
-            f"{self.tokenizer_type}: does not encode chats; use the model's tokenizer.json with HFTokenizer"
-        )
+        raise DataError(f"{self.tokenizer_type}: cannot encode chats; use HFTokenizer with the model's tokenizer.json")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; `eod` is left out. Raises `DataError` for an id outside the vocabulary."""
+        """Return the text of token ids, without `eod`. Raises `DataError` for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
         for i in (min(listed), max(listed)) if listed else ():
             if not 0 <= i < self.vocab_size:
                 raise DataError(
-                    f"token id {i}: outside the vocabulary of {self.vocab_size} ({self.tokenizer_type}); use the "
-                    "tokenizer that made the ids"
+                    f"token id {i}: outside the vocabulary of {self.vocab_size} ids ({self.tokenizer_type}); use the "
+                    "tokenizer that encoded the text"
                 )
         return self._decode([i for i in listed if i != self.eod])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """As `decode`, but with the names of special tokens if the type has names for them."""
+        """Like `decode`, but include the names of special tokens, if this type of tokenizer has such names."""
         return self.decode(ids)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files and a description that `load_saved_tokenizer` reads."""
+        """Write the tokenizer files, and a description that `load_saved_tokenizer` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.values():
             (folder / name).write_bytes(data)
@@ -229,29 +242,31 @@ class Tokenizer(ABC):
         eod = next((i for i in map(self._lookup, symbols) if i is not None), None)
         if eod is None:
             raise DataError(
-                f"{self.tokenizer_type}: none of {', '.join(symbols)} is in the vocabulary to end documents; name "
-                "its own symbol with --end-token of prepare (end_token in a recipe)"
+                f"{self.tokenizer_type}: the vocabulary has none of {', '.join(symbols)} to end documents; choose "
+                "another symbol with --end-token of prepare (end_token in a recipe)"
             )
         return eod
 
 
 @contextmanager
 def _explaining_surrogates(text: str) -> Iterator[None]:
-    """Raise `DataError` for an error about `text` if it contains a lone surrogate."""
+    """If the body fails and `text` contains a lone surrogate, raise a `DataError` that says so."""
     try:
         yield
-    except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
+    except Exception as error:  # each library raises a different error for text that UTF-8 cannot represent
         surrogate = _SURROGATE.search(text)
         if surrogate is None:
             raise
         raise DataError(
-            f"text: a lone surrogate, U+{ord(surrogate[0]):X}, at character {surrogate.start()} (decoded "
-            "incorrectly); correct the text, or leave it out"
+            f"text: contains a lone surrogate, U+{ord(surrogate[0]):X}, at character {surrogate.start()}, probably "
+            "because the text was decoded incorrectly; correct the text, or leave it out"
         ) from error
 
 
 class CharLevelTokenizer(Tokenizer):
-    """UTF-8 bytes, as in GPT-NeoX: 512 ids, 0 ends a document, 1 is padding. A NUL in a text is 256 instead of 0."""
+    """UTF-8 bytes, as in GPT-NeoX. There are 512 ids; 0 ends a document and 1 is padding. A NUL in a text has id 256,
+    not 0.
+    """
 
     tokenizer_type = "CharLevelTokenizer"
     _NUL = 256
@@ -265,7 +280,8 @@ class CharLevelTokenizer(Tokenizer):
     def _find_eod(self, symbol: str | None) -> int:
         if symbol is not None:
             raise DataError(
-                f"{self.tokenizer_type}: has no symbols, id 0 ends documents; leave out the end token {symbol!r}"
+                f"{self.tokenizer_type}: has no symbols, because id 0 ends documents; leave out the end token "
+                f"{symbol!r}"
             )
         return 0
 
@@ -295,14 +311,15 @@ PROBES = (
     "emoji 😀👩‍👩‍👧 and rare 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \u0000\u0001\u007f",
     "aaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbb abababababab",
 )
-"""Texts in many scripts, which interchangeable tokenizers must encode identically."""
+"""Texts in many scripts. Interchangeable tokenizers must encode them identically."""
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """The first of `PROBES` that two tokenizers encode differently, else the first token that differs, or None.
+    """Return the first of `PROBES` that two tokenizers encode differently, or else the first token that differs, or
+    None.
 
-    Tokens are compared only within one type, because each type has its own spelling. They distinguish small
-    vocabularies with words that are not in the probes.
+    Tokens are compared only if both tokenizers have the same type, because each type spells tokens differently.
+    Comparing tokens distinguishes small vocabularies by words that are not in the probes.
     """
     probe = next((text for text in PROBES if one.encode(text) != other.encode(text)), None)
     if probe is not None or one.tokenizer_type != other.tokenizer_type:
@@ -312,7 +329,7 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
 
 
 def agree(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if two tokenizers have the same files, or the same separator and no `first_difference`."""
+    """Return True if two tokenizers have the same fingerprint, or the same separator and no `first_difference`."""
     if one.fingerprint == other.fingerprint:
         return True
     return one.eod == other.eod and first_difference(one, other) is None
@@ -321,24 +338,24 @@ def agree(one: Tokenizer, other: Tokenizer) -> bool:
 class HFTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`.
 
-    Truncation, padding and dropout set in the file are disabled. `decode` reproduces the text exactly for byte-level
-    models without a normalizer; GPT-NeoX-20B's composes characters (NFC).
+    Truncation, padding and dropout are disabled even if the file enables them. For byte-level models without a
+    normalizer, `decode` reproduces the text exactly. The normalizer of GPT-NeoX-20B composes characters (NFC).
     """
 
     tokenizer_type = "HFTokenizer"
 
     def _open(self, data: dict[str, bytes]) -> int:
         self._model = self.build(data)
-        self._model.encode_special_tokens = True  # special tokens in a text are ordinary characters
+        self._model.encode_special_tokens = True  # treat the names of special tokens in a text as ordinary characters
         self._model.no_truncation()
         self._model.no_padding()
         if getattr(self._model.model, "dropout", None):
             self._model.model.dropout = None
         vocabulary = self._model.get_vocab()
-        return max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        return max(vocabulary.values(), default=-1) + 1  # there may be gaps between the ids
 
     def build(self, data: dict[str, bytes]) -> Any:
-        """Create the library's `tokenizers.Tokenizer` from the contents of the files."""
+        """Create the `tokenizers.Tokenizer` of the library from the contents of the files."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(data["vocab_file"].decode("utf-8"))
@@ -351,19 +368,19 @@ class HFTokenizer(Tokenizer):
         symbol = getattr(self._model.model, "unk_token", None)
         if symbol is not None:
             return self._model.token_to_id(symbol)
-        # Only the file of a unigram model has the id.
+        # For a unigram model, the id is only in the file.
         return None if hasattr(self._model.model, "unk_token") else json.loads(self._model.to_str())["model"]["unk_id"]
 
     def _find_eod(self, symbol: str | None) -> int:
         eod = super()._find_eod(symbol)
         if symbol is not None and eod in self.encode(symbol):
             raise DataError(
-                f"end_token: {symbol!r} is not a special token, so text could contain it; give a special token"
+                f"end_token: {symbol!r} is not a special token, so text could contain it; choose a special token"
             )
         return eod
 
     def _encode(self, text: str) -> list[int]:
-        # A batch of one has no offsets to compute, and uses one thread, regardless of TOKENIZERS_PARALLELISM.
+        # Encoding a batch of one text skips the offsets, and uses a single thread regardless of TOKENIZERS_PARALLELISM.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @property
@@ -379,7 +396,7 @@ class HFTokenizer(Tokenizer):
 
     @property
     def _surrounds_itself(self) -> bool:
-        """True if, as in transformers, the rules replace the tokens that the file's post-processor adds."""
+        """True if the rules replace the tokens that the post-processor of the file adds, as in transformers."""
         return self.rules.add_bos is not None or self.rules.add_eos is not None
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -396,8 +413,8 @@ class HFTokenizer(Tokenizer):
         return self._naming(text, False, self.rules.splits).ids
 
     def _naming(self, text: str, add: bool, split: bool = False) -> Any:
-        """Encode a text. Names of special tokens become these tokens unless `split`; with `add`, start and end tokens
-        are added.
+        """Encode a text. The names of special tokens become these tokens unless `split` is set. With `add`, start and
+        end tokens are added.
         """
         self._model.encode_special_tokens = split
         try:
@@ -416,7 +433,7 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's `vocab.json` and `merges.txt`."""
+    """A byte-level BPE tokenizer in GPT-2's files `vocab.json` and `merges.txt`."""
 
     tokenizer_type = "GPT2BPETokenizer"
 
@@ -433,7 +450,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class HFGPT2Tokenizer(GPT2BPETokenizer):
-    """As `GPT2BPETokenizer`, but with the symbol `<|padding|>` that GPT-NeoX adds after the vocabulary."""
+    """Like `GPT2BPETokenizer`, but with the symbol `<|padding|>`, which GPT-NeoX adds after the vocabulary."""
 
     tokenizer_type = "HFGPT2Tokenizer"
 

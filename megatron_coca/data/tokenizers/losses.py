@@ -1,4 +1,6 @@
-"""Detect tokenizers that lose text: passages that decode differently, unknown tokens, too many tokens."""
+"""Detect tokenizers that lose text: some passages differ after decoding, tokens are unknown, or texts have too many
+tokens.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -7,23 +9,23 @@ from typing import Any, Self
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 PASSAGE = 1024
-"""Characters of a passage."""
+"""Length of a passage in characters."""
 MOST_LOST, MOST_UNKNOWN = 0.1, 0.01
-"""Largest shares of passages that decode differently, and of unknown tokens."""
+"""Maximum share of passages that differ after decoding, and maximum share of unknown tokens."""
 MOST_TOKENS_PER_BYTE, LARGE_VOCABULARY = 0.75, 4096
-"""A vocabulary of at least this size should need fewer tokens per byte than this."""
+"""A vocabulary of at least `LARGE_VOCABULARY` ids should need at most `MOST_TOKENS_PER_BYTE` tokens per byte."""
 
 
 @dataclass
 class Sample:
-    """Counts over passages of text that were encoded and decoded.
+    """Counts over passages of text that were encoded and decoded again.
 
     Attributes:
         passages: number of passages.
-        lost: passages that decode differently.
-        tokens: tokens of all passages.
-        unknown: unknown tokens.
-        bytes: UTF-8 bytes of all passages.
+        lost: number of passages that differ after decoding.
+        tokens: number of tokens in all passages.
+        unknown: number of unknown tokens.
+        bytes: number of UTF-8 bytes in all passages.
     """
 
     passages: int = 0
@@ -33,7 +35,7 @@ class Sample:
     bytes: int = 0
 
     def add(self, tokenizer: Tokenizer, passage: str) -> None:
-        """Encode and decode a passage."""
+        """Encode and decode a passage, and add its counts."""
         ids = tokenizer.encode(passage)
         self.passages += 1
         self.lost += tokenizer.decode(ids) != passage
@@ -48,17 +50,17 @@ class Sample:
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any]) -> Self:
-        """Recreate a sample from the counts by name."""
+        """Recreate a sample from its saved counts."""
         return cls(**{name: int(facts.get(name, 0)) for name in cls.__dataclass_fields__})
 
     def loss(self, vocab_size: int, factor: float = 1.0) -> str:
-        """Describe the losses of a tokenizer with `vocab_size` ids, if a share is above `factor` times its limit; else
-        empty.
+        """Describe the losses of a tokenizer with `vocab_size` ids. Returns an empty string unless a share is above
+        `factor` times its limit.
         """
         found = []
         if self.lost > factor * MOST_LOST * self.passages:
             share = self.lost / self.passages
-            found.append(f"{share:.0%} of {self.passages:,} sampled passages do not come back when decoded")
+            found.append(f"{share:.0%} of {self.passages:,} sampled passages differ after encoding and decoding")
         if self.unknown > factor * MOST_UNKNOWN * self.tokens:
             found.append(f"{self.unknown / self.tokens:.1%} of their tokens are unknown")
         if vocab_size >= LARGE_VOCABULARY and self.tokens > MOST_TOKENS_PER_BYTE * self.bytes:
@@ -67,14 +69,14 @@ class Sample:
 
     def __str__(self) -> str:
         return (
-            f"{self.passages:,} sampled passages, of which {self.lost / max(1, self.passages):.1%} do not come back, "
-            f"{self.unknown / max(1, self.tokens):.2%} unknown tokens, "
+            f"{self.passages:,} sampled passages, of which {self.lost / max(1, self.passages):.1%} differ after "
+            f"encoding and decoding, {self.unknown / max(1, self.tokens):.2%} unknown tokens, "
             f"{self.tokens / max(1, self.bytes):.2f} tokens per byte"
         )
 
 
 def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
-    """The counts over `texts`, one passage each."""
+    """Return the counts over `texts`; each text is one passage."""
     sample = Sample()
     for text in texts:
         sample.add(tokenizer, text)
@@ -84,7 +86,8 @@ def sampled(tokenizer: Tokenizer, texts: Iterable[str]) -> Sample:
 def passages_of(texts: Sequence[str], count: int) -> Iterator[str]:
     """Yield at most `count` passages: the first of every text, then the second of every text, and so on.
 
-    They do not start or end with white space, which some tokenizers treat as the end of a text.
+    Passages are stripped of white space at both ends, because some tokenizers treat it differently at the edges of a
+    text.
     """
     start, longest = 0, max(map(len, texts), default=0)
     while count > 0 and start < longest:

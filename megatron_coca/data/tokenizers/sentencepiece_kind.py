@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: trained here, LLaMA's, and others."""
+"""SentencePiece tokenizers: LLaMA's, those trained by megatron-coca, and others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a SentencePiece model that affect the encoding of a text.
+    """The settings of a SentencePiece model that affect how text is encoded.
 
     Attributes:
-        is_bpe: a BPE model, not a unigram, word or character model.
-        dummy_prefix: a space is added before every text, as in LLaMA's models.
+        is_bpe: whether the model is a BPE model rather than a unigram, word or character model.
+        dummy_prefix: whether a space is added before every text, as in LLaMA's models.
     """
 
     is_bpe: bool
@@ -24,38 +24,38 @@ class ModelSettings:
 
     @classmethod
     def read(cls, model: bytes) -> Self:
-        """Parse the bytes of a valid SentencePiece model."""
+        """Read the settings from the bytes of a valid SentencePiece model."""
         proto = _proto(model)
         trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
         return cls(is_bpe=trainer.model_type == trainer.BPE, dummy_prefix=normalizer.add_dummy_prefix)
 
 
 def without_dummy_prefix(model: bytes) -> bytes:
-    """The same model without a dummy prefix."""
+    """Return the bytes of the same model without the dummy prefix."""
     proto = _proto(model)
     proto.normalizer_spec.add_dummy_prefix = False
     return proto.SerializeToString()
 
 
 def _proto(model: bytes) -> Any:
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when it runs
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # the module creates its classes at run time
 
     return ModelProto.FromString(model)
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. `decode(encode(x)) == x` for models without normalization and with byte fallback, such
-    as LLaMA's and those of `train_sentencepiece`.
+    """A SentencePiece model. `decode(encode(x)) == x` holds for models with byte fallback and without normalization,
+    such as LLaMA's models and those of `train_sentencepiece`.
     """
 
     tokenizer_type = "SPMTokenizer"
-    _SPACE_MARK = "\u2581"  # SentencePiece's symbol for a space; in a text it is encoded as bytes
+    _SPACE_MARK = "\u2581"  # SentencePiece's symbol for a space; this character in a text is encoded as its UTF-8 bytes
 
     def _open(self, data: dict[str, bytes]) -> int:
         file = data["vocab_file"]
         self._model = sentencepiece.SentencePieceProcessor(model_proto=file)
         settings = ModelSettings.read(file)
-        # Encodes the continuation of a text, which gets no dummy prefix.
+        # This model encodes the continuation of a text, which must not get a dummy prefix.
         self._inner = self._model
         if settings.dummy_prefix:
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=without_dummy_prefix(file))
@@ -79,7 +79,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _eod_text(self) -> str | None:
-        # Text never matches a control symbol. It can match a user-defined one, which is therefore encoded in two parts.
+        # Text never matches a control symbol. Text can match a user-defined symbol, so such text is encoded in two
+        # parts.
         return None if self._model.is_control(self.eod) else self._model.id_to_piece(self.eod)
 
     def _encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rules of a Hugging Face folder for texts: tokens that begin and end them, and names of special tokens in them."""
+"""Text rules of a Hugging Face folder: which tokens begin and end texts, and whether texts can name special tokens."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,13 +10,13 @@ from megatron_coca.data.tokenizers.end_tokens import read_object
 
 @dataclass(frozen=True)
 class TextRules:
-    """The treatment of texts in transformers. The defaults are those of a tokenizer.json without other files.
+    """How transformers treats texts. The defaults apply to a tokenizer.json without other files.
 
     Attributes:
-        bos, eos: the symbols with these roles.
-        ends: ids that end a generated text.
-        splits: True if names of special tokens in a text are ordinary characters (`split_special_tokens`).
-        add_bos, add_eos: whether these symbols surround every text; None follows tokenizer.json.
+        bos, eos: the symbols that begin and end texts, or None.
+        ends: the ids that end a generated text.
+        splits: whether names of special tokens in a text are treated as ordinary characters (`split_special_tokens`).
+        add_bos, add_eos: whether these symbols are added to every text; None if tokenizer.json decides.
     """
 
     bos: str | None = None
@@ -27,13 +27,13 @@ class TextRules:
     add_eos: bool | None = None
 
     def saved(self) -> dict[str, Any]:
-        """The values that differ from the defaults, for a JSON file."""
+        """Return the values that differ from the defaults, for a JSON file."""
         default = TextRules()
         return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
 
 
 def rules_of(saved: Mapping[str, Any]) -> TextRules:
-    """The inverse of `TextRules.saved`."""
+    """Recreate the rules from the result of `TextRules.saved`."""
     known = {field.name: saved[field.name] for field in fields(TextRules) if field.name in saved}
     return TextRules(**known | {"ends": tuple(known.get("ends", ()))})
 
@@ -55,7 +55,7 @@ def find_rules(folder: Path) -> TextRules:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """The ids in a value of a configuration file: one, a list of them, or none."""
+    """Return the ids in a value of a configuration file, which may be an id, a list of ids, or None."""
     values = value if isinstance(value, list) else [value]
     return tuple(token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
 

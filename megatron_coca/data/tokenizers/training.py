@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer on a corpus. The same texts in the same order give the same file."""
+"""Train a SentencePiece tokenizer on a corpus. The same texts in the same order produce the same model file."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,15 +9,15 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.support.console import Progress
 
-_LINE_BYTES = 1 << 20  # SentencePiece's trainer skips longer lines
+_LINE_BYTES = 1 << 20  # SentencePiece's trainer skips lines longer than this
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show: bool = True) -> SentencePieceTokenizer:
-    """Train a SentencePiece BPE model on `texts` that reproduces every text exactly, and write it to `path`.
+    """Train a SentencePiece BPE model on `texts` and write it to `path`. The model reproduces every text exactly.
 
-    The model has byte fallback and no normalization, keeps all white space, encodes a newline as its byte, and has the
-    control symbol `<eod>`. `show` shows progress. Raises `DataError` if the texts are too small for `vocab_size`
-    pieces. Errors of `texts` pass through.
+    The model has byte fallback, no normalization and the control symbol `<eod>`. It keeps all white space and encodes a
+    newline as its byte. With `show`, progress is shown. Raises `DataError` if `vocab_size` is too large or too small
+    for the texts. Errors that `texts` raises are passed on.
     """
     progress = Progress("reading text to train a tokenizer", unit="characters", show=show)
     errors: list[BaseException] = []
@@ -47,19 +47,21 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path, show:
         path.unlink(missing_ok=True)
         if errors:
             raise errors[0] from None
-        more_characters = "required_chars" in str(error)  # a piece for each character does not fit
-        remedy = "choose a larger vocabulary" if more_characters else "choose a smaller vocabulary or add text"
+        more_characters = "required_chars" in str(error)  # the vocabulary has no room for a piece for each character
+        remedy = "choose a larger vocab_size" if more_characters else "choose a smaller vocab_size, or add text"
         raise DataError(
-            f"vocab_size: SentencePiece cannot train {vocab_size} pieces on this text ({error}); {remedy}"
+            f"vocab_size: SentencePiece cannot train a vocabulary of {vocab_size} pieces on this text ({error}); "
+            f"{remedy}"
         ) from error
     return SentencePieceTokenizer({"vocab_file": ("tokenizer.model", path.read_bytes())})
 
 
 def _lines(texts: Iterable[str], progress: Progress, errors: list[BaseException]) -> Iterator[str]:
-    """Yield lines that are not blank, cut to the length that the trainer accepts; a character has up to four bytes.
+    """Yield the non-blank lines of the texts, cut to the length that the trainer accepts. A character has up to four
+    bytes.
 
-    An error of `texts` is also appended to `errors`, because the trainer turns every error, even an interrupt, into a
-    RuntimeError.
+    An error that `texts` raises is also appended to `errors`, because the trainer converts every error, even an
+    interrupt, to a RuntimeError.
     """
     size = _LINE_BYTES // 4
     try:

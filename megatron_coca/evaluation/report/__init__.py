@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate report`: result files as tables, plots and one page, with published numbers next to ours."""
+"""`megatron-coca evaluate report`: tables, plots and a page from result files, with published numbers next to ours."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ PAGE = "report.html"
 
 def run(args: Namespace) -> int:
     print(plain(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline)))
-    print(f"\n{args.output / PAGE} written, with report.md, plots and tables in the same folder.")
+    print(f"\nwrote {args.output / PAGE}, and report.md, plots and tables in the same folder")
     return 0
 
 
@@ -47,12 +47,12 @@ def build_report(
 ) -> str:
     """Write report.html and report.md, the plots (figures/NAME.svg) and the tables (tables/NAME.csv).
 
-    `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of them. `papers` adds published
-    numbers. `curves` are learning curves by label, one for each seed; by default `find_curves` finds them. Perplexities
-    are compared with those of the label `baseline`.
+    `result_files` are files of `megatron-coca evaluate TASK --output`, or folders of such files. `papers`: whether to
+    add published numbers. `curves` are learning curves by label, one for each seed; by default `find_curves` finds
+    them. Perplexities are compared with those of the label `baseline`.
 
-    Return the tables of our results as Markdown. Raises EvaluationError for files that are not results, for a label of
-    two models, for a baseline without results, if there is nothing to report, and if the folder is not writable.
+    Return the tables of our results as Markdown. Raises EvaluationError for files that are not results, a label with
+    two models, a baseline without results, a folder that is not writable, or if there is nothing to report.
     """
     folder = Path(output_dir)
     check_writable(folder / PAGE)
@@ -65,6 +65,6 @@ def build_report(
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
     write_atomically(folder / "report.md", markdown(document).encode())
-    # The page is written last, so that it exists only if everything else does.
+    # The page is written last, so that it exists only if all other files do.
     write_atomically(folder / PAGE, html_page(document, drawings).encode())
     return console_text(report_document(loaded, title, ReportOptions(False, baseline, curves)))

@@ -1,4 +1,4 @@
-"""The section on the analysis of attention."""
+"""The report section on the analysis of attention."""
 
 from collections.abc import Callable
 
@@ -34,18 +34,18 @@ def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis]
 
 @shared.grouped("analysis", ANALYSIS_COMPARABLE)
 def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Section 2 of the CoCA paper: a table, and the entropy by position at the greatest length."""
+    """Return the numbers of section 2 of the CoCA paper, and a plot of entropy by position at the greatest length."""
     rows = []
     for series in group.series:
         for length in group.lengths():
             cells = [analysis_cell(series, length, number) for number in COLUMNS.values()]
             rows.append(TableRow(f"{series.label}, {length} tokens", tuple(cells)))
-    caption = "Anomalous pairs, falling scores and entropy (shares of pairs of tokens, means)"
+    caption = "Anomalous pairs, falling scores and entropy (shares of token pairs, means)"
     table = Table(name, caption, ("label", *COLUMNS), tuple(rows))
     lines = [entropy_line(series) for series in group.measured]
     figures = []
     if lines:
-        caption = "Entropy of the attention weights by position of the query at the greatest length, of the first seed."
+        caption = "Entropy of the attention weights by query position at the greatest length, for the first seed."
         alt = f"Entropy by position for {', '.join(line.label for line in lines)}"
         marks = {float(length): f"training length {length}" for length in sorted(group.training_lengths())}
         panel = Panel(tuple(lines), "keys that the query sees", "entropy (nats)", marks=marks, linear_x=True)

@@ -1,4 +1,4 @@
-"""Plots of a report: curves against length with their intervals, heat maps, and logarithmic axes with labelled ends."""
+"""Plots of a report: curves by length with intervals, heat maps, and logarithmic axes with labelled ends."""
 
 import io
 import math
@@ -21,21 +21,22 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3
 """The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow."""
 MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-"""Line styles: the first seven lines are solid; the next seven have the same colours with dashes, and so on."""
+"""Line styles: the first seven lines are solid, the next seven have the same colours with dashes, and so on."""
 MOST_BANDS = 4
-"""Largest number of lines with bands as intervals. More lines get bars, or nothing if they have many points, because
-bands would hide each other."""
+"""Largest number of lines for which intervals are bands. With more lines, intervals are bars, or are left out if lines
+have many points, because bands would hide each other."""
 FEW_POINTS = 30
-"""Largest number of points of a line with markers and bars."""
+"""Largest number of points for which a line has markers and bars."""
 MOST_BEYOND = 3.0
-"""Factor by which an interval on a logarithmic axis may exceed the lines: intervals of two seeds span many decades."""
+"""Factor by which an interval on a logarithmic axis may exceed the lines, because t intervals of two seeds can span
+many decades."""
 SHARES = (-0.03, 1.03)
-"""The range of accuracies on an axis."""
+"""Range of the axis for accuracies."""
 INCH, LABEL = 12, 28
-"""Characters of a legend in about one inch, and in one line of a label."""
+"""Number of legend characters in about one inch, and maximum number in one line of a label."""
 DODGE, MOST_DODGE = 0.05, 0.5
-"""Distance of neighbouring lines with bars, and the largest distance of the outer ones: octaves, or shares of a tenth
-of a linear axis.
+"""Offset between neighbouring lines with bars, and its maximum for the outer lines: in octaves, or in tenths of a
+linear axis.
 """
 SIZES: dict[str, Any] = {
     "font.size": 11,
@@ -66,12 +67,12 @@ def _style(background: str) -> dict[str, Any]:
 
 
 STYLES = {"print": _style("white"), "light": _style("none")}
-"""Styles on a white background, and on a transparent one."""
+"""Plot styles with a white or a transparent background."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot: `draw` fills an empty canvas of `size` inches, `alt` describes it for screen readers."""
+    """A plot. `draw` fills an empty canvas of `size` inches; `alt` describes the plot for screen readers."""
 
     name: str
     caption: str
@@ -81,7 +82,7 @@ class Figure:
 
 
 def svg(figure: Figure, style: str) -> bytes:
-    """Return the plot in one of `STYLES`, with text as paths. The same figure gives the same bytes."""
+    """Return the plot as SVG in one of `STYLES`, with text as paths. The same figure always gives the same bytes."""
     image = io.BytesIO()
     with matplotlib.rc_context(cast(Any, {**STYLES[style], "svg.hashsalt": figure.name})):
         canvas = Canvas(figsize=figure.size, layout="constrained")
@@ -92,9 +93,9 @@ def svg(figure: Figure, style: str) -> bytes:
 
 @dataclass(frozen=True)
 class Line:
-    """One line with optional ends of intervals. A value that is not finite leaves a gap.
+    """One line, optionally with interval ends. A value that is not finite leaves a gap.
 
-    `style` is the number of colour, dashes and marker; by default it is the index in the panel.
+    `style` is the index of colour, dashes and marker; by default it is the line's index in the panel.
     """
 
     label: str
@@ -107,7 +108,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its lines. `marks` are named vertical lines at values of x; `level` is a horizontal line.
+    """One pair of axes with lines. `marks` are named vertical lines at x values; `level` is the y of a horizontal line.
 
     x is a length on a logarithmic axis, unless `linear_x` is set.
     """
@@ -124,7 +125,7 @@ class Panel:
 
 
 def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
-    """Return a function that draws panels with a common y axis in rows of `columns`, and one legend below."""
+    """Return a function that draws the panels in rows of `columns`, with a common y axis and one legend below."""
 
     def draw(canvas: Canvas) -> None:
         rows = math.ceil(len(given) / columns)
@@ -159,7 +160,7 @@ def _in_legend(label: str) -> str:
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return the columns of a legend that fit into `width` inches, with eight characters beside each label."""
+    """Return the number of legend columns that fit into `width` inches, with eight extra characters per label."""
     longest = min(LABEL, max(map(len, labels), default=0))
     return max(1, min(4, len(labels), int(INCH * width / (longest + 8))))
 
@@ -167,7 +168,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 def size_with_legend(
     labels: Sequence[str], plot: float | None = None, width: float | None = None
 ) -> tuple[float, float]:
-    """Return the size in inches of a plot with a legend of `labels` below it; it is larger for more than seven."""
+    """Return a plot's size in inches with a legend of `labels` below it. Plots of more than seven lines are larger."""
     many = len(labels) > len(COLOURS)
     width = width or (9.0 if many else 6.0)
     lines = sum(math.ceil(len(label) / LABEL) for label in labels)
@@ -198,7 +199,7 @@ def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
 
 
 def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int, linear_x: bool) -> None:
-    """Draw one of `count` lines; its intervals are cut off at `bounds`."""
+    """Draw one of `count` lines, with its intervals clipped to `bounds`."""
     finite, places = [y if math.isfinite(y) else math.nan for y in line.y], line.x
     label = _in_legend(line.label)
     colour = f"C{style % len(COLOURS)}"
@@ -228,13 +229,13 @@ def short_length(length: float) -> str:
 
 
 HeatMap = tuple[str, Sequence[Sequence[float | None]]]
-"""Title, and accuracies by row and column; None leaves a cell empty."""
+"""A title, and accuracies by row and column; None leaves a cell empty."""
 
 
 def heat_maps(
     maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, columns: int = 1
 ) -> Callable[[Canvas], None]:
-    """Return a function that draws accuracies as coloured cells with their numbers, in rows of `columns` maps."""
+    """Return a function that draws heat maps in rows of `columns`: accuracies as coloured cells with their numbers."""
 
     def draw(canvas: Canvas) -> None:
         grid = canvas.subplots(math.ceil(len(maps) / columns), columns, squeeze=False, sharey=True)
@@ -267,14 +268,14 @@ def heat_maps(
 # Logarithmic axes
 
 LEAST_RATIO = 1.25
-"""Least ratio of the ends of an axis, so that a difference of 2% takes at most a tenth of it."""
+"""Smallest ratio between the ends of an axis, so that a difference of 2% takes at most a tenth of the axis."""
 MOST_TICKS = 10
 LARGEST_EXPONENT = 308.0
-"""The largest power of ten in a float64."""
+"""The largest power of ten that float64 can represent."""
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of an axis for positive values from `low` to `high`, with a ratio of at least LEAST_RATIO."""
+    """Return axis ends for positive values from `low` to `high`, with a ratio of at least LEAST_RATIO."""
     if low <= 0 or high >= LEAST_RATIO * low:
         return low, high
     middle, reach = math.sqrt(low) * math.sqrt(high), math.sqrt(LEAST_RATIO)
@@ -282,9 +283,9 @@ def widened(low: float, high: float) -> tuple[float, float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round positive numbers from at most `low` to at least `high`.
+    """Return round positive ticks that cover `low` to `high`.
 
-    They are evenly spaced within a factor of 4; otherwise they are 1, 2 and 5 times powers of ten, or only powers.
+    Within a factor of 4 they are evenly spaced; otherwise they are 1, 2 and 5 times powers of ten, or only the powers.
     """
     if high < 4 * low:
         return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
@@ -303,7 +304,7 @@ def _power(exponent: float) -> float:
 
 
 def tick_text(tick: float) -> str:
-    """Return the label of a tick: `0.5`, `20000`, or a formula with a power of ten."""
+    """Return a tick's label: `0.5`, `20000`, or a formula with a power of ten."""
     if 1e-3 <= tick < 1e5:
         return f"{tick:g}"
     mantissa, exponent = f"{tick:e}".split("e")
@@ -312,7 +313,7 @@ def tick_text(tick: float) -> str:
 
 
 def label_log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic, from a labelled tick below `low` to one above `high`, if these are a valid range."""
+    """Make an axis logarithmic, with labelled ticks at or beyond `low` and `high`, if these are a valid range."""
     if not 0 < low <= high < math.inf:
         return
     ticks = log_ticks(*widened(low, high))

@@ -1,4 +1,4 @@
-"""Learning curves: their records, from a run or from a file beside a result."""
+"""Learning curves: their records, read from a training run or from a file next to a result."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,20 +10,20 @@ from megatron_coca.evaluation.results import Record, read_record
 
 CURVE, METRICS = "curve.json", "metrics.jsonl"
 MAX_POINTS = 200
-"""Largest number of points of a curve in the results."""
+"""Largest number of points per curve in a report."""
 
 
 class CurvePoint(Record):
-    """Losses in nats per token after `step`; None if none was reported."""
+    """Losses in nats per token after `step`; None if no loss was reported."""
 
     step: int
-    tokens: int  # trained on until then
+    tokens: int  # number of tokens trained on up to `step`
     train_loss: float | None
     validation_loss: float | None
 
 
 class Curve(Record):
-    """One training run; `borders` are the tokens at which its stages begin, without the first."""
+    """The curve of one training run; `borders` are the token counts at which later stages begin."""
 
     seed: int
     points: list[CurvePoint]
@@ -31,9 +31,9 @@ class Curve(Record):
 
 
 def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
-    """Return the curves of results without config overrides by label, one for each seed.
+    """Return learning curves by label, one for each seed, for results without config overrides.
 
-    An ablation writes them into the file curve.json beside a result. Raises EvaluationError for a damaged one.
+    An ablation writes a curve to curve.json next to a result. Raises EvaluationError for a damaged file.
     """
     found: dict[str, dict[str, Curve]] = {}
     for item in loaded:
@@ -49,14 +49,14 @@ def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
 
 
 class TrainedStage(NamedTuple):
-    """A stage of a run: its first step, and the tokens of a step."""
+    """A stage of a run: its first step, and its number of tokens per step."""
 
     first: int
     tokens: int
 
 
 def trained_stages(meta: Mapping[str, Any], seq_length: int) -> list[TrainedStage]:
-    """Return the stages up to a checkpoint from its meta.json; a run without stages has one."""
+    """Return the stages up to a checkpoint from its meta.json; a run without stages counts as one stage."""
     records = meta.get("stages")
     if not records:
         return [TrainedStage(0, meta["batch"] * seq_length)]
@@ -65,7 +65,7 @@ def trained_stages(meta: Mapping[str, Any], seq_length: int) -> list[TrainedStag
 
 
 def run_curve(run: Path, seed: int, stages: Sequence[TrainedStage]) -> Curve:
-    """Return the curve of a run from its metrics."""
+    """Return the learning curve of a run from its metrics file."""
 
     def tokens(step: int) -> int:
         ends = [*(stage.first for stage in stages[1:]), step]
@@ -82,7 +82,7 @@ def run_curve(run: Path, seed: int, stages: Sequence[TrainedStage]) -> Curve:
 
 
 def metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the reports of a training run in order."""
+    """Yield the metric records of a training run in order."""
     path = run / METRICS
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
@@ -94,7 +94,7 @@ def metrics(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:
-    """Return at most `most` points, evenly spaced; points with a validation loss take precedence."""
+    """Return at most `most` evenly spaced points, preferring points with a validation loss."""
     if len(points) <= most:
         return list(points)
     validated = _evenly([point for point in points if point.validation_loss is not None], most)
@@ -103,7 +103,7 @@ def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurveP
 
 
 def _evenly(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:
-    """Return `count` points including the last one, or all if there are fewer."""
+    """Return `count` evenly spaced points including the last point, or all points if there are fewer."""
     if len(points) <= count:
         return list(points)
     return [points[(number + 1) * len(points) // count - 1] for number in range(count)]

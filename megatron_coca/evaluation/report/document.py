@@ -1,4 +1,4 @@
-"""The content of a report: tables, figures and sections, and its output as Markdown, HTML and CSV."""
+"""The content of a report (tables, figures and sections), and its output as Markdown, HTML and CSV."""
 
 import csv
 import io
@@ -17,11 +17,11 @@ from megatron_coca.support.markdown_tables import escaped, format_table, in_cell
 
 @dataclass(frozen=True)
 class TableCell:
-    """One cell: its `text`, the `value` behind it, and `detail` in small print (an interval).
+    """One cell: its `text`, the `value` that it shows, and `detail` in small print (such as an interval).
 
-    `low` and `high` are the ends of the 95% interval if there is one. `seeds` is the number of seeds behind `value`.
-    `sample` has the sums of each document, for paired comparisons. `note` becomes a footnote: the reason why there is
-    no number, or a limitation. `wide` cells are text.
+    `low` and `high` are the ends of the 95% interval, if there is one. `seeds` is the number of seeds behind `value`.
+    `sample` contains one sum per document, for paired comparisons. `note` becomes a footnote: the reason for a missing
+    number, or a limitation. `wide`: whether the cell contains prose.
     """
 
     text: str
@@ -38,21 +38,21 @@ class TableCell:
 
     @property
     def in_full(self) -> str:
-        """Text and small print on one line."""
+        """Text and small print in one line."""
         if not self.detail or self.detail.startswith("±"):
             return f"{self.text} {self.detail}".rstrip()
         return f"{self.text} ({self.detail})"
 
 
 FORMULA = re.compile(r"\s*[=@]|\s*[+-](?![\d.]*\Z)|[\t\r]")
-"""The beginning of a text that a spreadsheet takes for a formula. Numbers and a single minus are no formulas."""
+"""Matches the start of a text that a spreadsheet would read as a formula. Numbers and a single minus do not match."""
 EMPTY = TableCell("")
 """The cell of a column that does not apply to the row."""
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row. `published` names the source of published numbers and is empty for ours; `detail` is small print."""
+    """One row. `published` is the source of published numbers, empty for our own; `detail` is small print."""
 
     name: str
     cells: tuple[TableCell, ...]
@@ -62,7 +62,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """`header` starts with the column of row names; `notes` follow the table, `sources` describe published rows."""
+    """`header` starts with the head of the row names; `notes` follow the table; `sources` describe published rows."""
 
     name: str
     caption: str
@@ -81,9 +81,9 @@ class Table:
 
 @dataclass(frozen=True)
 class ReportBlock:
-    """Tables and figures of one group of results.
+    """Tables and figures for one group of results.
 
-    `text` has the protocol. `provenance` has the paths, hashes and devices, one line each.
+    `text` describes the protocol. `provenance` lists paths, hashes and devices, one per line.
     """
 
     text: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class ReportBlock:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the report; the console also shows it if it is `printed`."""
+    """One section of the report. `printed`: whether the console shows it too."""
 
     name: str
     title: str
@@ -105,7 +105,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportDocument:
-    """A report. If it is not `measured`, it has no results, and its page does not explain the marks of results."""
+    """A report. If `measured` is false, it contains no results, and its page does not explain the marks on results."""
 
     title: str
     summary: str
@@ -136,7 +136,7 @@ def markdown(document: ReportDocument) -> str:
 
 
 def console_text(document: ReportDocument) -> str:
-    """Return the tables of the printed sections."""
+    """Return the tables of the sections that the console shows."""
     parts = [document.title]
     for block in (block for section in document.sections if section.printed for block in section.blocks):
         parts += [block.heading] if block.heading and block.tables else []
@@ -145,7 +145,7 @@ def console_text(document: ReportDocument) -> str:
 
 
 def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below: Callable[[str], str] = str) -> str:
-    """Return a table and its notes; `in_table` and `below` escape texts in cells and in notes."""
+    """Return a table and its notes as Markdown; `in_table` and `below` escape texts in cells and in notes."""
     footnotes = table.footnotes()
     lines = []
     for row in table.rows:
@@ -161,9 +161,9 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
 
 
 def csv_table(table: Table) -> str:
-    """Return a table as CSV: numbers with eight digits, and texts for cells without a number.
+    """Return a table as CSV: numbers with eight digits, and the text of cells without a number.
 
-    Extra columns have the ends of intervals, the numbers of seeds, and notes on numbers.
+    Extra columns contain interval ends, numbers of seeds, and notes.
     """
     columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
     columns = [[_no_formula(text) for text in column] for column in columns]
@@ -182,7 +182,7 @@ def csv_table(table: Table) -> str:
 
 
 def _no_formula(text: str) -> str:
-    """Put an apostrophe before a text that a spreadsheet would compute: other people's results may have such names."""
+    """Put an apostrophe before a text that a spreadsheet would read as a formula: names in results can be untrusted."""
     return f"'{text}" if FORMULA.match(text) else text
 
 
@@ -191,9 +191,9 @@ def _number(value: float | None) -> str:
 
 
 def html_page(document: ReportDocument, drawings: Mapping[str, bytes]) -> str:
-    """Return the file report.html: one page that contains its style and images, without scripts.
+    """Return report.html: a single page without scripts that embeds its style and images.
 
-    `drawings` has the SVG of every plot by its name.
+    `drawings` maps the name of every plot to its SVG.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True

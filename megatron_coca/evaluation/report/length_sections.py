@@ -1,4 +1,4 @@
-"""The first sections: one row of results for each label, learning curves, and perplexity."""
+"""The first report sections: a summary with one row for each label, learning curves, and perplexity."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,12 +47,12 @@ MAP_TABLES = (
     LengthTable(LOSS_CAPTION, "loss at window", {"{}": LOSS}, "-loss", "loss"),
     LengthTable(ACCURACY_CAPTION, "accuracy at window", {"{}": ACCURACY}, "-accuracy", "next-token accuracy"),
 )
-"""The tables of Su's pages on ReRoPE, for models with a relative-position map."""
+"""The tables in Su's pages on ReRoPE, shown for models with a relative-position map."""
 
 
 @shared.grouped("perplexity", PERPLEXITY_COMPARABLE)
 def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """CoCA Table 1 and Figure 1: perplexity against the window, both logarithmic."""
+    """Return CoCA Table 1 and Figure 1 for our results: perplexity against window size, on logarithmic axes."""
     protocol, documents = group.first.protocol, group.first.documents
     limit = "" if protocol.vocabulary is None else f", softmax over the ids below {protocol.vocabulary} only"
     measured = f"stride {protocol.stride}{limit}"
@@ -64,7 +64,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     main = LengthTable(title, "perplexity at window", rows, published="perplexity", notes=notes)
     mapped = any(_has_map(series.header) for series in group.series)
     tables = shared.length_tables(name, (main, *(MAP_TABLES if mapped else ())), group, options)
-    caption = f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
+    caption = f"Perplexity against the window size, with stride {protocol.stride}; infinite values leave a gap."
     panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
     figures = shared.length_figure(name, title, group, PERPLEXITY, panel, caption)
     return ReportBlock((f"Protocol: {protocol.text}; {measured}.",), tuple(figures), tuple(tables))
@@ -78,15 +78,15 @@ def _has_map(header: Result) -> bool:
 # Summary
 
 MULTIPLES = (2, 4, 16, 64)
-"""Multiples of the training length with a ratio to the perplexity at the training length."""
+"""Multiples of the training length for which the ratio to the perplexity at the training length is shown."""
 SOLVED = 0.9
-"""Accuracy from which a length counts as solved."""
+"""Smallest accuracy at which a length counts as solved."""
 Column = tuple[str, Callable[[Series], TableCell], bool]
-"""Head of a column, its cell for a series, and True if the lowest number is the best."""
+"""Head of a column, a function that makes its cell for a series, and whether the lowest number is the best."""
 
 
 def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """One row for each label, and columns for each group of comparable results."""
+    """Return a table with one row for each label, and columns for each group of comparable results."""
     rows: dict[str, list[TableCell]] = {item.result.label: [] for item in loaded}
     heads, lowest = [], []
     found = {
@@ -105,16 +105,16 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
             cells.append(cell(by_label[label]) if label in by_label else EMPTY)
     table_rows = shared.mark_best([TableRow(label, tuple(cells)) for label, cells in rows.items()], lowest)
     note = (
-        "L: the training length. At 2L and so on: the perplexity as a multiple of that at L. Passkey span: the largest "
-        f"length, as a multiple of L, up to which the accuracy is at least {SOLVED} at every length measured; of "
-        "several seeds their mean accuracy counts, and the spans of the seeds follow where they differ."
+        "L: the training length. Ratio at 2L and so on: the perplexity divided by that at L. Passkey span: the largest "
+        f"length, as a multiple of L, up to which the accuracy is at least {SOLVED} at every measured length. With "
+        "several seeds, their mean accuracy decides; the spans of single seeds follow if they differ."
     )
     table = Table("summary", "Results by label", ("label", *heads), tuple(table_rows), (note,))
     return [ReportBlock(tables=(shared.with_baseline_note(table, options.baseline),))]
 
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
-    """Return columns for the perplexity at the training length and the measured ratios to it; none if it is missing."""
+    """Return the columns for the perplexity at the training length and ratios to it; none if it was not measured."""
     reference = shared.baseline_of(group, options)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
@@ -133,7 +133,7 @@ def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Colum
 
 
 def ratio_cell(series: Series, multiple: int) -> TableCell:
-    """Return the mean over seeds of the perplexity at a multiple of the training length over that at the length."""
+    """Return the perplexity at `multiple` times the training length relative to that at L, as a mean over seeds."""
     length = series.header.checkpoint.seq_length
 
     def logarithm(replicate: Replicate) -> float | None:
@@ -160,7 +160,7 @@ def span_cell(series: Series) -> TableCell:
 
 
 def span(accuracies: Mapping[int, float], trained: int) -> float:
-    """Return the largest length, as a multiple of `trained`, up to which all accuracies are at least SOLVED; or 0."""
+    """Return the largest length, as a multiple of `trained`, up to which all accuracies are at least SOLVED, or 0."""
     longest = 0
     for length, accuracy in sorted(accuracies.items()):
         if accuracy < SOLVED:
@@ -176,11 +176,11 @@ CURVES: dict[str, Callable[[CurvePoint], float | None]] = {
     "validation loss": lambda point: point.validation_loss,
 }
 SETTLED = 0.05
-"""Share of the training that does not set the range of the axis, because losses fall steeply at first."""
+"""Share of the training that is ignored for the range of the axis, because losses fall steeply at first."""
 
 
 def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """Training and validation loss against tokens, and the last losses of each label."""
+    """Return training and validation loss against tokens, and a table of the last losses of each label."""
     found = {
         name: {label: losses_by_tokens(curves, loss) for label, curves in options.curves.items()}
         for name, loss in CURVES.items()
@@ -206,7 +206,7 @@ def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
 
 
 def losses_by_tokens(curves: Sequence[Curve], loss: Callable[[CurvePoint], float | None]) -> dict[int, list[float]]:
-    """Return the loss of each seed by the number of training tokens, for the numbers that all seeds have."""
+    """Return the losses of all seeds by number of training tokens, for the token counts that all seeds share."""
     runs = [{point.tokens: loss(point) for point in curve.points if loss(point) is not None} for curve in curves]
     common = set(runs[0]).intersection(*runs) if runs else set()
     return {tokens: [value for run in runs if (value := run[tokens]) is not None] for tokens in sorted(common)}
@@ -231,11 +231,9 @@ def curve_figure(
     y_label = f"{loss} (nats per token)"
     panel = Panel(tuple(lines), "training tokens (millions)", y_label, marks=marks, y_range=y_range, linear_x=True)
     left_out = len(lines) > MOST_BANDS and any(len(line.x) > FEW_POINTS for line in lines)
-    intervals = "; the table has its interval." if left_out else ", with its 95% t interval if there are several."
-    caption = (
-        f"{loss.capitalize()} against the tokens trained on, mean over seeds{intervals} The steep start is cut off."
-    )
-    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table has the last values"
+    intervals = "; its interval is in the table." if left_out else ", with its 95% t interval for several seeds."
+    caption = f"{loss.capitalize()} against training tokens, mean over seeds{intervals} The steep start is cut off."
+    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table contains the last values"
     return Figure(
         name,
         caption,

@@ -1,4 +1,4 @@
-"""The section on short-context tasks, by lm-evaluation-harness."""
+"""The report section on short-context tasks, measured by lm-evaluation-harness."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ HARNESS_COMPARABLE: Comparable = {
     "protocol": "protocol.text",
 }
 NOT_MEASURED = "not measured"
-"""Table text of a score that a task did not measure, such as a length without samples."""
+"""Cell text of a score that a task did not measure, such as a length without samples."""
 NORMAL_95 = NormalDist().inv_cdf(0.975)
 ScoreKey = tuple[str, str, str]
 """Task, metric and filter of a score."""
@@ -37,7 +37,7 @@ def find_score(replicate: Replicate, key: ScoreKey) -> Score | None:
 
 
 def score_cell(series: Series, key: ScoreKey) -> TableCell:
-    """Return a score: of one seed with the harness's standard error, of several seeds with their t interval."""
+    """Return a score: with the harness's standard error for one seed, with the t interval for several seeds."""
 
     def number(replicate: Replicate) -> float | None:
         score = find_score(replicate, key)
@@ -55,20 +55,20 @@ def score_cell(series: Series, key: ScoreKey) -> TableCell:
 
 
 def marked_as_cut(cell: TableCell, series: Series, key: ScoreKey) -> TableCell:
-    """Return a score with the number of samples with a prompt that lost its beginning."""
+    """Return the cell with a note on the number of samples with a prompt that lost its beginning."""
     tasks = [replicate.entries[key[:1]] for replicate in series.replicates if key[:1] in replicate.entries]
     worst = max(tasks, key=lambda task: task.cut, default=None)
     if worst is None or worst.cut == 0:
         return cell
     told = f"{worst.cut} of {worst.samples} prompts cut"
-    why = f"{told}: longer than the limit of {series.header.protocol.max_length} tokens, they lost their beginning"
+    why = f"{told}: they exceed the limit of {series.header.protocol.max_length} tokens and lost their beginning"
     notes = "; ".join(filter(None, (cell.note, why)))
     return replace(cell, detail=", ".join(filter(None, (cell.detail, told))), note=notes)
 
 
 @shared.grouped("short", HARNESS_COMPARABLE)
 def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """All scores, and CoCA Table 5, which has means of groups without the scores of their tasks."""
+    """Return a table of all scores, and CoCA Table 5, which has group means without the scores of single tasks."""
     keys = score_keys(group)
     heads = [
         f"{task} {metric}".strip() if filter_name == "none" else f"{task} {metric} ({filter_name})"
@@ -79,8 +79,8 @@ def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     lowest = [any(score is not None and score.higher_is_better is False for score in column) for column in scores]
     rows = [TableRow(series.label, tuple(score_cell(series, key) for key in keys)) for series in group.series]
     notes = (
-        "Small print of one seed: standard errors of the harness.",
-        "A task's version, samples and hashes are in the result files.",
+        "Small print with one seed: the harness's standard error.",
+        "Each task's version, samples and hashes are in the result files.",
     )
     main = Table(
         *(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(shared.mark_best(rows, lowest)), notes
@@ -94,20 +94,20 @@ def lm_eval_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
 
 
 def limit_text(protocol: HarnessProtocol) -> str:
-    longest = "inputs are read whole" if protocol.max_length is None else f"max_length {protocol.max_length}"
+    longest = "no limit on inputs" if protocol.max_length is None else f"max_length {protocol.max_length}"
     window = f", rolling windows of {protocol.rolling_window} tokens" if protocol.rolling_window is not None else ""
     return f"{longest}{window}"
 
 
 def protocol_text(protocol: HarnessProtocol) -> str:
-    shots = "as the tasks say" if protocol.num_fewshot is None else str(protocol.num_fewshot)
+    shots = "each task's own number" if protocol.num_fewshot is None else str(protocol.num_fewshot)
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
     parts = [
         protocol.text,
         f"lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}",
         limit_text(protocol),
-        "names of special tokens in prompts are these tokens" if protocol.names_tokens else "",
-        "the start and end tokens of the model's own library are around every text" if protocol.adds else "",
+        "names of special tokens in prompts are encoded as these tokens" if protocol.names_tokens else "",
+        "every text has the start and end tokens of the model's own library" if protocol.adds else "",
         f"token {protocol.prefix} before a text without context" if protocol.prefix is not None else "",
         *shared.answer_texts(protocol),
     ]

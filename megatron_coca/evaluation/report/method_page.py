@@ -1,4 +1,4 @@
-"""One page with position methods side by side: scores, wavelengths, phases, biases, logit factors and layers."""
+"""One page that compares position methods: scores, wavelengths, phases, biases, logit factors and layers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,38 +32,38 @@ from megatron_coca.evaluation.report.document import (
 )
 
 POINTS = 400
-"""Distances at which scores and biases are drawn."""
+"""Number of distances at which scores and biases are drawn."""
 PAIRS = 64
-"""Number of random queries. Their mean score is drawn, so that no single query shapes the curve."""
+"""Number of random queries. Their mean score is drawn, so that no single query determines the curve."""
 MOST_HEADS = 8
-"""Largest number of heads with a drawn bias; of more heads, this number at equal steps."""
+"""Largest number of heads for which the bias is drawn; with more heads, evenly spaced heads are chosen."""
 FULL_CIRCLE = 2 * math.pi
 CAPTIONS = {
-    "scores": f"The score of a query, at the end of the input, with a key of the same vector: the mean over {PAIRS} "
+    "scores": f"The score of a query at the end of the input with a key of the same vector: the mean over {PAIRS} "
     "normal vectors and all heads, without bias and gates. There is no line at distances that the method hides. For "
-    "CoCA the key's vector is that of the T projection.",
-    "wavelengths": "Tokens in one rotation of every frequency. The dotted line is the training length: training shows "
-    "longer rotations only in part. Frequencies of 0 are left out.",
-    "phases": "The share of the circle that the rotations of a frequency reach in this input but never reached in "
-    "training; it is 0 if training showed every phase.",
+    "CoCA the key's vector is used as the T projection.",
+    "wavelengths": "Tokens in one full rotation of each frequency. The dotted line is the training length: longer "
+    "rotations are only partly seen in training. Frequencies of 0 are left out.",
+    "phases": "The share of the circle that a frequency's rotations reach in this input but never reached in "
+    "training; it is 0 if every phase occurred in training.",
     "biases": f"The bias on the scores of a query at the end of the input, for at most {MOST_HEADS} heads.",
-    "logits": "The factor on the scores of a query: logit scaling, and the temperature of the extension.",
+    "logits": "The factor on a query's scores: logit scaling, and the temperature of the extension.",
     "layers": "The type of every layer.",
 }
 
 
 @dataclass(frozen=True)
 class ShownMethod:
-    """The method of one type of layers in evaluation.
+    """The position method of one layer type in evaluation.
 
     Attributes:
-        model: its label, with the type of layers if there are several.
-        variant: the label of the changes in evaluation.
+        model: the model's label, with the layer type if there are several.
+        variant: the label of the overrides in evaluation.
         layers: the number of layers with this method.
-        config, position: as evaluated; `position` has the keys of the type of layers.
-        trained, trained_position: the same in training, without the variant.
-        encoding: computes the tables; learned weights have their initial values.
-        length: of the input, in tokens.
+        config, position: the configuration in evaluation; `position` contains the layer type's keys.
+        trained, trained_position: the configuration in training, without the variant.
+        encoding: computes the position tables; learned weights have their initial values.
+        length: the input length in tokens.
     """
 
     model: str
@@ -90,7 +90,7 @@ class ShownMethod:
 
 
 def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, length: int) -> list[ShownMethod]:
-    """Return the methods of all types of layers of one model with one variant.
+    """Return the methods of all layer types of one model with one variant.
 
     If the variant changes nothing, `trained` and `evaluated` are the same configuration.
 
@@ -99,10 +99,10 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
     """
     types = evaluated.layer_types
     if GAU in types:
-        raise ConfigError("attention_config: gated attention units (gau) are not supported here; leave them out")
+        raise ConfigError("attention_config: gated attention units (gau) are not supported here; remove them")
     if added := types.keys() - trained.layer_types.keys():
         raise ConfigError(
-            f"attention_config: the trained model has no layers of type {', '.join(added)}; name them for the model"
+            f"attention_config: the trained model has no layers of type {', '.join(added)}; set them for the model"
         )
     return [
         ShownMethod(
@@ -157,7 +157,7 @@ def _bias(shown: ShownMethod) -> DistanceBias | None:
 
 
 def _bias_at(bias: DistanceBias, distances: Sequence[int]) -> Tensor:
-    """Return [heads, distances] float64, for the query at the end of the input."""
+    """Return the bias [heads, distances] float64 for the query at the end of the input."""
     ascending = torch.tensor(distances, dtype=torch.float64)
     return bias_of_pairs(bias, ascending, ascending[-1])
 
@@ -167,14 +167,14 @@ def _trained(shown: ShownMethod) -> PositionMethod:
 
 
 def _reach(method: PositionMethod, trained: bool, length: int) -> float:
-    """Return the largest distance by which a query and a key are rotated in an input of `length` tokens."""
+    """Return the largest rotated distance between a query and a key in an input of `length` tokens."""
     keys = torch.arange(length, dtype=torch.float64)
     bands = method.trained_bands if trained else method.bands
     return float(rotated_distances(bands, keys[-1:], keys).abs().max())
 
 
 Curves = dict[str, tuple[Sequence[float], Tensor]]
-"""x, and y of the same length, by label."""
+"""x values, and y values of the same length, by label."""
 
 
 def _scores(shown: ShownMethod) -> Curves:
@@ -196,10 +196,10 @@ def _wavelengths(shown: ShownMethod) -> Curves:
 
 
 def _phases(shown: ShownMethod) -> Curves:
-    given = shown.trained.general.training_positions  # an offset changes no distance
+    given = shown.trained.general.training_positions  # an offset does not change distances
     wide = given is not None and given.type != "shifted"
     length = window_tokens(given.max, shown.training_length) if given and wide else shown.training_length
-    assert length is not None  # checked with the configuration
+    assert length is not None  # the configuration check ensures it
     method = _trained(shown)
     trained = rotary_frequencies(PositionEncoding(method).eval(), shown.training_length)
     seen = trained * _reach(method, True, length)
@@ -230,7 +230,7 @@ def _logit_factors(shown: ShownMethod) -> Curves:
 
 @dataclass(frozen=True)
 class Kind:
-    """A figure of the page: a panel for each model with the curves of its variants; `panel` has fields of a Panel."""
+    """A figure of the page, with one panel per model and one curve per variant; `panel` contains fields of `Panel`."""
 
     name: str
     title: str
@@ -261,7 +261,7 @@ def _rotary(shown: ShownMethod) -> bool:
 KINDS = (
     Kind("scores", "Score against distance", "distance (tokens)", "score", _scores),
     Kind("wavelengths", "Wavelengths", "frequency", "wavelength (tokens)", _wavelengths, _rotary, {"log_y": True}),
-    Kind("phases", "Phases that training never showed", "frequency", "share", _phases, _rotary, {"y_range": SHARES}),
+    Kind("phases", "Phases never seen in training", "frequency", "share", _phases, _rotary, {"y_range": SHARES}),
     Kind("biases", "Bias by head", "distance (tokens)", "bias", _biases, lambda shown: _bias(shown) is not None),
     Kind("logits", "Logit factor", "position", "factor", _logit_factors),
 )
@@ -269,7 +269,7 @@ KINDS = (
 
 
 def _layers(shown: Sequence[ShownMethod]) -> Figure:
-    """Return a plot with a row of bars for each model: a bar for each layer, coloured by its type."""
+    """Return a plot with one row of bars per model and one bar per layer, coloured by layer type."""
     models = {each.model.partition(":")[0]: each.config.model.layer_names for each in shown}
     types = list(dict.fromkeys(name for names in models.values() for name in names))
 
@@ -292,7 +292,7 @@ def _layers(shown: Sequence[ShownMethod]) -> Figure:
 
 @torch.no_grad()
 def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str, list[Panel]]]:
-    """Return the page of one method or more, and the panels of its figures by name."""
+    """Return the page for one or more methods, and the panels of its figures by name."""
     sections, drawn = [Section("methods", "Methods", (ReportBlock(tables=(_settings(shown),)),))], {}
     models = dict.fromkeys(each.model for each in shown)
     for kind in KINDS:
@@ -319,7 +319,7 @@ def method_page(shown: Sequence[ShownMethod]) -> tuple[ReportDocument, dict[str,
 
 
 def write_page(document: ReportDocument, page: Path) -> list[Path]:
-    """Write the page, and every figure beside it as SVG; return the files."""
+    """Write the page, and every figure as an SVG file next to it; return the written files."""
     page.parent.mkdir(parents=True, exist_ok=True)
     drawings = {figure.name: svg(figure, "print") for figure in document.figures()}
     page.write_text(html_page(document, drawings))

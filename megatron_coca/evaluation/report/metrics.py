@@ -1,4 +1,4 @@
-"""Numbers of a report: read from entries of results, pooled over seeds and documents, and shown in cells of tables."""
+"""Numbers of a report: read from result entries, pooled over seeds and documents, and shown in table cells."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from megatron_coca.evaluation.statistics import differ, estimate, geometric_esti
 from megatron_coca.evaluation.tasks.retrieval import Tally
 
 MISSING_TEXT = {"refused": "not supported", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
-"""Table text for each kind of missing entry."""
+"""Cell text for each kind of missing entry."""
 Show = Callable[[float], str]
 TWO_DIGITS: Show = "{:.2f}".format
 MARK = "†"
-"""The mark of significant differences. An asterisk would be confused with that of training lengths."""
+"""The mark of significant differences. An asterisk already marks training lengths."""
 
 
 def missing_cell(missing: Missing) -> TableCell:
@@ -27,7 +27,7 @@ def missing_cell(missing: Missing) -> TableCell:
 def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = False) -> TableCell:
     """Return the mean of `values`, one for each seed, with its 95% t interval.
 
-    `log` is for logarithms: the exponentials of their mean and of the ends of its interval are shown.
+    With `log`, the values are logarithms: the cell shows the exponentials of their mean and of its interval's ends.
     """
     found = (geometric_estimate if log else estimate)(values)
     cell = TableCell(show(found.mean), found.mean, seeds=found.count)
@@ -42,7 +42,7 @@ def value_cell(
 ) -> TableCell:
     """Return the `mean_cell` over the replicates of a series.
 
-    `number` is None for a replicate without a number; `at` is the name of the entry if it is missing.
+    `number` returns None for a replicate without the number; `at` is the name of the entry if it is missing.
     """
     numbers = [number(replicate) for replicate in series.replicates]
     known = [value for value in numbers if value is not None]
@@ -60,22 +60,22 @@ def value_cell(
 
 
 def whole(entry: Any) -> Any:
-    """An entry that is a tally itself."""
+    """Return the entry, for entries that are tallies themselves."""
     return entry
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a result's entries: how it is read, pooled over seeds, shown and compared.
+    """A number in the entries of a result: how it is read, pooled over seeds, shown and compared.
 
     Attributes:
-        at: name of a missing entry, with places for its key.
-        number: of an entry; of a tally its accuracy.
-        key: of the entry in a column of a table; by default the column is a length.
-        tally: the cases behind the number. Their Wilson interval is shown if the seeds give no interval.
-        sums: of each document, for paired comparisons.
-        log: `number` is the logarithm of the number that is shown.
-        lowest: the smallest is the best.
+        at: template for the name of a missing entry, formatted with its key.
+        number: reads the number from an entry; from a tally, by default its accuracy.
+        key: the key of the entry in a table column; by default the column is a length.
+        tally: reads the cases behind the number. Their Wilson interval is shown if the seeds determine no interval.
+        sums: reads one sum per document, for paired comparisons.
+        log: whether `number` is the logarithm of the number to show.
+        lowest: whether the lowest number is the best.
     """
 
     at: str
@@ -88,15 +88,15 @@ class Metric:
     lowest: bool = False
 
     def of(self, replicate: Replicate, column: int) -> float | None:
-        """Return the number of one seed, or None."""
+        """Return the number of one seed, or None if it was not measured."""
         entry = replicate.entries.get(self.key(column))
         entry = entry if entry is None or self.tally is None else self.tally(entry)
         return None if entry is None else self.number(entry)
 
     def cell(self, series: Series, column: int, reference: Series | None = None) -> TableCell:
-        """Return the number of one seed, or the mean over seeds with its t interval.
+        """Return the number of a single seed, or the mean over seeds with its t interval.
 
-        MARK is added if the losses of documents differ from those of `reference`.
+        MARK is added if the documents' losses differ significantly from those of `reference`.
         """
         key = self.key(column)
         value = value_cell(series, self.at.format(*key), lambda each: self.of(each, column), self.show, self.log)
@@ -118,12 +118,12 @@ class Metric:
             return TableCell("–", detail="no case")
         if cell.value is None or cell.low is not None:
             return cell
-        # One seed, or seeds that agree exactly, have no t interval.
+        # A single seed, or seeds that agree exactly, have no t interval.
         low, high = wilson_interval(cell.value, sum(tally.count for tally in tallies))
         return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
     def _sample(self, series: Series, key: tuple[Any, ...]) -> tuple[float, ...]:
-        """Return the sums of every document, as means over the seeds; empty without one."""
+        """Return the sum of every document, as a mean over the seeds; empty if no seed has the entry."""
         assert self.sums is not None
         sums = [self.sums(replicate.entries[key]) for replicate in series.replicates if key in replicate.entries]
         return tuple(fmean(values) for values in zip(*sums, strict=True))

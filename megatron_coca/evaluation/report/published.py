@@ -1,4 +1,4 @@
-"""Published numbers of papers, as printed: the tables of `published.yaml`."""
+"""Published numbers from papers, as printed: the tables of `published.yaml`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from megatron_coca.support.safe_yaml import read_yaml
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table, or a section of one, of a paper.
+    """A table of a paper, or a part of such a table.
 
     Attributes:
-        name: as in the paper.
-        metric: the kind of numbers, by which sections of a report select tables.
-        setting: model, training and data behind the numbers.
-        training_length: of the models, in tokens.
-        rows: the name of a row, and its values, separated by spaces.
+        name: the table's name in the paper.
+        metric: the kind of numbers, by which report sections select tables.
+        setting: model, training and data of the numbers.
+        training_length: the models' training length in tokens.
+        rows: the name of each row, and its values, separated by spaces.
         columns: lengths in tokens, or other column heads.
-        same_length: shown with measurements of models of this training length only.
-        apart: never in one table with ours, because rows are differences or columns are not lengths.
-        measured: False for a table of formulas.
+        same_length: whether to show the table only with measurements of models of this training length.
+        apart: whether to keep the table separate from ours, because rows are differences or columns are not lengths.
+        measured: whether the numbers were measured; False for a table of formulas.
     """
 
     name: str
@@ -36,11 +36,11 @@ class PublishedTable:
 
 
 TABLES = [PublishedTable(**table) for table in read_yaml(Path(__file__).with_suffix(".yaml"))]
-"""Every published table, in the order of a report."""
+"""All published tables, in the order of a report."""
 
 
 def tables_of(metric: str, training_lengths: Collection[int] = ()) -> list[PublishedTable]:
-    """Return the tables of a metric that are shown with models of these training lengths."""
+    """Return the tables with a metric that are shown next to models of these training lengths."""
     chosen = [table for table in TABLES if table.metric == metric]
     return [table for table in chosen if not table.same_length or table.training_length in training_lengths]
 

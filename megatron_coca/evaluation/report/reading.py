@@ -1,4 +1,4 @@
-"""Reading of result files, and groups of comparable results."""
+"""Reading result files, and grouping comparable results."""
 
 import json
 import logging
@@ -31,26 +31,26 @@ RESULT_TYPES: dict[str, type[Result]] = {
     "analyse": AnalysisResult,
     "speed": SpeedResult,
 }
-"""The type of a result file by its field `task`."""
+"""The type of a result file, by its field `task`."""
 
 KNOWN_FILES = frozenset({"report.json", "cell.json", "curve.json"})
-"""Files beside results that are left out without a warning: reports of earlier versions, and records of an ablation."""
+"""Files next to results that are ignored without a warning: reports of earlier versions, and an ablation's records."""
 REMEDY = "measure it again, or remove the file"
 
 
 @dataclass(frozen=True)
 class LoadedResult:
-    """The path and the content of a result file."""
+    """The path and content of a result file."""
 
     file: str
     result: Result
 
 
 def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
-    """Read files, and folders with everything below them. Each file is read once; those of a folder are sorted by name.
+    """Read files, and all files below folders. Each file is read once; the files of a folder are sorted by name.
 
-    Other JSON files in a folder cause a warning. Raises EvaluationError for a named file that is not a result, for a
-    damaged one, and if there is none.
+    Other JSON files in a folder cause a warning. Raises EvaluationError if a named file is not a result, if a file is
+    damaged, or if there are no results.
     """
     loaded: dict[Path, LoadedResult] = {}
     for path in map(Path, paths):
@@ -79,9 +79,9 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
 
 
 def _task(file: Path) -> str | None:
-    """Return the field `task` if it is known, otherwise None.
+    """Return the field `task` of a file if it is a known task, otherwise None.
 
-    Raises EvaluationError for a file that is not readable JSON: a truncated result does not show its task.
+    Raises EvaluationError for a file that is not readable JSON, because it may be a truncated result.
     """
     try:
         content = json.loads(read_regular(file))
@@ -102,18 +102,18 @@ def _load(file: Path, task: str) -> LoadedResult:
 
 
 Comparable = Mapping[str, str]
-"""The properties that results of one table have in common: their names in headings, and their paths in a result."""
+"""The properties in which the results of one table agree: their names in headings, and their paths in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
-"""A length in the `at` of a missing entry."""
+"""Matches a length in the `at` of a missing entry."""
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 MAX_HEADING_VALUE = 100
-"""Characters of a value in the heading of a group."""
+"""Maximum characters of a value in a group's heading."""
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """All results of one label and one seed in a group, from one file or several; `header` is the first result."""
+    """All results of one label and seed in a group, from one or more files; `header` is the first result."""
 
     header: Any
     entries: dict[tuple[Any, ...], Any]
@@ -126,7 +126,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Series:
-    """The replicates of one label: models that differ only in the seed of their training, sorted by it."""
+    """The replicates of one label, sorted by seed: models that differ only in their training seed."""
 
     label: str
     replicates: tuple[Replicate, ...]
@@ -148,7 +148,7 @@ class Series:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """Comparable series; `differs` has the difference to the other groups of the task."""
+    """Comparable series; `differs` describes how the group differs from the task's other groups."""
 
     series: tuple[Series, ...]
     differs: str = ""
@@ -180,7 +180,7 @@ class ResultGroup:
 def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
     """Group comparable results, in the order of the files.
 
-    Raises EvaluationError if one label of a group has two models, or two values of one entry.
+    Raises EvaluationError if a label in a group has two models, or two values for the same entry.
     """
     values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
     members: dict[str, list[LoadedResult]] = {}
@@ -200,7 +200,7 @@ def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> lis
 
 
 def _series(label: str, files: Sequence[LoadedResult]) -> Series:
-    """Return the series of one label. Raises EvaluationError if its models differ in more than the seed of training."""
+    """Return the series of one label. Raises EvaluationError if its models differ in more than their training seed."""
     by_weights: dict[str, list[LoadedResult]] = {}
     for item in files:
         if _model(item.result) != _model(files[0].result):
@@ -218,7 +218,7 @@ def _series(label: str, files: Sequence[LoadedResult]) -> Series:
 
 
 def _model(result: Result) -> tuple[Any, ...]:
-    """Return the properties that replicates have in common."""
+    """Return the properties in which replicates must agree."""
     checkpoint = result.checkpoint
     return checkpoint.step, checkpoint.seq_length, checkpoint.pos_emb, checkpoint.trained_with, result.overrides
 

@@ -1,6 +1,4 @@
-"""Common tables and plots of the sections of a report: a row for each label, a column for each length, and published
-rows below ours.
-"""
+"""Tables and plots shared by report sections: one row per label, one column per length, published rows below ours."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,13 +16,13 @@ from megatron_coca.evaluation.results import Result
 from megatron_coca.evaluation.statistics import FEWEST_DOCUMENTS, RESAMPLES, Estimate, differ, difference_interval
 
 HASH_DIGITS = 12
-"""Digits of a hash in a report; result files have all of them."""
-THEIRS = "numbers of another model and other data than ours, for orientation"
+"""Number of digits of a hash in a report; result files contain the whole hash."""
+THEIRS = "numbers of other models on other data, for orientation only"
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Additions to results: published numbers, learning curves by label, and the label of a baseline."""
+    """Additions to the results: published numbers, learning curves by label, and the label of the baseline."""
 
     papers: bool = True
     baseline: str | None = None
@@ -32,12 +30,12 @@ class ReportOptions:
 
 
 Builder = Callable[[Sequence[LoadedResult], ReportOptions], list[ReportBlock]]
-"""A function that makes the blocks of a section from results. Without a block the section is left out."""
+"""A function that makes the blocks of a section from results. A section without blocks is left out."""
 BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 
 
 def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], Builder]:
-    """Decorate a function that makes the block of one group of comparable results; `name`-1 is the first block."""
+    """Decorate a function that makes the block of one group of comparable results; `name`-1 names the first block."""
 
     def decorate(block: BlockFunction) -> Builder:
         def build(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -53,13 +51,13 @@ def grouped(name: str, comparable: Comparable) -> Callable[[BlockFunction], Buil
 
 @dataclass(frozen=True)
 class LengthTable:
-    """A table of labels by length.
+    """A table with one row per label and one column per length.
 
     Attributes:
-        head: the head of the column of names.
-        rows: the number in a row by the row's name, in which {} is the label.
+        head: the head of the row names.
+        rows: the number in each row, by the row's name, in which {} is replaced by the label.
         suffix: the end of the table's name.
-        published: the metric of the papers' tables that belong to it.
+        published: the metric of the published tables shown with this table.
         notes: texts below the table.
     """
 
@@ -72,9 +70,9 @@ class LengthTable:
 
 
 def length_tables(name: str, specs: Sequence[LengthTable], group: ResultGroup, options: ReportOptions) -> list[Table]:
-    """Return each table with our numbers by length and published rows of the same training length.
+    """Return each table with our numbers by length, and published rows for the same training length.
 
-    Published tables of other settings follow.
+    Published tables with other settings follow.
     """
     trained, reference = group.training_lengths(), baseline_of(group, options)
     tables = []
@@ -105,21 +103,21 @@ def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
 
 
 def baseline_of(group: ResultGroup, options: ReportOptions) -> Series | None:
-    """Return the series with which the others are compared, or None."""
+    """Return the series with which all others are compared, or None."""
     return next((series for series in group.series if series.label == options.baseline), None)
 
 
 def with_baseline_note(table: Table, baseline: str | None) -> Table:
-    """Return the table with a note on MARK, if a number could be marked."""
+    """Return the table with a note on MARK, if any number could have the mark."""
     reference = next((row for row in table.rows if row.name == baseline and not row.published), None)
     others = [row for row in table.rows if reference is not None and row is not reference]
     pairs = [pair for row in others for pair in zip(row.cells, reference.cells, strict=True)] if reference else []
     if not any(min(len(cell.sample), len(base.sample)) >= FEWEST_DOCUMENTS for cell, base in pairs):
         return table
     note = (
-        f"{MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss "
-        f"excludes 0 ({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, "
-        "so it speaks for other documents, not for other seeds; it is not corrected for the number of comparisons."
+        f"{MARK} differs from {baseline} on these documents: the 95% interval of the loss difference "
+        f"excludes 0 ({RESAMPLES:,} paired bootstrap samples of the documents). Losses are first averaged over seeds, "
+        "so the mark generalizes to other documents, not to other seeds. It is not corrected for multiple comparisons."
     )
     return replace(table, notes=(*table.notes, note))
 
@@ -129,7 +127,7 @@ def source_text(table: PublishedTable) -> str:
 
 
 def published_rows(table: PublishedTable, columns: Sequence[int | str]) -> list[TableRow]:
-    """Return published rows in our columns."""
+    """Return published rows, arranged in our columns."""
     rows = []
     for row in table.rows:
         values = dict(zip(table.columns, row["values"].split(), strict=True))
@@ -139,7 +137,7 @@ def published_rows(table: PublishedTable, columns: Sequence[int | str]) -> list[
 
 
 def published_table(table: PublishedTable, prefix: str) -> Table:
-    """Return a published table of its own; `prefix` begins its name."""
+    """Return a published table as a separate table; its name begins with `prefix`."""
     words = "".join(character if character.isalnum() else " " for character in table.name.lower()).split()
     caption = f"Published, {table.source}: {table.name}"
     header = ("method", *map(str, table.columns))
@@ -154,17 +152,17 @@ def published_table(table: PublishedTable, prefix: str) -> Table:
 def length_figure(
     name: str, title: str, group: ResultGroup, metric: Metric, panel: Mapping[str, Any], caption: str
 ) -> list[Figure]:
-    """Return a plot of the numbers of a table against length, with the training lengths marked.
+    """Return a plot of a table's numbers against length, with the training lengths marked.
 
-    `title` describes the plot; `panel` has other fields of the panel. A single length has no plot, because there is no
-    line to draw.
+    `title` describes the plot; `panel` contains other fields of the panel. A single length has no plot, because there
+    is no line to draw.
     """
     drawn, lines = length_lines(group, metric)
     if len({x for line in lines for x in line.x}) < 2:
         return []
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
     trained = {float(length): f"training length {length}" for length in lengths}
-    alt = f"{title} for {', '.join(series.label for series in drawn)}; the table has the numbers"
+    alt = f"{title} for {', '.join(series.label for series in drawn)}; the table contains the numbers"
     caption += _bands_text(drawn, bool(panel.get("log_y")))
     shown = panels([Panel(tuple(lines), marks=trained, **panel)])
     size = size_with_legend([*(line.label for line in lines), *trained.values()])
@@ -172,7 +170,7 @@ def length_figure(
 
 
 def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list[Line]]:
-    """Return the series with numbers, and for each a line with the numbers and intervals of the table."""
+    """Return the series with numbers, and for each series a line with the table's numbers and intervals."""
     drawn, lines = [], []
     for series in group.series:
         cells = {length: metric.cell(series, length) for length in group.lengths()}
@@ -191,20 +189,20 @@ def length_lines(group: ResultGroup, metric: Metric) -> tuple[list[Series], list
 def _bands_text(drawn: Sequence[Series], cut_off: bool) -> str:
     if all(len(series.replicates) == 1 for series in drawn):
         return ""
-    beyond = f", cut off {MOST_BEYOND:g} times beyond the lines" if cut_off else ""
+    beyond = f", cut off at a factor of {MOST_BEYOND:g} beyond the lines" if cut_off else ""
     return f" Bands and bars: 95% t intervals over seeds{beyond}."
 
 
 # Marks and notes
 
 SEEDS_NOTE = (
-    "Of several seeds: the mean, and half of its 95% t interval over seeds (±); of perplexities and their ratios the "
-    "exponential of the mean logarithm, and the ends of its interval. n: seeds, where fewer than in other cells."
+    "With several seeds, a cell shows their mean and half of its 95% t interval (±); for perplexities and their "
+    "ratios, the exponential of the mean logarithm and of the interval's ends. n: seeds, if fewer than in other cells."
 )
 
 
 def with_seeds_note(table: Table) -> Table:
-    """Return the table with a note if numbers are means over seeds, and with n for a number of fewer seeds."""
+    """Return the table with a note if numbers are means over seeds; cells with fewer seeds than others show n."""
     most = max((cell.seeds or 0 for row in table.rows for cell in row.cells), default=0)
     if most < 2:
         return table
@@ -219,7 +217,7 @@ def with_seeds_note(table: Table) -> Table:
 
 
 def differ_significantly(one: TableCell, other: TableCell) -> bool:
-    """Return True if two numbers differ by more than their uncertainty: by both intervals, or by their documents."""
+    """Return True if two numbers differ significantly: by their intervals or, without them, by their documents."""
     ends = [(cell.value, cell.low, cell.high) for cell in (one, other)]
     if any(end is None for three in ends for end in three):
         return differ(one.sample, other.sample)
@@ -229,9 +227,9 @@ def differ_significantly(one: TableCell, other: TableCell) -> bool:
 
 
 def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:
-    """Mark the best finite value of each column if it differs significantly from every other one.
+    """Mark the best finite value of each column if it differs significantly from all others.
 
-    `lowest`: the smallest is the best, for all columns or for each.
+    `lowest`: whether the lowest value is the best, for all columns or for each column.
     """
     columns = []
     for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
@@ -262,7 +260,7 @@ def environment_text(result: Result) -> str:
 
 
 def overrides_text(result: Result) -> str:
-    """Return the keys that evaluation changes, in parentheses; empty if there are none."""
+    """Return the keys that evaluation changes, in parentheses; empty if nothing is changed."""
     shown = []
     for key, value in result.overrides.items():
         options = value.items() if isinstance(value, Mapping) else ()
@@ -272,7 +270,7 @@ def overrides_text(result: Result) -> str:
 
 
 def answer_texts(protocol: Any) -> list[str]:
-    """Return a protocol's texts on the end of answers, chats and the dynamic length; empty ones do not apply."""
+    """Return a protocol's notes on the end of answers, chats and the dynamic length; empty if they do not apply."""
     return [
         f"tokens {', '.join(map(str, protocol.ends))} end an answer" if protocol.ends else "",
         f"prompts are chats ({protocol.chat})" if protocol.chat is not None else "",
@@ -281,7 +279,7 @@ def answer_texts(protocol: Any) -> list[str]:
 
 
 def data_text(result: Any) -> str:
-    """Return the data with the first digits of its hash; empty for a task without documents or haystack."""
+    """Return the data and the first digits of its hash; empty for a task without documents or haystack."""
     if (documents := getattr(result, "documents", None)) is not None:
         size = f"{documents.count} documents, {documents.tokens:,} tokens"
         return f"data: {', '.join(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size})"
@@ -291,7 +289,7 @@ def data_text(result: Any) -> str:
 
 
 def provenance(group: ResultGroup) -> tuple[str, ...]:
-    """Return the checkpoints with their labels, the data, and the devices and versions of the computation."""
+    """Return lines with the checkpoints and their labels, the data, the devices and the software versions."""
     labels: dict[str, list[str]] = {}
     headers = [replicate.header for series in group.series for replicate in series.replicates]
     for header in headers:

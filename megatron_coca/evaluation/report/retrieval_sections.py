@@ -1,4 +1,4 @@
-"""The sections on retrieval: passkeys, needles in a haystack, RULER-style tasks, and key-value recall."""
+"""The report sections on retrieval: passkeys, needles in a haystack, RULER-style tasks, and key-value recall."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ RETRIEVAL_COMPARABLE: Comparable = {
     "new tokens": "protocol.max_new_tokens",
     "answer stub": "protocol.answer_stub",
     "haystack (sha256)": "protocol.haystack.sha256",
-    "tokenizer": "tokenizer",  # lengths are counted in its tokens
+    "tokenizer": "tokenizer",  # lengths are counted in the tokenizer's tokens
     "dynamic length": "protocol.dynamic_length",
     "start token": "protocol.start",
     "chat": "protocol.chat",
@@ -43,7 +43,7 @@ RETRIEVAL_COMPARABLE: Comparable = {
 NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.depths"}
 
 HEAD = "accuracy at length"
-INTERVALS = "Wilson's for one seed, t intervals over seeds for several, Wilson's of all cases where seeds agree"
+INTERVALS = "Wilson's for one seed, t intervals for several seeds, Wilson's over all cases if all seeds agree"
 PASSKEY = Metric("length {}", tally=whole)
 PANEL: dict[str, Any] = {"x_label": "length (tokens)", "y_label": "accuracy (share of cases)", "y_range": SHARES}
 
@@ -58,15 +58,15 @@ def retrieval_text(protocol: RetrievalProtocol, each: str) -> str:
 
 
 def by_side(metric: Metric) -> dict[str, Metric]:
-    """Return rows with the fact inside and beyond the training length from the end of the prompt."""
+    """Return separate rows for facts inside and beyond the training length from the end of the prompt."""
     return {f"{{}}, {side}": replace(metric, tally=attrgetter(side)) for side in ("inside", "beyond")}
 
 
 @shared.grouped("passkey", RETRIEVAL_COMPARABLE)
 def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """CoCA Table 2, and Figure 4 as a table (keys inside and beyond the training length)."""
+    """Return CoCA Table 2, and Figure 4 as a table (keys inside and beyond the training length), for our results."""
     by_length = f"Passkey accuracy by length of the prompt, with 95% intervals ({INTERVALS})"
-    split = "Passkey accuracy with the key inside and beyond the training length from the end"
+    split = "Passkey accuracy for keys within the training length of the end (inside) and before it (beyond)"
     specs = (
         LengthTable(by_length, HEAD, {"{}": PASSKEY}, published="passkey"),
         LengthTable(split, HEAD, by_side(PASSKEY), "-split"),
@@ -87,7 +87,7 @@ def _found_in(task: str) -> Metric:
 
 @shared.grouped("needle", NEEDLE_COMPARABLE)
 def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """A table of accuracy by depth and length, and a heat map for each label."""
+    """Return a table of accuracy by depth and length, and a heat map for each label."""
     depths, lengths = group.first.protocol.depths, group.lengths()
     at_depth = {depth: _needle_at(depth) for depth in depths}
     rows = {f"{{}}, {depth}%": metric for depth, metric in at_depth.items()}
@@ -99,8 +99,8 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     text = (retrieval_text(group.first.protocol, "length and depth"),)
     if not maps:
         return ReportBlock(text, (), tuple(tables))
-    caption = "Share of needles found, by length and by how deep they are hidden (0% is the beginning)."
-    alt = f"Heat maps of needles found by {', '.join(label for label, _ in maps)}; the table has the numbers"
+    caption = "Share of needles found, by prompt length and needle depth (0% is the beginning)."
+    alt = f"Heat maps of needles found by {', '.join(label for label, _ in maps)}; the table contains the numbers"
     columns = min(3, len(maps))
     heads, percents = list(map(short_length, lengths)), [f"{depth}%" for depth in depths]
     draw = heat_maps(maps, percents, heads, "length (tokens)", "depth of the needle", columns)
@@ -110,12 +110,12 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 
 @shared.grouped("ruler", RETRIEVAL_COMPARABLE)
 def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """A table of all tasks and their mean by length, and a plot of the means."""
+    """Return a table of all tasks and their mean by length, and a plot of the means."""
     tasks = list(dict.fromkeys(task for task, _ in group.entry_keys()))
     group = replace(group, series=tuple(_with_means(series, tasks) for series in group.series))
     of_task = {task: _found_in(task) for task in (*tasks, "mean")}
     rows = {f"{task}: {{}}": metric for task, metric in of_task.items()}
-    notes = (f"Intervals: {INTERVALS}. A mean is of all tasks of the table, and absent where one is.",)
+    notes = (f"Intervals: {INTERVALS}. A mean covers all tasks of the table, and is absent if a task is missing.",)
     spec = LengthTable("Share of the expected strings in the answers", "share found at length", rows, "", notes=notes)
     caption = f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length."
     panel = PANEL | {"y_label": "mean share of strings found"}
@@ -125,7 +125,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
 
 
 def _with_means(series: Series, tasks: Sequence[str]) -> Series:
-    """Return a series with an entry "mean" for each length at which all tasks are measured."""
+    """Return a series with an entry "mean" for each length at which all tasks were measured."""
 
     def means(replicate: Replicate) -> dict[tuple[Any, ...], Any]:
         found = {}
@@ -158,11 +158,11 @@ def of_question(kind: str, entry: RecallEntry) -> Tally | None:
 
 @shared.grouped("recall", RECALL_COMPARABLE)
 def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
-    """Accuracy by length, split by the distance of the fact; by shift of all positions; scores of retrieving heads."""
+    """Return accuracy by length, distance of the fact and shift of all positions, and scores of retrieving heads."""
     protocol, keys, trained = group.first.protocol, group.entry_keys(), min(group.training_lengths())
-    chance = "" if protocol.chance is None else f" A random value is right in {protocol.chance:.3f} of the cases."
+    chance = "" if protocol.chance is None else f" A random value is correct in {protocol.chance:.3f} of the cases."
     text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{chance}"
-    caption = "Recall of facts within the training length of the question (inside) and before it (beyond)"
+    caption = "Recall of facts within the training length before the question (inside) and of earlier facts (beyond)"
     specs = (
         LengthTable(f"Recall by length, with 95% intervals ({INTERVALS})", HEAD, {"{}": UNSHIFTED}),
         LengthTable(caption, HEAD, by_side(UNSHIFTED), "-split"),
@@ -190,11 +190,11 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
 
 
 def head_panels(recalls: Mapping[str, Sequence[Mapping[float, RecallEntry]]], x_label: str) -> list[Panel]:
-    """Return two panels of the retrieving head: the score of the fact, and the log-sum-exp of all other keys.
+    """Return two panels for the retrieving head: the score of the fact, and the log-sum-exp of all other keys.
 
-    Numbers are means over seeds by length.
+    The numbers are means over seeds by length.
 
-    `recalls` has the unshifted entries of each seed by label, by ascending length.
+    `recalls` contains the unshifted entries of each seed by label, in ascending order of length.
     """
     drawn = []
     for title, score in (("score of the fact", "fact"), ("log-sum-exp of all other keys", "rest")):
@@ -225,8 +225,8 @@ def heads_figures(measured: Sequence[Series], name: str) -> list[Figure]:
     if len({x for line in drawn[0].lines for x in line.x}) < 2:
         return []
     caption = (
-        "Scores of the question in the retrieving head (largest weight on the fact at the shortest length), as softmax "
-        "takes them: where it equals the log-sum-exp of all other keys, the fact has half of the weight."
+        "Scores of the question in the retrieving head (largest weight on the fact at the shortest length), as the "
+        "softmax takes them. If the score equals the log-sum-exp of all other keys, the fact has half of the weight."
     )
     alt = f"Score of the fact and log-sum-exp of other keys by length for {', '.join(recalls)}"
     size = size_with_legend(list(recalls), 3.6, 9.0)

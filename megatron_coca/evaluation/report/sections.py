@@ -1,4 +1,4 @@
-"""The table of all sections of a report, and the report of results."""
+"""The table of all report sections, and the report built from results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,24 +28,24 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "speed": ("Speed and memory", ("speed",), speed_blocks),
     "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
 }
-"""Title, tasks of the results, and builder of each section, in order. A new task adds a row here and one to
+"""Title, tasks of the results, and builder of each section, in order. A new task needs a row here and a row in
 `RESULT_TYPES`."""
 
 
 def report_document(loaded: Sequence[LoadedResult], title: str, options: ReportOptions) -> ReportDocument:
     """Return the content of a report: all sections that are not empty.
 
-    Raises EvaluationError if there is nothing to report, for a label of two models, and for a baseline without results.
+    Raises EvaluationError if there is nothing to report, a label has two models, or the baseline has no results.
     """
     if not any(item.result.results or item.result.missing for item in loaded):
-        raise EvaluationError("results: the files have neither numbers nor reasons why they are missing; name others")
+        raise EvaluationError("results: the files contain neither numbers nor missing entries; name other files")
     labels = dict.fromkeys(item.result.label for item in loaded)
     if options.baseline is not None and options.baseline not in labels:
-        raise EvaluationError(f"baseline `{options.baseline}`: no result has this label; there are {', '.join(labels)}")
+        raise EvaluationError(f"baseline `{options.baseline}`: not a label; name one of {', '.join(labels)}")
     weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
     counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
     files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
-    origin = "Every number is of this project's megatron-coca evaluate, unless a paper is named."
+    origin = "All numbers were measured with megatron-coca evaluate, unless a paper is named."
     sections = []
     for name, (heading, tasks, build) in SECTIONS.items():
         chosen = [item for item in loaded if item.result.task in tasks]

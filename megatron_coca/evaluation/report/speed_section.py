@@ -1,4 +1,4 @@
-"""The section on speed and memory."""
+"""The report section on speed and memory."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_coca.evaluation.tasks.speed import KINDS_OF_WORK, SpeedResult
 
 
 def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """CoCA Figure 6 and Table 6. Each file has tables of its own, because times of two runs cannot be compared."""
+    """Return CoCA Figure 6 and Table 6 for our results, with separate tables for each file: times of runs differ."""
     blocks = []
     for index, item in enumerate(loaded, 1):
         result: Any = item.result
@@ -26,7 +26,7 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         text = (
             f"Protocol: {result.protocol.text}. Shape: {shape.layers} layers, hidden size {shape.hidden_size}, "
-            f"{shape.heads} heads ({shape.kv_heads} of keys), {shape.parameters / 1e6:,.1f}M parameters; "
+            f"{shape.heads} heads ({shape.kv_heads} for keys), {shape.parameters / 1e6:,.1f}M parameters; "
             f"batch {result.protocol.batch}, {result.protocol.rounds} rounds."
         )
         origin = f"{shared.environment_text(result)}, {machine.processor}, {machine.threads} threads, {versions}"
@@ -43,7 +43,7 @@ def speed_table(result: SpeedResult, name: str, kind: str) -> Table:
     entries = {(entry.method, entry.length): entry for entry in result.results if entry.what == kind}
     missing = {each.at: each for each in result.missing}
     lengths, rows = sorted({entry.length for entry in result.results}), []
-    # In the order of the file; methods without any entry last.
+    # In the order of the file; methods without entries come last.
     without = [each.at.rpartition(", ")[2] for each in result.missing]
     for method in dict.fromkeys([*(entry.method for entry in result.results), *without]):
         row = []
@@ -57,9 +57,9 @@ def speed_table(result: SpeedResult, name: str, kind: str) -> Table:
             row.append(shown)
         sizes = [entry.cache_bytes_per_token for (name, _), entry in entries.items() if name == method]
         cache = next((size for size in sizes if size is not None), None)
-        rows.append(TableRow(method, tuple(row), detail="" if cache is None else f"cache: {cache:,} bytes a token"))
+        rows.append(TableRow(method, tuple(row), detail="" if cache is None else f"cache: {cache:,} bytes per token"))
     against = next((entry.to_rope.against for entry in entries.values() if entry.to_rope is not None), None)
-    small_print = f"Small print: time against {against}; peak memory; tokens a second."
+    small_print = f"Small print: time against {against}; peak memory; tokens per second."
     caption = f"{kind[0].upper()}{kind[1:]}: milliseconds by length"
     header, notes = ("method", *map(str, lengths)), () if against is None else (small_print,)
     return Table(name, caption, header, tuple(rows), notes)

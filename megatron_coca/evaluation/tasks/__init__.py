@@ -1,1 +1,1 @@
-"""Evaluation tasks: the measurement, the command and the result file of each."""
+"""Evaluation tasks: the measurement, the command and the result file of each task."""

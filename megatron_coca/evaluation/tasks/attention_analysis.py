@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate analyse`: initial angles, falling scores and entropy of attention, by length."""
+"""`megatron-coca evaluate analyse`: initial angles, score decay and entropy of attention, by length."""
 
 import math
 from argparse import Namespace
@@ -24,19 +24,19 @@ from megatron_coca.model import GPT
 from megatron_coca.support.console import track
 
 COLLINEAR = 1e-9
-"""Radians below which two directions count as one. Rounding in float64 turns a product u q by 1e-16, and the smallest
-angles from a float32 projection are a thousand times this limit or more."""
+"""Radians below which two directions count as equal. Rounding in float64 turns a product u q by 1e-16, while the
+smallest angles from a float32 projection are at least a thousand times this limit."""
 NEAR = 16
-"""All distances up to this one are sampled."""
+"""Every distance up to this value is sampled."""
 PER_OCTAVE = 4
-"""Sampled distances in each doubling beyond `NEAR`."""
+"""Number of sampled distances in each doubling beyond `NEAR`."""
 SWEPT_AT_ONCE = 1 << 22
 """Largest number of operands of a distance sweep in memory."""
 SCORES_AT_ONCE = 1 << 24
 """Largest number of scores in memory for entropies, so that memory does not grow with the square of the length."""
 
 Share = float | None
-"""Between 0 and 1; None for a share of nothing."""
+"""A fraction between 0 and 1; None if nothing was counted."""
 
 
 class Part(Record):
@@ -44,40 +44,40 @@ class Part(Record):
 
 
 class Angles(Part):
-    """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]; shares are over pairs of tokens and j.
+    """The initial angles Theta_j from k_j to q_j, in radians, in (-pi, pi]. Shares are over token pairs and j.
 
-    If q_j or k_j is zero, there is no angle. `undefined` is the share of these; the other shares are of the rest.
+    There is no angle if q_j or k_j is zero. `undefined` is the share without one; the other shares are of the rest.
     """
 
     undefined: Share
-    collinear: Share  # |Theta_j| within rounding of 0
+    collinear: Share  # |Theta_j| is 0 within rounding
     anomalous: Share
     anomalous_by_head: list[list[Share]]  # [layer][head]
-    largest: float | None  # radians, the largest |Theta_j|
+    largest: float | None  # radians; the largest |Theta_j|
 
 
 class Border(Part):
-    beyond_training: Share  # of all pairs of tokens and all j: those with a border beyond the training length
+    beyond_training: Share  # share of all token pairs and all j with a border beyond the training length
 
 
 class Borders(Part):
-    """`k` is the end of the anomalous range of an anomalous pair, tau tokens away."""
+    """`k` describes the distance tau at which the anomalous range of an anomalous pair ends."""
 
     k: Border
 
 
 class Decay(Part):
-    """Scores of the same query and key, moved apart, by distance in tokens."""
+    """Scores of the same query and key by their distance in tokens."""
 
     distances: list[int]
-    falling: list[Share]  # of the pairs: those with a lower score at the next distance
+    falling: list[Share]  # share of pairs with a lower score at the next distance
     falling_mean: Share
 
 
 class Entropy(Part):
-    """Entropy in nats of the attention weights of a query: means over documents and all dimensions not named."""
+    """Entropy in nats of a query's attention weights: means over documents and over every dimension not in the name."""
 
-    positions: list[int]  # of the sampled queries
+    positions: list[int]  # positions of the sampled queries
     by_position: list[float]
     by_head: list[list[float]]  # [layer][head]
     mean: float
@@ -86,7 +86,7 @@ class Entropy(Part):
 class LengthAnalysis(Entry):
     length: int
     documents: int
-    angles: Angles | None  # None if the method does not rotate
+    angles: Angles | None  # None if the method does not rotate queries and keys
     borders: Borders | None
     decay: Decay
     entropy: Entropy
@@ -98,9 +98,9 @@ class LengthAnalysis(Entry):
 
 class AnalysisProtocol(Part):
     text: str
-    pairs: int  # pairs of tokens for angles, over all documents
-    queries: int  # of one document: positions for entropy, and pairs of the sweep
-    seed: int  # of the drawn pairs
+    pairs: int  # token pairs for angles, over all documents
+    queries: int  # per document: positions for entropy, and pairs of the sweep
+    seed: int  # seed for drawing the pairs
     layers: str | None = None  # the type of the analysed layers if there are several types
 
 
@@ -114,12 +114,12 @@ class AnalysisResult(Result):
 def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw positions m of queries and n <= m of keys, [count] int64 each.
 
-    They are `count` different pairs, uniformly drawn from all that a causal model of `length` tokens scores. If there
-    are no more pairs than that, they are all pairs in random order.
+    The `count` pairs are distinct and uniform over all pairs that a causal model of `length` tokens scores. If there
+    are at most `count` such pairs, return all of them in random order.
     """
     total = length * (length + 1) // 2
     chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
-    # Pair number p is in row m where m (m + 1) / 2 <= p; the square root is off by one at most.
+    # Pair number p is in the last row m with m (m + 1) / 2 <= p; the square root is off by at most one.
     rows = ((np.sqrt(8.0 * chosen + 1) - 1) / 2).astype(np.int64)
     rows += (rows + 1) * (rows + 2) // 2 <= chosen
     rows -= rows * (rows + 1) // 2 > chosen
@@ -127,7 +127,7 @@ def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(first: int, last: int, count: int) -> Tensor:
-    """Return at most `count` different integers from `first` to `last`, evenly spaced, with both ends, int64."""
+    """Return at most `count` different integers from `first` to `last`, both included, evenly spaced, as int64."""
     return torch.linspace(first, last, min(count, last - first + 1), dtype=torch.float64).round().long().unique()
 
 
@@ -140,9 +140,9 @@ def log_distances(length: int) -> list[int]:
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
-    """Return the entropy in nats of the attention weights of each query, including the weight of a sink, [heads, n].
+    """Return the entropy in nats of each query's attention weights, including the weight of a sink: [heads, n].
 
-    It is computed for some queries at a time.
+    The queries are processed in chunks.
     """
     scores_per_query = inputs.query.shape[1] * inputs.value.shape[2]
     entropies = []
@@ -155,11 +155,11 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
 def analyse(
     model: GPT, documents: Sequence[np.ndarray], length: int, protocol: AnalysisProtocol, layer_type: str = GLOBAL
 ) -> LengthAnalysis:
-    """Analyse the layers of one type of `model`, in evaluation mode, on the first `length` tokens of `documents`.
+    """Analyse the layers of one type on the first `length` tokens of each document. `model` is in evaluation mode.
 
-    Documents are int64 and at least that long.
+    Documents are int64 arrays with at least `length` tokens.
 
-    Memory grows with `length`, not with its square, and with `protocol.pairs` times layers, heads and rotated pairs.
+    Memory grows linearly with `length`, and with `protocol.pairs` times layers, heads and rotated feature pairs.
     """
     device = next(model.parameters()).device
     distances = log_distances(length)
@@ -167,13 +167,13 @@ def analyse(
     layers = [layer for layer in model.modules() if isinstance(layer, SelfAttention) and layer.method is method]
     sweep = DistanceSweep(encoding, distances, length, device)
     positions = spread(0, length - 1, protocol.queries)
-    # Samples of all layers of one document after another.
+    # Samples of all layers, document by document.
     angles: list[np.ndarray] = []  # each [heads, pairs, d/2] float32
     entropies: list[np.ndarray] = []  # each [heads, positions] float64
     swept: list[SweptScores] = []
 
     def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
-        learned = layers[len(entropies) % len(layers)].position_factor  # of one layer after another, in every document
+        learned = layers[len(entropies) % len(layers)].position_factor  # the layers are visited in order, per document
         entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
@@ -217,9 +217,9 @@ def _share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
 
 
 def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length: int) -> tuple[Angles, Borders]:
-    """Return the shares of angles [layers, heads, samples, d/2], which are NaN if undefined.
+    """Summarise angles [layers, heads, samples, d/2], which are NaN if undefined.
 
-    They grow by `frequencies` [d/2] radians per token.
+    With distance, the angles grow by `frequencies` [d/2] radians per token.
     """
     defined, anomalous = ~np.isnan(theta), theta < -COLLINEAR
     layers, heads, *_ = theta.shape
@@ -237,7 +237,7 @@ def summarise_angles(theta: np.ndarray, frequencies: np.ndarray, training_length
 
 
 def summarise_decay(distances: list[int], swept: list[SweptScores]) -> Decay:
-    """Return the share of falling scores by distance; None for a hidden distance."""
+    """Return the share of falling scores by distance; None for a distance at which the method hides keys."""
     scores, visible = torch.cat([part.scores.flatten(0, 1) for part in swept]).numpy(), swept[0].visible.numpy()
     falls = scores[:, 1:] < scores[:, :-1]
     falling = [_share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in range(len(distances) - 1)]
@@ -253,12 +253,12 @@ PROTOCOL = (
     "of anomalous pairs; falling: scores, scaled and with their bias, of the same q and k with the query at the last "
     "position; entropy in nats"
 )
-REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
+REMEDY = "remove this length, lower --pairs, or use --dtype bfloat16"
 
 
 def run(args: Namespace, show: Show) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
-        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
+        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: must be distinct and at least 2 tokens")
     evaluation = Evaluation(subject_options(args), "analyse", show)
     documents = read_subject_documents(args, evaluation, max(args.lengths))
     samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}

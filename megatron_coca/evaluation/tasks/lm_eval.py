@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate lm-eval`: tasks of lm-evaluation-harness on every variant, and their result file."""
+"""`megatron-coca evaluate lm-eval`: run tasks of lm-evaluation-harness on every variant and write result files."""
 
 import logging
 from argparse import Namespace
@@ -38,41 +38,41 @@ PROTOCOL = (
     "summed in float64; a text without context follows the token that ends documents; what is longer than max_length "
     "loses its beginning; generation is greedy; perplexities over disjoint windows of max_length"
 )
-"""Part of the identity of a result file: if the text changes, files are not resumed."""
+"""Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
 
 NOT_MEASURED = -1.0
-"""The value that the harness gives to a score that it did not measure, such as a length without samples in ruler."""
+"""The value that the harness reports for a score it did not measure, such as a length without samples in ruler."""
 
 
 class Score(Record):
     metric: str
     filter: str
-    value: float | None  # None if it was not measured
-    stderr: float | None  # None if the harness gives none
+    value: float | None  # None if the score was not measured
+    stderr: float | None  # None if the harness reports no standard error
     higher_is_better: bool | None
 
     @field_validator("value")
     @classmethod
     def _measured(cls, value: float | None, info: ValidationInfo) -> float | None:
-        """Replace `NOT_MEASURED` of earlier versions in metrics with the name of a length, which are never negative."""
+        """Replace `NOT_MEASURED` from earlier versions in metrics named after a length, which are never negative."""
         return None if value == NOT_MEASURED and str(info.data.get("metric")).isdecimal() else value
 
 
 class TaskScores(Entry):
-    """One task of the harness, or the mean of one of its groups."""
+    """Scores of one task of the harness, or means over the tasks of one group."""
 
     task: str
     version: str | None
-    num_fewshot: int | None  # None for a group if its tasks differ
-    samples: int  # documents that were scored
-    config_sha256: str  # of the configuration in its file, without paths; empty for a task that a group defines
-    inputs_sha256: str | None = None  # of its code, its local data and its tasks; None in files of earlier versions
-    documents_sha256: str | None  # of the documents in their order; None for a group
-    prompts_sha256: str | None  # of the first prompt of each document, examples included; None for a group
-    cut: int = 0  # samples with a prompt that was longer than the limit and lost its beginning
+    num_fewshot: int | None  # number of examples; None for a group if its tasks differ
+    samples: int  # number of scored documents
+    config_sha256: str  # hash of the configuration in the task's file, without paths; empty for a task in a group
+    inputs_sha256: str | None = None  # hash of code, local data and subtasks; None in files of earlier versions
+    documents_sha256: str | None  # hash of the documents in order; None for a group
+    prompts_sha256: str | None  # hash of each document's first prompt, including examples; None for a group
+    cut: int = 0  # samples with a prompt that exceeded the limit and lost its beginning
     scores: list[Score]
-    logged: list[LoggedFile] = []  # of the task, or of all tasks of the group; empty without --log-samples
+    logged: list[LoggedFile] = []  # logs of the task or of all tasks of the group; empty without --log-samples
 
     @property
     def key(self) -> tuple[str]:
@@ -83,22 +83,22 @@ class HarnessProtocol(Record):
     model_config = OPEN
 
     text: str
-    lm_eval: str  # its version
-    max_length: int | None  # None: inputs are read whole
+    lm_eval: str  # version of the harness
+    max_length: int | None  # None: no limit
     num_fewshot: int | None  # None: each task's own number
     limit: int | None
     seed: int
     tokens_per_batch: int
-    dynamic_length: DynamicLength = "total"  # as before the option existed
-    start: int | None = None  # token put before every text
-    # The defaults of the next fields are the behaviour before these fields existed.
-    rolling_window: int | None = None  # of rolling log-likelihoods; None: max_length
-    adds: bool = False  # tokens of the model's own library are put around every text
-    closes: int | None = None  # the one after every text, if the tokenizer's settings add it
-    names_tokens: bool = False  # names of special tokens in prompts become these tokens
+    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token id put before every text
+    # The defaults of the following fields describe the behaviour before the fields existed.
+    rolling_window: int | None = None  # window of rolling log-likelihoods; None: max_length
+    adds: bool = False  # whether the tokens that the model's own library adds are put around every text
+    closes: int | None = None  # the token added after every text, if the tokenizer's settings ask for one
+    names_tokens: bool = False  # whether names of special tokens in prompts become these tokens
     prefix: int | None = None  # token before a text without context; None: start, or the end-of-document token
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
-    chat: ChatRecord | None = None  # prompts are chats
+    chat: ChatRecord | None = None  # None: prompts are plain text
 
 
 class HarnessResult(Result):
@@ -108,16 +108,16 @@ class HarnessResult(Result):
 
 
 def run(args: Namespace, show: Show) -> int:
-    """Measure every variant and return the exit status. Raises EvaluationError if the harness is not installed."""
+    """Measure every variant and return the exit status. Raises EvaluationError if lm-evaluation-harness is missing."""
     try:
         installed = version("lm_eval")
         from megatron_coca.evaluation.tasks.lm_eval_model import index_tasks
     except (PackageNotFoundError, ImportError) as error:
         raise EvaluationError(
-            f"lm-eval: lm-evaluation-harness is not installed ({error}); pip install 'lm-eval==0.4.13'"
+            f"lm-eval: lm-evaluation-harness is not installed ({error}); run pip install 'lm-eval==0.4.13'"
         ) from error
     if args.log_samples and args.output is None:
-        raise EvaluationError("--log-samples: needs --output, because samples are written beside it; add --output")
+        raise EvaluationError("--log-samples: needs --output, because samples are written next to it; add --output")
     evaluation = Evaluation(subject_options(args), "lm-eval", show)
     encoding, protocol = prepare(evaluation, args, installed)
     manager = index_tasks(args.tasks, args.include_path)
@@ -132,8 +132,8 @@ def run(args: Namespace, show: Show) -> int:
                     continue
             elif earlier is not None and not args.overwrite:
                 raise EvaluationError(
-                    f"{store.path}: holds another measurement ({changed} of task {name} changed); name another "
-                    "--output, or replace it with --overwrite"
+                    f"{store.path}: contains another measurement ({changed} of task {name} changed); name another "
+                    "--output, or replace the file with --overwrite"
                 )
             with noting_missing(store, f"task {name}", remedy):
                 _measure(name, manager, subject, store, encoding, args.log_samples)
@@ -141,7 +141,7 @@ def run(args: Namespace, show: Show) -> int:
 
 
 def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[PromptEncoding, HarnessProtocol]:
-    """Return the encoding of prompts, and the protocol that records it, for version `installed` of the harness."""
+    """Return the prompt encoding and the protocol that records it, for version `installed` of the harness."""
     tokenizer, trained = evaluation.needed_tokenizer(), evaluation.opened.trained
     chat = chat_record(args, tokenizer)
     adds = args.start_token is None and evaluation.untrained and tokenizer.encode_prompt("", add=True) != []
@@ -150,7 +150,7 @@ def prepare(evaluation: Evaluation, args: Namespace, installed: str) -> tuple[Pr
     encoding = PromptEncoding(tokenizer, start, adds, chat is not None, begun)
     longest = args.max_length
     if longest is None and trained.position.embedding.weights == "table":
-        longest = trained.model.max_position_embeddings  # no model has positions beyond its table
+        longest = trained.model.max_position_embeddings  # no model supports positions beyond its table
     protocol = HarnessProtocol(
         text=PROTOCOL,
         lm_eval=installed,
@@ -175,11 +175,11 @@ def _is_logged(entry: TaskScores, store: Store[HarnessResult]) -> bool:
 
 
 def _changed(earlier: TaskScores, manager: Any) -> str | None:
-    """Return the part of a task or group that changed since its scores were measured, or None."""
+    """Return which part of a task or group has changed since its scores were measured, or None."""
     if earlier.config_sha256 != config_hash(manager, earlier.task):
         return "the configuration"
     if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
-        return "a file of code, data or tasks"
+        return "a code, data or task file"
     return None
 
 
@@ -194,7 +194,7 @@ def _measure(
 
     given = store.result.protocol
     window = given.rolling_window or given.max_length
-    assert window is not None, "one of them is set"
+    assert window is not None, "rolling_window or max_length is set"
     model = HarnessModel(
         subject.model,
         encoding,
@@ -210,7 +210,7 @@ def _measure(
         with measured(subject.device) as meter:
             results = evaluate_task(model, manager, name, given.num_fewshot, given.limit, given.seed, chat)
         logged = log_samples(store.path, results["samples"], model.cut) if log and store.path is not None else {}
-        # The entry of the given name comes last: it shows that the entries of all its tasks are stored.
+        # The requested task or group comes last, so that its entry implies that the entries of its subtasks are stored.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
         hashes = [(config_hash(manager, each), inputs_hash(manager, each)) for each in names]
         entries = [
@@ -228,8 +228,8 @@ def _measure(
     for entry in entries:
         if entry.cut and entry.documents_sha256 is not None:
             logger.warning(
-                "%s: task %s: prompts of %d of %d samples exceed --max-length %s and lost their beginning; raise it, "
-                "or do not compare the score",
+                "%s: task %s: prompts of %d of %d samples exceed --max-length %s and lost their beginning; raise "
+                "--max-length, or do not compare the score",
                 *(subject.label, entry.task, entry.cut, entry.samples, given.max_length),
             )
     for entry in entries[:-1]:
@@ -238,7 +238,7 @@ def _measure(
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and text of an error and of its causes in one line; for an EvaluationError only its text."""
+    """Return the types and messages of an error and its causes in one line; for EvaluationError only the message."""
     if isinstance(error, EvaluationError):
         return str(error)
     texts: list[str] = []
@@ -257,14 +257,14 @@ def task_scores(
     cut: Mapping[str, Collection[int]],
     logged: Mapping[str, LoggedFile],
 ) -> TaskScores:
-    """Return the entry of a task or group; `cut` has the documents with a truncated prompt by task."""
+    """Return the entry of a task or group; `cut` maps each task to its documents with a truncated prompt."""
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
     version = results["versions"].get(name)
     shots = results["n-shot"].get(name)
     tasks = _tasks_of(name, results)
     return TaskScores(
         task=name,
-        version=None if version in (None, "Yaml") else str(version),  # "Yaml" if a task's file has none
+        version=None if version in (None, "Yaml") else str(version),  # "Yaml" means that the task's file has no version
         num_fewshot=shots if isinstance(shots, int) else None,
         samples=sum(results["n-samples"][task]["effective"] for task in tasks),
         config_sha256=config_sha256,
@@ -300,14 +300,14 @@ def _scores(name: str, results: dict[str, Any]) -> list[Score]:
 
 
 def _is_absent(task: str, metric: str, key: str, results: dict[str, Any]) -> bool:
-    """Return True if a task has the score `NOT_MEASURED` because every sample has it."""
+    """Return True if a task's score is `NOT_MEASURED` because the score of every sample is."""
     found = [sample[metric] for sample in results["samples"].get(task, ()) if metric in sample]
     at_all = results["results"].get(task, {}).get(key) == NOT_MEASURED
     return at_all and bool(found) and all(isinstance(one, int | float) and one == NOT_MEASURED for one in found)
 
 
 def _tasks_of(name: str, results: dict[str, Any]) -> list[str]:
-    """Return the tasks of a group and of its groups; for a task, the task."""
+    """Return all tasks of a group, including those of nested groups; for a task, return only its name."""
     if name in results["n-samples"]:
         return [name]
     return [task for child in results["group_subtasks"].get(name, ()) for task in _tasks_of(child, results)]

@@ -1,4 +1,4 @@
-"""Digests of the inputs of a task of lm-evaluation-harness: its YAML file, code, local data, and a group's tasks."""
+"""Digests of the inputs of an lm-evaluation-harness task: its YAML file, code and local data, and a group's tasks."""
 
 import glob
 import json
@@ -11,11 +11,11 @@ from typing import Any
 from megatron_coca.checkpoints.identity import file_digest
 
 NOT_HASHED = ("dataset_kwargs", "task_alias", "tag", "group")
-"""Keys of a task's configuration with names and paths that do not change the measurement."""
+"""Keys of a task's configuration with names or paths, which do not affect the measurement."""
 
 
 def config_hash(manager: Any, name: str) -> str:
-    """Return the hash of the configuration in the file of a task or group; empty if it has no file."""
+    """Return the hash of the configuration in a task's or group's file, or an empty string if it has no file."""
     entry = manager.task_index.get(name)
     if entry is None or entry.yaml_path is None:
         return ""
@@ -27,9 +27,9 @@ def config_hash(manager: Any, name: str) -> str:
 
 
 def inputs_hash(manager: Any, name: str) -> str:
-    """Return a hash of the local files that a task reads, and for a group of all its tasks with their configurations.
+    """Return a hash of the local files that a task reads. For a group, include all of its tasks and configurations.
 
-    The configuration names data sets of the hub; `documents_sha256` covers their content.
+    The configuration names data sets on the Hugging Face Hub; `documents_sha256` covers their content.
     """
     digest = sha256()
     for task in sorted(_leaves(manager, name, set())):
@@ -41,7 +41,7 @@ def inputs_hash(manager: Any, name: str) -> str:
 
 
 def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
-    """Return the names of a task or group and of everything below it that has a file."""
+    """Return the names of a task or group and of all its descendants that have a file."""
     entry = manager.task_index.get(name)
     if name in seen or entry is None:
         return seen
@@ -58,8 +58,8 @@ def _leaves(manager: Any, name: str, seen: set[str]) -> set[str]:
 
 
 def _code(entry: Any) -> list[Path]:
-    """Return the Python files beside a task's file and beside the files that `!function` names: they may import each
-    other. Files included from other folders count too.
+    """Return all Python files in the folders of a task's file and of the files that `!function` names, because they may
+    import each other. Files included from other folders are covered too.
     """
     own = [entry.yaml_path.parent] if entry.yaml_path is not None else []
     folders = dict.fromkeys([*own, *_folders_of_functions(entry.cfg)])
@@ -67,9 +67,9 @@ def _code(entry: Any) -> list[Path]:
 
 
 def _folders_of_functions(config: Mapping[str, Any] | None) -> list[Path]:
-    """Return the folders of the files that have the functions of a configuration.
+    """Return the folders of the files that define the functions of a configuration.
 
-    There `!function a.b.name` is the text FOLDER/a.b.name, for the file FOLDER/a/b.py.
+    The configuration contains `!function a.b.name` as the string FOLDER/a.b.name, which means the file FOLDER/a/b.py.
     """
     found = set()
     for text in _texts(config or {}):
@@ -81,7 +81,7 @@ def _folders_of_functions(config: Mapping[str, Any] | None) -> list[Path]:
 
 
 def _data(config: Mapping[str, Any] | None) -> list[Path]:
-    """Return the local files that the configuration of a task names, also through patterns and folders."""
+    """Return the local files that a task's configuration names, directly or through patterns and folders."""
     kept = {key: value for key, value in (config or {}).items() if key in ("dataset_kwargs", "dataset_path")}
     found: dict[Path, None] = {}
     for text in _texts(kept):

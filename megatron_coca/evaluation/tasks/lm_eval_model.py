@@ -1,4 +1,4 @@
-"""An adapter from our models to lm-evaluation-harness 0.4.13, and its tasks by name. Importing this needs lm_eval."""
+"""An adapter from our models to lm-evaluation-harness 0.4.13, and task loading. Importing this needs lm_eval."""
 
 import difflib
 import importlib
@@ -26,28 +26,28 @@ from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLengt
 from megatron_coca.support.console import Progress
 
 BOOTSTRAP = 1000
-"""Bootstrap samples for standard errors without a formula."""
+"""Number of bootstrap samples for standard errors without a closed formula."""
 GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
-"""Generation settings with the value that means greedy decoding."""
+"""Generation settings, each with the value that means greedy decoding."""
 IGNORED_SETTINGS = frozenset({"until", "max_gen_toks", "temperature", "top_p", "top_k", "min_p", "use_cache"})
-"""Generation settings that are read elsewhere, or that greedy decoding ignores."""
+"""Generation settings that are handled elsewhere or have no effect on greedy decoding."""
 
 Tokens = tuple[int, ...]
 TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request of the harness: its texts, the tokens of the context and of the continuation."""
+"""A request of the harness: its texts, the context tokens and the continuation tokens."""
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests like its own HFLM with the same weights, so that scores are comparable.
+    """Answers the harness's requests as its own HFLM class does with the same weights, so that scores are comparable.
 
-    HFLM itself would give a length-dependent extension the length of the longest input of a batch, and it pads prompts
-    on the left, which not every position method allows. Here the inputs of a batch have one length.
+    HFLM itself would show a length-dependent extension the longest input of a batch, and it pads prompts on the left,
+    which not every position method supports. Here all inputs of a batch have the same length.
 
-    `encoding` encodes texts. Inputs longer than `limits.max_length` lose their beginning; `cut` has the documents of
-    such inputs by task.
+    `encoding` encodes texts. Inputs longer than `limits.max_length` lose their beginning; `cut` maps each task to the
+    documents with such inputs.
 
     `model` is in evaluation mode. A forward pass has at most `tokens_per_batch` tokens, but at least one input. Ids
-    from `vocab_size` on are padding and never generated. `tokens` counts the tokens that were scored or generated.
+    from `vocab_size` on are padding and are never generated. `tokens` counts the scored or generated tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The fingerprint, which is part of a key in the harness's cache of requests. The cache is not used."""
+        """The tokenizer's fingerprint. The harness uses it in keys of its request cache, which we do not use."""
         return self.encoding.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -102,9 +102,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenizedRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation in nats, and True if greedy decoding would give it.
+        """Return each continuation's log-likelihood in nats, and whether greedy decoding would produce it.
 
-        No number depends on the order of the requests. The same input is computed once.
+        The results do not depend on the order of the requests. Identical inputs are computed once.
         """
         scorings: list[tuple[Tokens, Tokens]] = []
         by_input: dict[Tokens, set[Tokens]] = {}
@@ -113,7 +113,7 @@ class HarnessModel(TemplateLM):
             if not continuation or (longest is not None and len(continuation) > longest):
                 raise EvaluationError(
                     f"the continuation {'of a window' if texts is None else repr(texts[1][:60])}: has "
-                    f"{len(continuation)} tokens, and 1 to {longest or 'any number'} can be scored; "
+                    f"{len(continuation)} tokens, but 1 to {longest or 'any number'} can be scored; "
                     "correct the task, or raise --max-length"
                 )
             tokens = (context or [self.prefix_token_id]) + continuation
@@ -132,7 +132,7 @@ class HarnessModel(TemplateLM):
                     for scored in by_input[inputs[index]]:
                         targets = torch.tensor(scored, device=self.model_device)
                         nll, correct = score_hidden(self.model, hidden[-len(scored) :], targets).tolist()
-                        if not math.isfinite(nll):  # otherwise a task would take the largest of its choices
+                        if not math.isfinite(nll):  # otherwise a task would pick a choice from invalid numbers
                             raise EvaluationError(
                                 f"log-likelihood: {-nll}: the computation overflowed its dtype, or the weights are "
                                 "not finite; use --dtype float32 or bfloat16"
@@ -142,11 +142,11 @@ class HarnessModel(TemplateLM):
         return [scores[scoring] for scoring in scorings]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of whole texts in nats, over disjoint windows as in the harness."""
+        """Return log-likelihoods of whole texts in nats, computed over disjoint windows as in the harness."""
         windows: list[TokenizedRequest] = []
         counts = []
         for (text,) in (request.args for request in requests):
-            # A start token of the options is only the prefix; one that the library adds is scored too, as in HFLM.
+            # --start-token is only context; a start token that the library adds is scored too, as in HFLM.
             ids = self.tok_encode(text, None if self.encoding.start is None else False)
             pairs = list(get_rolling_token_windows(ids, self.prefix_token_id, self.limits.window, 1))
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
@@ -155,10 +155,10 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return greedy continuations. No text depends on the order of the requests.
+        """Return greedy continuations. No continuation depends on the order of the requests.
 
-        The prompts of a batch have one length and the same settings. Raises EvaluationError for tasks that sample, and
-        if no room is left for a prompt.
+        All prompts of a batch have the same length and settings. Raises EvaluationError for tasks that sample, or if
+        the new tokens leave no room for a prompt.
         """
         asked = []
         texts: dict[tuple[int, tuple[str, ...]], dict[Tokens, str]] = {}
@@ -183,14 +183,14 @@ class HarnessModel(TemplateLM):
         return found
 
     def _room(self, task: str, new_tokens: int) -> int | None:
-        """Return the largest length of a prompt, None without a limit. Raises EvaluationError if it is below 1."""
+        """Return the maximum prompt length, or None without a limit. Raises EvaluationError if it is below 1."""
         if self.limits.max_length is None:
             return None
         room = self.limits.max_length - new_tokens
         if room < 1:
             raise EvaluationError(
                 f"task {task}: {new_tokens} new tokens leave no room for a prompt within --max-length "
-                f"{self.limits.max_length}; raise it"
+                f"{self.limits.max_length}; raise --max-length"
             )
         return room
 
@@ -200,12 +200,12 @@ class HarnessModel(TemplateLM):
             self.model,
             torch.tensor(prompts, dtype=torch.int64, device=self.model_device),
             new_tokens,
-            # Spelled, because a stop string may be the name of a special token, which decoding leaves out.
+            # `spell` keeps the names of special tokens, which decoding leaves out: a stop string may be such a name.
             finished=finished_by(set(self.encoding.ends), stops, tokenizer.spell),
             vocab_size=self.vocab_size,
             dynamic_length=self.dynamic_length,
         )
-        # The token that ends a text is decoded too, as in HFLM. A special token has no text.
+        # The token that ends a text is decoded too, as in HFLM. A special token decodes to no text.
         kept = ([token for token in answer if token != NOT_GENERATED] for answer in answers.tolist())
         return [postprocess_generated_text(tokenizer.decode(ids), list(stops), None) for ids in kept]
 
@@ -213,24 +213,24 @@ class HarnessModel(TemplateLM):
 def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Return the maximum number of new tokens and the stop strings of a task's `generation_kwargs`.
 
-    Raises EvaluationError for anything but greedy decoding.
+    Raises EvaluationError for any decoding other than greedy.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     normalized: dict[str, Any] = {**normalize_gen_kwargs(given)}
     others = normalized.keys() - IGNORED_SETTINGS
     if sampling := sorted(name for name in others if normalized[name] != GREEDY_SETTINGS.get(name)):
         raise EvaluationError(
-            f"task {task}: generation_kwargs ask for {', '.join(sampling)}, and only greedy decoding is supported; "
-            "remove it from the task's file"
+            f"task {task}: generation_kwargs: {', '.join(sampling)}: only greedy decoding is supported; "
+            "remove the setting from the task's file"
         )
     return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))
 
 
 def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
-    """Index the task files of the folders `include`, which take precedence, and those of the harness.
+    """Index the task files in the folders `include`, which take precedence, and the harness's own task files.
 
-    The harness has thousands, which take long; they are read only if `include` lacks a name. Raises EvaluationError for
-    an unknown name.
+    The harness has thousands of task files, which are slow to read; they are read only if `include` lacks a name.
+    Raises EvaluationError for an unknown name.
     """
     import_evaluate_library()
     for folder in include:
@@ -243,7 +243,7 @@ def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
     manager = TaskManager(include_path=paths)
     if unknown := [name for name in names if name not in manager.task_index]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
-        hint = f"; near it are {', '.join(near)}" if near else ""
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise EvaluationError(
             f"--tasks {unknown[0]}: no such task, group or tag{hint}; name a folder of your own tasks with "
             "--include-path"
@@ -252,13 +252,13 @@ def index_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
 
 
 def import_evaluate_library() -> None:
-    """Import Hugging Face's `evaluate` library, if it is installed, before the script evaluate.py can shadow it."""
+    """Import Hugging Face's `evaluate` library, if installed, before a script named evaluate.py can shadow it."""
     path = sys.path
     sys.path = [entry for entry in path if not (Path(entry or ".") / "evaluate.py").is_file()]
     try:
         importlib.import_module("evaluate")
     except ImportError:
-        pass  # a task that needs it reports that
+        pass  # a task that needs the library reports that it is missing
     finally:
         sys.path = path
 
@@ -272,9 +272,9 @@ def evaluate_task(
     seed: int,
     chat: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the harness's results of a task or group, with samples. They do not depend on earlier runs.
+    """Return the harness's results for a task or group, with samples. They do not depend on earlier runs.
 
-    `chat` has the harness's settings `system_instruction` and `fewshot_as_multiturn`; with it, prompts are chats.
+    `chat` contains the harness's settings `system_instruction` and `fewshot_as_multiturn`; if set, prompts are chats.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -288,5 +288,5 @@ def evaluate_task(
         task.set_fewshot_seed(seed=seed)
     settings = {} if chat is None else {**chat, "apply_chat_template": True}
     results = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, **settings)
-    assert results is not None, "only processes other than the first get None"
+    assert results is not None, "the harness returns None only in processes other than the first"
     return dict(results)

@@ -1,4 +1,4 @@
-"""Tokens of the harness's texts, as its class for Hugging Face models encodes them. Importing this needs no lm_eval."""
+"""Encoding of the harness's texts, as in its class for Hugging Face models. Importing this does not need lm_eval."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from megatron_coca.evaluation.tasks.answers import end_tokens
 logger = logging.getLogger(__name__)
 
 MARK = "\ue000"
-"""The end of a continued message while it is rendered; a character for private use."""
+"""Marks the end of a continued message during rendering; a private-use character."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class InputLimits:
     """Limits of inputs, in tokens.
 
     Attributes:
-        max_length: of an input, including new tokens in generation; None: inputs are read whole.
-        window: of a window of rolling log-likelihoods.
+        max_length: limit of an input, including new tokens in generation; None: no limit.
+        window: size of a window of rolling log-likelihoods.
     """
 
     max_length: int | None
@@ -29,15 +29,15 @@ class InputLimits:
 
 @dataclass(frozen=True)
 class PromptEncoding:
-    """Tokens of prompts, and the tokens and texts that end an answer.
+    """How prompts are encoded, and which tokens and strings end an answer.
 
-    Names of special tokens in a text become these tokens, unless the model's folder says otherwise.
+    Names of special tokens in a text are encoded as these tokens, unless the model's folder says otherwise.
 
     Attributes:
-        start: the id before every text, or None.
-        adds: every text gets the start and end tokens of the model's own library. It has no effect with `start`.
-        chat: prompts are chats, so the end of a turn ends an answer.
-        begun: the model knows the token that begins texts. Data that was prepared here has none.
+        start: the id put before every text, or None.
+        adds: whether every text gets the start and end tokens of the model's own library. Has no effect with `start`.
+        chat: whether prompts are chats, in which the end of a turn ends an answer.
+        begun: whether the model knows the token that begins texts. Data prepared by this project does not contain it.
     """
 
     tokenizer: Tokenizer
@@ -48,7 +48,7 @@ class PromptEncoding:
 
     @property
     def prefix(self) -> int:
-        """Id before a text without context: `start`, or the token that begins texts, or the one that ends them."""
+        """Id before a text without context: `start`, the token that begins texts, or the token that ends them."""
         if self.start is not None:
             return self.start
         if not self.begun:
@@ -61,12 +61,12 @@ class PromptEncoding:
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer besides those of a task, such as the name of the token that ends texts."""
+        """Strings that end an answer in addition to a task's own, such as the name of the token that ends texts."""
         spelled = [self.tokenizer.piece(self.tokenizer.eos)] if self.tokenizer.names_tokens else []
         return (*spelled, *(self.tokenizer.turn_ends()[1] if self.chat else ()))
 
     def encode(self, text: str, add: bool | None = None) -> list[int]:
-        """Return token ids. `add` puts tokens around the text, by default if it does not begin with the prefix."""
+        """Return token ids. `add` puts tokens around the text, by default unless it begins with the prefix."""
         self._warn_of_names(text)
         if add is None:
             add = not text.startswith(self.tokenizer.piece(self.prefix))
@@ -85,15 +85,15 @@ class PromptEncoding:
 
     @cached_property
     def _unread(self) -> list[str]:
-        """Names for a warning, which is given once."""
+        """Names of special tokens that the tokenizer reads as plain text, for a warning shown once."""
         return [*self.tokenizer.unread_names]
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], prompt: bool, told: set[str]) -> str:
-    """Return the text of a chat up to the beginning of an answer (`prompt`), or to the end of the last message.
+    """Return the text of a chat up to the beginning of an answer (if `prompt`), or to the end of the last message.
 
-    A template without the role "system" gets the chat without that message; `told` has the warnings so far. Raises
-    DataError without a template.
+    If the template does not support the role "system", the system message is left out; `told` collects the warnings
+    that were shown. Raises DataError without a template.
     """
     if tokenizer.chat is None:
         raise DataError("chat template: the tokenizer has none; put the model's chat_template.jinja into its folder")
@@ -117,8 +117,6 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], promp
     marked = {**last, "content": f"{last['content']}{MARK} "}
     text, mark, rest = tokenizer.chat.render([*messages[:-1], marked]).rpartition(MARK)
     if not mark:
-        raise DataError(
-            f"chat template: leaves out the last message ({last['content'][:60]!r}), to be continued; use another"
-        )
-    # A template that trims messages has removed the space after the mark, and would remove spaces before it.
+        raise DataError(f"chat template: leaves out the last message ({last['content'][:60]!r}); use another template")
+    # A template that trims messages has removed the space after the mark, and would also remove spaces before the mark.
     return text if rest.startswith(" ") else text.rstrip()

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate lm-eval --log-samples`: a task's documents, prompts and answers, in the harness's format."""
+"""`megatron-coca evaluate lm-eval --log-samples`: write documents, prompts and answers in the harness's format."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -12,13 +12,13 @@ from megatron_coca.evaluation.results import Record, write_atomically
 
 
 class LoggedFile(Record):
-    """A file of samples; `file` is relative to the folder of the result file."""
+    """A log of samples; `file` is relative to the folder of the result file."""
 
     file: str
     sha256: str
 
     def intact(self, result: Path) -> bool:
-        """True if the file beside the result file `result` has this content."""
+        """Return True if the log that belongs to the result file `result` exists with this content."""
         try:
             return sha256((result.parent / self.file).read_bytes()).hexdigest() == self.sha256
         except OSError:
@@ -28,9 +28,9 @@ class LoggedFile(Record):
 def log_samples(
     result: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], cut: Mapping[str, Collection[int]]
 ) -> dict[str, LoggedFile]:
-    """Write the samples of each task to a file of its own, in a folder named after the result file `result`.
+    """Write the samples of each task to a separate file, in a folder named after the result file `result`.
 
-    `cut` has the documents with a truncated prompt by task. Raises EvaluationError if a file cannot be written.
+    `cut` maps each task to its documents with a truncated prompt. Raises EvaluationError if a file cannot be written.
     """
     logged = {}
     for task, rows in samples.items():
@@ -43,7 +43,7 @@ def log_samples(
 
 
 def _line(sample: Mapping[str, Any], cut: bool) -> str:
-    """Return a sample as one line of JSON, as the harness writes it; `cut`: a prompt lost its beginning."""
+    """Return a sample as one line of JSON, as the harness writes it. `cut`: whether a prompt lost its beginning."""
     from lm_eval.utils import handle_non_serializable, sanitize_list
 
     arguments = {

@@ -1,4 +1,4 @@
-"""Sliding-window perplexity: `megatron-coca evaluate perplexity`, and the measurement as a function."""
+"""Sliding-window perplexity: the command `megatron-coca evaluate perplexity`, and the measurement as a function."""
 
 import logging
 import math
@@ -28,10 +28,10 @@ PROTOCOL = (
     "perplexity = exp(sum of nll / number of scored tokens) over all documents; nll in nats from the float32 "
     "log-softmax over the padded vocabulary, summed in float64"
 )
-"""Part of the identity of a result file: if the text changes, files are not resumed."""
+"""Part of the identity of a result file: if this string changes, earlier files are not resumed."""
 
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
-"""Logits per chunk by device type; 1 << 26 on others. 16 MB fit into a CPU's caches and take half the time."""
+"""Logits per chunk by device type; 1 << 26 on other devices. 16 MB chunks fit into CPU caches and halve the time."""
 
 
 class DocumentScore(NamedTuple):
@@ -42,17 +42,17 @@ class DocumentScore(NamedTuple):
 
 
 class WindowResult(Entry):
-    """One window size over all documents, or over the first of them if the measurement was interrupted."""
+    """One window size over all documents, or over the first documents if the measurement was interrupted."""
 
     window: int  # tokens of one input
     perplexity: float  # exp(nll); infinite if it overflows
     nll: float  # nats, mean over the scored tokens
-    nll_stderr: float | None  # of the mean, over documents; None for one document
-    accuracy: float  # share of the scored tokens that were the likeliest
+    nll_stderr: float | None  # standard error of the mean over documents; None for a single document
+    accuracy: float  # share of the scored tokens that the model predicted as likeliest
     tokens_scored: int
     documents: int
-    nll_by_document: list[float]  # nats, sum over the scored tokens of each
-    correct_by_document: list[int]  # tokens that were the likeliest
+    nll_by_document: list[float]  # nats, sum over each document's scored tokens
+    correct_by_document: list[int]  # number of tokens predicted as likeliest
 
     @property
     def key(self) -> tuple[int]:
@@ -64,7 +64,7 @@ class WindowResult(Entry):
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
         if not self.documents == len(self.nll_by_document) == len(self.correct_by_document):
-            raise ValueError(f"window {self.window} must have one sum for each of its {self.documents} documents")
+            raise ValueError(f"window {self.window}: must have one sum for each of its {self.documents} documents")
         return self
 
 
@@ -72,7 +72,7 @@ class PerplexityProtocol(Record):
     text: str
     stride: int
     tokens_per_batch: int
-    vocabulary: int | None = None  # the softmax is over ids below it; None: over the padded vocabulary
+    vocabulary: int | None = None  # the softmax is over ids below this; None: over the padded vocabulary
 
 
 class PerplexityResult(Result):
@@ -90,14 +90,14 @@ def run(args: Namespace, show: Show) -> int:
     task = evaluation.opened.trained.data.synthetic
     if task is not None and task.text and args.vocabulary is None:
         logger.warning(
-            "--vocabulary: not given; the model was trained on facts in text, so it gives probability to keys and "
-            "values, which this text does not have; add --vocabulary %d",
+            "--vocabulary: not set, but the model was trained on facts in text, so it gives probability to keys and "
+            "values, which these documents do not contain; add --vocabulary %d",
             task.filler_tokens,
         )
     protocol = PerplexityProtocol(
         text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch, vocabulary=args.vocabulary
     )
-    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}; at least one window) or use --dtype bfloat16"
+    remedy = f"lower --tokens-per-batch (now {args.tokens_per_batch}; at least one window) or use --dtype bfloat16"
     fields = {"protocol": protocol, "documents": documents.record()}
     for subject, store in evaluation.variants(PerplexityResult, **fields):
         for window in sorted(args.windows):
@@ -117,14 +117,14 @@ def run(args: Namespace, show: Show) -> int:
 
 
 class LanguageModel(Protocol):
-    """The part of a causal language model that perplexity uses: `GPT`, or a caller's torch module."""
+    """The methods of a causal language model that perplexity uses: those of `GPT`, or of a caller's torch module."""
 
     training: bool
 
     def parameters(self) -> Iterator[Tensor]: ...
 
     def hidden_states(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
-        """[batch, length] int64 -> [batch, last, hidden_size]: the last positions, after the final norm."""
+        """[batch, length] int64 -> [batch, last, hidden_size]: states at the last positions, after the final norm."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., padded vocabulary]."""
@@ -140,19 +140,19 @@ def sliding_window_perplexity(
     vocabulary: int | None = None,
     progress: bool = True,
 ) -> list[WindowResult]:
-    """Return the perplexity of `documents` (one-dimensional integer arrays) for each window size, by PROTOCOL.
+    """Return the perplexity of `documents` (one-dimensional integer arrays) for each window size, as PROTOCOL says.
 
-    `tokens_per_batch` limits the tokens of a forward pass (at least one window), and so the memory. The head is applied
-    to the scored positions only, in chunks. With `vocabulary`, the softmax is over the ids below it only, for models
-    that also learned tokens that text does not have. Results are in the order of `windows`; no number depends on that
-    order or on the order of the documents. `progress` shows a bar for each window.
+    `tokens_per_batch` limits the tokens of a forward pass (at least one window), and thus the memory. The LM head is
+    applied only to the scored positions, in chunks. With `vocabulary`, the softmax is only over the ids below it, for
+    models that also learned tokens that do not occur in text. Results are in the order of `windows`; no number depends
+    on that order or on the order of the documents. `progress` shows a progress bar for each window.
 
-    Raises EvaluationError for windows, stride, vocabulary or documents that do not fit, ValueError for a model in
-    training mode.
+    Raises EvaluationError for an invalid window, stride, vocabulary or document, ValueError for a model in training
+    mode.
     """
     check_windows(windows, stride)
     if not documents:
-        raise EvaluationError("documents: none given; at least one is needed")
+        raise EvaluationError("documents: none given; pass at least one document")
     shortest = min(range(len(documents)), key=lambda index: len(documents[index]))
     if max(windows) > len(documents[shortest]):
         raise EvaluationError(
@@ -160,9 +160,9 @@ def sliding_window_perplexity(
             "use longer documents or a smaller window"
         )
     if tokens_per_batch < 1:
-        raise EvaluationError(f"tokens_per_batch: {tokens_per_batch}: must be at least 1; raise it")
+        raise EvaluationError(f"tokens_per_batch: must be at least 1, not {tokens_per_batch}")
     if model.training:
-        raise ValueError("model: is in training mode, and dropout would change the result; call model.eval()")
+        raise ValueError("model: in training mode, so dropout would change the result; call model.eval()")
     arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
     check_vocabulary(arrays, vocabulary)
     results = []
@@ -175,11 +175,11 @@ def sliding_window_perplexity(
 
 def check_windows(windows: Sequence[int], stride: int) -> None:
     if stride < 1:
-        raise EvaluationError(f"stride {stride}: must be at least 1 token; raise it")
+        raise EvaluationError(f"stride: must be at least 1 token, not {stride}")
     if not windows:
         raise EvaluationError("windows: none given; name at least one window size")
     if len(set(windows)) != len(windows):
-        raise EvaluationError(f"windows {', '.join(map(str, windows))}: duplicate size; give each once")
+        raise EvaluationError(f"windows {', '.join(map(str, windows))}: duplicate size; name each size once")
     too_short = [window for window in windows if window < max(stride, 2)]
     if too_short:
         raise EvaluationError(
@@ -189,18 +189,18 @@ def check_windows(windows: Sequence[int], stride: int) -> None:
 
 
 def check_vocabulary(documents: Sequence[np.ndarray], vocabulary: int | None) -> None:
-    """Raise EvaluationError if the documents have a token that is not below `vocabulary`."""
+    """Raise EvaluationError if the documents contain a token id that is not below `vocabulary`."""
     if vocabulary is None:
         return
     largest = max((int(tokens.max()) for tokens in documents if len(tokens)), default=0)
     if largest >= vocabulary:
         raise EvaluationError(
-            f"vocabulary {vocabulary}: the documents have the token {largest}; raise it, or leave it out"
+            f"vocabulary {vocabulary}: the documents contain the token id {largest}; raise the limit, or leave it out"
         )
 
 
 class Window(NamedTuple):
-    """The model reads tokens [start, start + W) of a document and scores tokens [first_scored, end)."""
+    """One window: the model reads tokens [start, start + W) of a document and scores tokens [first_scored, end)."""
 
     start: int
     first_scored: int
@@ -214,8 +214,8 @@ class Window(NamedTuple):
 def plan_windows(length: int, window: int, stride: int) -> list[Window]:
     """Return the windows of a document of `length` tokens. Together they score each of tokens 1 .. length-1 once.
 
-    A token is predicted at the position before it, so a later window starts one token before the tokens that it scores.
-    Hence every token is scored even if stride == window, where windows do not overlap.
+    A token is predicted at the position before it, so each later window starts one token before the tokens it scores.
+    Hence every token is scored even if stride == window, when windows do not overlap otherwise.
     """
     windows = [Window(0, 1, window)]
     while windows[-1].end < length:
@@ -235,8 +235,8 @@ def score_document(
 ) -> DocumentScore:
     """Score all tokens of one document (int64, one dimension) except the first.
 
-    A batch has windows of this document only: the last bits of a matrix product depend on the other rows of its batch,
-    and the result must not depend on other documents. The first window is a batch of its own, because all of its
+    A batch contains windows of this document only: the last bits of a matrix product depend on the other rows of the
+    batch, and the result must not depend on other documents. The first window is a separate batch, because all of its
     positions are scored.
 
     Raises RuntimeError if the windows do not score every token once.
@@ -270,7 +270,7 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
         logits = model.logits(states)[:, :vocabulary]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest, own = logits.amax(dim=-1), logits.gather(1, tokens[:, None])[:, 0]
-        # In place, because a copy would be as large as the logits.
+        # In place, because a copy would be as large as the logits themselves.
         sums = logits.sub_(largest[:, None]).exp_().sum(dim=-1)
         total[0] += (sums.log() + (largest - own)).double().sum()
         total[1] += (own >= largest).sum()
@@ -278,10 +278,10 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
 
 
 def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int]) -> WindowResult:
-    """Pool the scores of documents with these numbers of tokens into one entry.
+    """Pool the scores of documents of these `lengths` in tokens into one entry.
 
-    Sums are exact (math.fsum), so the order of the documents does not matter. The standard error is that of the ratio
-    estimator, with documents as independent draws.
+    Sums are exact (math.fsum), so they do not depend on the order of the documents. The standard error is that of the
+    ratio estimator, which treats documents as independent draws.
     """
     number, count = len(scores), sum(length - 1 for length in lengths)
     nlls = [score.nll for score in scores]

@@ -1,4 +1,4 @@
-"""Prompts of a given length in tokens: hidden sentences in as much filler text as fits."""
+"""Prompts of a given length in tokens: hidden sentences within as much filler text as fits."""
 
 import hashlib
 import itertools
@@ -17,53 +17,53 @@ from megatron_coca.data.tokenizers.chat import ChatTemplate
 from megatron_coca.evaluation.results import EvaluationError, Record
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-"""Texts of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
+"""Sentences of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
 
 BUILTIN = "builtin"
-MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than a prompt of 500,000 tokens needs
-MAX_SENTENCE_CHARACTERS = 300  # a longer one, such as a table, is cut between words: prompts are filled by sentences
-FIRST_TRY = 8  # units of the first prompt with filler
+MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than enough for a prompt of 500,000 tokens
+MAX_SENTENCE_CHARACTERS = 300  # longer sentences, such as tables, are split between words; prompts add whole sentences
+FIRST_TRY = 8  # number of filler units in the first prompt that contains filler
 
 _BETWEEN_PARAGRAPHS = re.compile(r"\n\s*\n")
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
 
 
 class LengthError(EvaluationError):
-    """A task cannot make a prompt of this length."""
+    """Raised if a task cannot make a prompt of the requested length."""
 
 
 class FactRecord(Record):
-    """Position of requested information in a prompt."""
+    """Position in a prompt of a fact that the answer needs."""
 
-    depth: float  # fraction of the filler units before it, 0 .. 1
-    distance: int  # tokens from its first mention to the end of the prompt, both included
+    depth: float  # fraction of the filler units before the fact, 0 .. 1
+    distance: int  # tokens from the fact's first mention to the end of the prompt, including both
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt and its answer."""
+    """One prompt and its expected answer."""
 
-    number: int  # index among the cases of its task, length and seed
+    number: int  # index among the cases with the same task, length and seed
     prompt: np.ndarray  # token ids, int32 [at most the requested length]
-    expected: tuple[str, ...]  # strings that a right answer contains
-    facts: tuple[FactRecord, ...]  # in the order of the text
+    expected: tuple[str, ...]  # strings that a correct answer contains
+    facts: tuple[FactRecord, ...]  # in the order of the prompt
 
 
 class HaystackRecord(Record):
     name: str
-    sentences: int  # 1 for the passkey's filler: its five sentences are one unit
-    sha256: str  # of the sentences, each with a line feed
+    sentences: int  # 1 for the passkey filler, in which five sentences form one unit
+    sha256: str  # hash of the sentences, each followed by a line feed
 
 
 @dataclass(frozen=True)
 class Haystack:
     """Filler sentences, repeated as often as needed.
 
-    With `restarts`, the filler begins again with the first sentence after every hidden one, as in the passkey task.
-    Otherwise a prompt begins with any sentence and continues in their order.
+    With `restarts`, the filler restarts with the first sentence after every hidden sentence, as in the passkey task.
+    Otherwise a prompt starts with any sentence, and the sentences follow in order.
     """
 
-    name: str  # for result files
+    name: str  # name in result files
     sentences: tuple[str, ...]  # without line feeds
     restarts: bool = False
 
@@ -79,9 +79,9 @@ FILLER_BLOCKS = Haystack("filler", (" ".join(FILLER),), restarts=True)
 
 
 def load_haystack(names: Sequence[str] | None, data_root: Path) -> Haystack:
-    """Return the filler (`names` is None), the built-in corpus' English ("builtin"), or text of files and folders.
+    """Return the passkey filler (`names` is None), the built-in English corpus ("builtin"), or text from files.
 
-    Raises EvaluationError for files without text, DataError for unreadable ones.
+    Raises EvaluationError for files without text, DataError for unreadable files.
     """
     if not names:
         return FILLER_HAYSTACK
@@ -104,16 +104,16 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 Gap = Callable[[int], int]
-"""Number of filler units before a hidden sentence, given their total number."""
+"""A function that maps the total number of filler units to the number of units before a hidden sentence."""
 
 
 def uniform_gap(fraction: float) -> Gap:
-    """Choose among all gaps, including the two ends; all have equal probability if `fraction` is uniform in [0, 1)."""
+    """Choose among all gaps, including both ends; a `fraction` uniform in [0, 1) gives all gaps equal probability."""
     return lambda units: min(units, int(fraction * (units + 1)))
 
 
 def inner_gap(fraction: float) -> Gap:
-    """Choose among the gaps between two units; all have equal probability if `fraction` is uniform in [0, 1)."""
+    """Choose among the gaps between two units; a `fraction` uniform in [0, 1) gives all gaps equal probability."""
     return lambda units: min(units, 1 + int(fraction * max(units - 1, 0)))
 
 
@@ -122,7 +122,7 @@ def depth_gap(depth: float) -> Gap:
 
 
 class Hidden(NamedTuple):
-    """A sentence hidden in the haystack. `fact` is the part that the answer needs, at its first mention, or None."""
+    """A sentence to hide in the haystack. `fact` is the part that the answer needs, at its first mention, or None."""
 
     gap: Gap
     text: str
@@ -130,7 +130,7 @@ class Hidden(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A prompt's text and its facts, in order: (depth, number of characters before the fact)."""
+    """A prompt's text and its facts in order, each as (depth, number of characters before the fact)."""
 
     text: str
     facts: tuple[tuple[float, int], ...] = ()
@@ -138,10 +138,10 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt with any number of filler units: a task description, the haystack with hidden sentences, and a question.
+    """A prompt for any number of filler units: a task description, the haystack with hidden sentences, and a question.
 
-    Description, haystack and question are lines. With `in_lines` every hidden sentence and stretch of filler is a line
-    too. `first` is the index of the first sentence of the haystack.
+    Description, haystack and question are separate lines. With `in_lines`, so are all hidden sentences and stretches of
+    filler. `first` is the index of the haystack sentence with which the filler starts.
     """
 
     description: str
@@ -177,19 +177,19 @@ class Draft:
 
 
 class Form(Protocol):
-    """An encoder of prompts: a `PromptForm`, or a tokenizer, which takes the text as it is."""
+    """An encoder of prompts: a `PromptForm`, or a tokenizer, which encodes the text unchanged."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """The form of prompts for a model: plain text, or the user's message of a chat up to the beginning of the answer.
+    """The form of a model's prompts: plain text, or a chat with one user message, up to the beginning of the answer.
 
     Attributes:
-        start: the id before the tokens, or None.
-        chat: the template of the chat; None for plain text.
-        system: the system message of the chat, or None.
+        start: the token id put before the prompt, or None.
+        chat: the chat template; None for plain text.
+        system: the chat's system message, or None.
     """
 
     tokenizer: Tokenizer
@@ -202,7 +202,7 @@ class PromptForm:
         return ids if self.start is None else [self.start, *ids]
 
     def framed(self, text: Text, stub: str) -> Text:
-        """Return the whole prompt: the message in the chat, with `stub` as the beginning of the answer.
+        """Return the whole prompt: the message rendered as a chat, with `stub` as the beginning of the answer.
 
         Raises EvaluationError if the template changes the message.
         """
@@ -213,8 +213,8 @@ class PromptForm:
         before = rendered.find(text.text)
         if before < 0:
             raise EvaluationError(
-                "--apply-chat-template: the tokenizer's template changes the text of a message, so the places of the "
-                "facts are unknown; use another template, or plain prompts"
+                "--apply-chat-template: the tokenizer's template changes the text of a message, so the positions of "
+                "the facts are unknown; use another template, or plain prompts"
             )
         return Text(rendered + stub, tuple((depth, before + offset) for depth, offset in text.facts))
 
@@ -226,14 +226,14 @@ class Fitted(NamedTuple):
 
 
 def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
-    """Return the prompt with the largest number of units that has at most `length` tokens, tokenized as one text.
+    """Return the prompt with as many units as fit into `length` tokens, tokenized as a single text.
 
     `stub` is the beginning of the answer, at the end of the prompt.
 
-    The next number of units is interpolated between the nearest smaller and larger prompts. Every third attempt halves
-    the interval, so that sentences of very different lengths cannot cause many attempts.
+    Each new number of units is interpolated between the nearest smaller and larger prompts. Every third attempt halves
+    the interval instead, so that sentences of very different lengths cannot cause many attempts.
 
-    Raises LengthError if the prompt without filler is too long.
+    Raises LengthError if the prompt is too long even without filler.
     """
 
     def attempt(units: int) -> Fitted:
@@ -244,7 +244,7 @@ def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
     best, other = attempt(0), attempt(FIRST_TRY)
     if len(best.ids) > length:
         raise LengthError(
-            f"length {length}: the prompt has {len(best.ids)} tokens without any filler; use a greater length"
+            f"length {length}: the prompt has {len(best.ids)} tokens even without filler; use a greater length"
         )
     if len(other.ids) <= length:
         best, other = other, best
@@ -265,7 +265,7 @@ def fit(draft: Draft, form: Form, length: int, stub: str = "") -> Fitted:
 
 
 def facts_of(fitted: Fitted, form: Form) -> tuple[FactRecord, ...]:
-    """Return the places of the facts in tokens, by encoding the text before each."""
+    """Return the positions of the facts in tokens, found by encoding the text before each fact."""
     text, count = fitted.text.text, len(fitted.ids)
     return tuple(
         FactRecord(depth=depth, distance=count - len(form.encode(text[:offset].rstrip())))

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate recall`: accuracy of key-value recall by length and shift, and scores of attention heads."""
+"""`megatron-coca evaluate recall`: accuracy of key-value recall by length and shift, and attention scores by head."""
 
 import hashlib
 import json
@@ -51,21 +51,21 @@ PROTOCOLS = {"recall": PROTOCOL, ORDERED: ORDERED_PROTOCOL}
 
 
 class HeadScores(Record):
-    """Means over cases of one attention head at the question."""
+    """Means over cases for one attention head with the question as the query."""
 
     layer: int
     head: int
-    fact: float | None  # score of the fact; None if a distance map hides it in some case
+    fact: float | None  # score of the fact; None if a distance map hides the fact in some case
     rest: float  # log-sum-exp of the scores of all other keys
-    weight: float  # of the fact in softmax
+    weight: float  # softmax weight of the fact
 
 
 class RecallEntry(Tally, Entry):
-    """Cases at one length and shift of all positions; `heads` only if diagnosed."""
+    """Cases at one length with all positions shifted by `shift`; `heads` exists only if heads were scored."""
 
     length: int
     shift: int
-    nll: float  # of the answer, nats
+    nll: float  # nll of the answer in nats
     inside: Tally | None
     beyond: Tally | None
     heads: list[HeadScores]
@@ -79,12 +79,12 @@ class RecallEntry(Tally, Entry):
 class RecallProtocol(Record):
     text: str
     cases: int
-    diagnosed: int  # cases with scored heads
-    seed: int | Literal["trained"]  # "trained": that of the model's training
-    prompts: str  # "synthetic recall" or "synthetic ordered_recall" with the sizes, or "passkey"
+    diagnosed: int  # number of cases for which heads are scored
+    seed: int | Literal["trained"]  # "trained": the seed of the model's training
+    prompts: str  # "synthetic recall" or "synthetic ordered_recall" with its sizes, or "passkey"
     chance: float | None  # accuracy of a random value; None for passkeys
-    prompts_sha256: str | None = None  # of a sample of the passkey prompts
-    text_sha256: str | None = None  # of samples of the shards with filler; earlier files have neither digest
+    prompts_sha256: str | None = None  # hash of sample passkey prompts
+    text_sha256: str | None = None  # hash of samples of the filler shards; earlier files contain neither hash
 
 
 class RecallResult(Result):
@@ -106,16 +106,16 @@ class Questions(NamedTuple):
 
     @property
     def distances(self) -> np.ndarray:
-        """Tokens from the fact's first token to the question."""
+        """Number of tokens from the fact's first token to the question."""
         return self.ids.shape[1] - 1 - self.first
 
 
 Maker = Callable[[int], list[Questions]]
-"""A function that makes the cases of a length in tokens, in groups of inputs with the same length."""
+"""A function that makes the cases for a length in tokens, grouped by the exact length of their inputs."""
 
 
 def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskSettings) -> Maker:
-    """Return the maker of questions of the model's training task."""
+    """Return a function that makes questions of the model's training task."""
     data, seed = evaluation.opened.trained.data, seed_of(args, evaluation)
 
     def make(length: int) -> list[Questions]:
@@ -139,13 +139,13 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
     paths = data.test_data_paths or []
     if settings.text and not paths:
         raise EvaluationError(
-            "test_data_paths: not set in the run's config, and recall fills questions with them; set them"
+            "test_data_paths: not set in the run's config, but this task fills its inputs with test data; set the paths"
         )
     return make
 
 
 def _text_digest(data: DataConfig) -> str:
-    """Return a sha256 of samples of the test shards, with their weights."""
+    """Return a sha256 over samples of the test shards and their weights."""
     shards = [sampled_digest(Shard(local_prefix(path, data.data_root))) for path in data.test_data_paths or ()]
     return hashlib.sha256(json.dumps([shards, data.test_data_weights]).encode()).hexdigest()
 
@@ -156,18 +156,18 @@ def seed_of(args: Namespace, evaluation: Evaluation) -> int:
         return int(args.seed)
     if evaluation.opened.step is None:
         raise EvaluationError(
-            f"--seed {TRAINED}: {args.checkpoint} does not record the seed of its training; give a number"
+            f"--seed {TRAINED}: {args.checkpoint} does not record its training seed; set --seed to a number"
         )
     return evaluation.opened.trained.seed
 
 
 def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
-    """Return the maker of passkey prompts, for models that were not trained on recall."""
+    """Return a function that makes passkey prompts, for models that were not trained on recall."""
     tokenizer, task, seed = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True), seed_of(args, evaluation)
 
     @cache
     def added_tokens(key: str) -> int:
-        """Return the number of tokens that a key adds to a text between spaces."""
+        """Return the number of tokens that a key adds to text when it follows a space."""
         return len(tokenizer.encode(f"{key} {key}")) - len(tokenizer.encode(key))
 
     def make(length: int) -> list[Questions]:
@@ -191,8 +191,7 @@ def run(args: Namespace, show: Show) -> int:
     task, length = trained.data.synthetic, trained.model.seq_length
     if task is not None and task.task not in PROTOCOLS:
         raise EvaluationError(
-            f"--checkpoint {args.checkpoint}: was trained on the task {task.task}; name a run of the task "
-            f"{' or '.join(PROTOCOLS)}"
+            f"--checkpoint {args.checkpoint}: was trained on {task.task}; name a run of {' or '.join(PROTOCOLS)}"
         )
     lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
     if task is not None and min(lengths) <= task.facts:
@@ -218,8 +217,8 @@ def run(args: Namespace, show: Show) -> int:
     )
     entries = [(tokens, 0) for tokens in sorted(set(lengths))]
     entries += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in entries]
-    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
-    made: dict[int, list[Questions]] = {}  # by length, the same for every variant
+    remedy = f"lower --tokens-per-batch (now {args.tokens_per_batch}) or use --dtype bfloat16"
+    made: dict[int, list[Questions]] = {}  # by length; the same for every variant
     for subject, store in evaluation.variants(RecallResult, protocol=protocol):
         with Progress(subject.label, len(entries), "measurements") as progress:
             for tokens, shift in entries:
@@ -248,7 +247,7 @@ def batches(questions: Sequence[Questions], tokens_per_batch: int) -> Iterator[Q
 def measure(
     subject: Subject, questions: Sequence[Questions], length: int, shift: int, diagnosed: int, tokens_per_batch: int
 ) -> RecallEntry:
-    """Ask all `questions` with positions shifted by `shift`, and score the heads in the first `diagnosed` of them.
+    """Ask all `questions` with positions shifted by `shift`; score the heads in the first `diagnosed` questions.
 
     Raises FloatingPointError if a log-likelihood is not finite.
     """
@@ -263,7 +262,7 @@ def measure(
         scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
         distances += batch.distances.tolist()
         kinds += batch.kinds.tolist()
-    if not math.isfinite(nll):  # otherwise the largest of such logits would count as an answer
+    if not math.isfinite(nll):  # otherwise the largest invalid logit would count as an answer
         raise FloatingPointError(
             f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
         )
@@ -290,13 +289,13 @@ def by_question(kinds: Sequence[int], scores: Sequence[float]) -> dict[str, Tall
 
 
 def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
-    """Return the scores of the last token of `count` questions with their facts and with all other keys, by head."""
+    """Return each head's scores of the last token of `count` questions with the facts and with all other keys."""
     device, layers = next(model.parameters()).device, len(model.blocks)
     left, visited = count, list[Tensor]()
 
     def visit(fact: Tensor, q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
         row = row_scores(inputs, torch.tensor([inputs.value.shape[2] - 1])).double()
-        fact = fact if inputs.sinks is None else F.pad(fact, (0, 1))  # the sink is one of the other keys
+        fact = fact if inputs.sinks is None else F.pad(fact, (0, 1))  # a sink counts as one of the other keys
         row = with_sinks(row, inputs.sinks)[:, :, 0]
         sides = [row.masked_fill(~side[:, None], -math.inf).logsumexp(dim=-1) for side in (fact, ~fact)]
         visited.append(torch.stack([*sides, sides[0].sub(sides[1]).sigmoid()]).cpu())  # [3, batch, heads]
@@ -320,12 +319,12 @@ def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_p
 
 
 def retrieving_head(entries: Sequence[RecallEntry]) -> tuple[int, int] | None:
-    """Return layer and head with the largest attention weight on the fact at the shortest diagnosed length, or None."""
+    """Return layer and head with the largest weight on the fact at the shortest length with scored heads, or None."""
     heads = next((entry.heads for entry in entries if entry.heads), [])
     best = max(heads, key=lambda head: head.weight, default=None)
     return None if best is None else (best.layer, best.head)
 
 
 def scores_of(entry: RecallEntry, place: tuple[int, int]) -> HeadScores | None:
-    """Return the scores of one head."""
+    """Return the scores of the head at `place` (layer and head), or None."""
     return next((head for head in entry.heads if (head.layer, head.head) == place), None)

@@ -1,4 +1,4 @@
-"""`megatron-coca evaluate passkey`, `needle` and `ruler`: their result files and their common measurement."""
+"""`megatron-coca evaluate passkey`, `needle` and `ruler`: result files and the shared measurement."""
 
 import math
 from argparse import Namespace
@@ -44,14 +44,14 @@ from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batch
 from megatron_coca.support.console import Progress
 
 ANSWER_CHARACTERS = 160
-"""Characters of an answer in the result file. The score is that of the whole answer."""
+"""Number of characters of an answer that result files keep. The score is that of the whole answer."""
 
 
 class Tally(Record):
-    """A number of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
+    """Summary of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
 
     accuracy: float
-    correct: int  # cases with a score of 1
+    correct: int  # number of cases with a score of 1
     count: int
     low: float
     high: float
@@ -59,22 +59,22 @@ class Tally(Record):
 
 class CaseRecord(Record):
     number: int
-    tokens: int  # of the prompt
-    facts: list[FactRecord]  # in the order of the text; empty if the answer depends on the whole text
+    tokens: int  # length of the prompt
+    facts: list[FactRecord]  # in the order of the prompt; empty if the answer depends on the whole text
     expected: list[str]
-    answer: str  # its first 160 characters
+    answer: str  # first 160 characters of the answer
     score: float  # 0 .. 1
 
 
 class ScoredEntry(Tally, Entry):
-    """Cases of one length (and depth or task) with their tally."""
+    """Cases of one length (and depth or task), with their tally."""
 
-    length: int  # requested tokens; prompts are at most that long
+    length: int  # requested length in tokens; prompts are at most this long
     cases: list[CaseRecord]
 
 
 class PasskeyEntry(ScoredEntry):
-    """One length. `inside` has the cases with a key within the training length of the end, `beyond` the rest."""
+    """One length. `inside`: cases with the key within the training length of the end; `beyond`: all other cases."""
 
     model_config = OPEN
     inside: Tally | None
@@ -102,20 +102,20 @@ class RulerEntry(ScoredEntry):
 
 
 class RetrievalProtocol(Record):
-    """Options of all entries of a result file. Each entry has its own length and task."""
+    """Options common to all entries of a result file. Each entry has its own length and task."""
 
     text: str
-    cases: int  # of each entry
+    cases: int  # number of cases per entry
     max_new_tokens: int
     seed: int
     tokens_per_batch: int
     answer_stub: bool
     haystack: HaystackRecord
-    dynamic_length: DynamicLength = "total"  # as before the option existed
-    start: int | None = None  # token put before every prompt
+    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    start: int | None = None  # token id put before every prompt
     ends: list[int] = []  # tokens that end an answer; empty: only the end-of-document token
-    chat: ChatRecord | None = None  # prompts are chats
-    prompts_sha256: str | None = None  # of samples of the prompts; None in files of earlier versions
+    chat: ChatRecord | None = None  # None: prompts are plain text
+    prompts_sha256: str | None = None  # hash of sample prompts; None in files of earlier versions
 
 
 class NeedleProtocol(RetrievalProtocol):
@@ -159,7 +159,7 @@ ENTRIES: dict[str, tuple[type[ScoredEntry], tuple[str, ...]]] = {
     "needle": (NeedleEntry, ("length", "depth")),
     "ruler": (RulerEntry, ("task", "length")),
 }
-"""The type of entries of `megatron-coca evaluate TASK`, and the names of the values in their keys."""
+"""The entry type of each `megatron-coca evaluate TASK`, and the names of the values in the entries' keys."""
 
 
 def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredEntry:
@@ -174,11 +174,11 @@ def make_entry(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], tra
 
 
 class Unit(NamedTuple):
-    """Entries with prompts of one length, which are measured together; `at` names them if they are missing."""
+    """Entries with prompts of the same length, measured together; `at` names them if they are missing."""
 
     at: str
     length: int
-    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the entry's key
+    tasks: dict[tuple[Any, ...], RetrievalTask]  # by entry key
 
 
 def passkey(args: Namespace, show: Show) -> int:
@@ -219,7 +219,7 @@ def ruler(args: Namespace, show: Show) -> int:
 
 
 def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Evaluation, Haystack]:
-    """Open the checkpoint and read `--haystack`. Raises as both of them."""
+    """Open the checkpoint and read `--haystack`. Raises the errors of `Evaluation` and `load_haystack`."""
     evaluation = Evaluation(subject_options(args), task, show)
     return evaluation, load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
 
@@ -227,12 +227,12 @@ def evaluation_in_haystack(args: Namespace, task: str, show: Show) -> tuple[Eval
 def protocol_fields(
     args: Namespace, evaluation: Evaluation, text: str, haystack: Haystack, made: Iterable[RetrievalTask]
 ) -> dict[str, Any]:
-    """Return the fields of a protocol. Raises EvaluationError for wrong options of chats, and without a tokenizer."""
+    """Return the fields of a protocol. Raises EvaluationError for invalid chat options or a missing tokenizer."""
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
     tokenizer = evaluation.needed_tokenizer()
     chat = chat_record(args, tokenizer)
     if chat is not None and args.start_token is not None:
-        raise EvaluationError("--start-token: the template of the chat puts its own; leave the option out")
+        raise EvaluationError("--start-token: the chat template adds its own start token; remove the option")
     ends = end_tokens(tokenizer, chat is not None)
     return {name: getattr(args, name) for name in options} | {
         "text": text,
@@ -256,10 +256,8 @@ def measure(
     """Make the cases of each unit; generate, score and store the answers of each variant. Return the exit status."""
     tokenizer = evaluation.needed_tokenizer()
     form = prompt_form(tokenizer, protocol)
-    cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
-    remedy = (
-        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}; at least one prompt) or use --dtype bfloat16"
-    )
+    cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit; the same for every variant
+    remedy = f"lower --tokens-per-batch (now {protocol.tokens_per_batch}; at least one prompt) or use --dtype bfloat16"
     for subject, store in evaluation.variants(kind, protocol=protocol):
         for unit in units:
             if all(store.get(key) is not None for key in unit.tasks):
@@ -298,7 +296,7 @@ def measure(
 
 @contextmanager
 def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
-    """Record in `store` that prompts do not fit, that the model lacks positions, or that numbers overflow."""
+    """Record `at` as missing in `store` if prompts do not fit, the model lacks their positions, or numbers overflow."""
     try:
         yield
     except ValueError as error:
@@ -312,10 +310,10 @@ def noting_errors(store: Store[Any], at: str) -> Iterator[None]:
 def generate_answers(
     subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[list[int]]:
-    """Return the token ids of each answer, without the token that ends it, in the order of `prompts` (int32 [n]).
+    """Return each answer's token ids, without the token that ends the answer, in the order of `prompts` (int32 [n]).
 
-    Prompts are not padded, because a shift of all positions changes the output of a model with CoCA. The batches depend
-    only on the prompts, so the same prompts give the same bits.
+    Prompts are not padded, because shifting all positions changes the output of a model with CoCA. The batches depend
+    only on the prompts, so the same prompts produce bit-identical answers.
     """
     answers: dict[int, list[int]] = {}
     ends = {NOT_GENERATED, *(protocol.ends or [tokenizer.eod])}

@@ -1,6 +1,6 @@
-"""Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own words.
+"""Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own wording.
 
-The RULER-style tasks need about 512 tokens or more, because the amount of hidden information grows with the length.
+The RULER-style tasks need about 512 tokens or more, because they hide more information in longer prompts.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ RULER_PROTOCOL = (
     "stands uniformly between the sentences, and its amount follows from the length; greedy decoding up to the "
     "end-of-document token; score = share of the expected texts that stand anywhere in the answer"
 )
-# The protocols are part of the identity of result files: if their text changes, files are not resumed.
+# The protocols are part of the identity of result files: if a string changes, earlier files are not resumed.
 
 
 CITIES, ADJECTIVES, NOUNS = (
@@ -42,11 +42,11 @@ CITIES, ADJECTIVES, NOUNS = (
 )
 COMPOUNDS = len(ADJECTIVES) * len(NOUNS)
 SAMPLE_LENGTH = 4096
-"""Bytes of the prompts of `sample_digest`."""
+"""Length in bytes of the prompts in `sample_digest`."""
 
 
 def compounds(random: Random, count: int) -> list[str]:
-    """Draw that many different words such as "quiet-river", at most `COMPOUNDS`."""
+    """Draw `count` different words such as "quiet-river"; `count` must be at most `COMPOUNDS`."""
     numbers = random.sample(range(COMPOUNDS), count)
     return [f"{ADJECTIVES[number // len(NOUNS)]}-{NOUNS[number % len(NOUNS)]}" for number in numbers]
 
@@ -69,7 +69,7 @@ def distinct_numbers(random: Random, digits: int, count: int) -> list[str]:
 
 
 def first_run(answer: str, digits: int) -> str | None:
-    """Return the first unbroken run of exactly that many digits 0-9, or None; "123456" contains no run of five."""
+    """Return the first run of exactly `digits` digits 0-9, or None; "123456" contains no run of five digits."""
     return next((run for run in re.findall("[0-9]+", answer) if len(run) == digits), None)
 
 
@@ -78,12 +78,12 @@ def passkey_score(answer: str, expected: Sequence[str]) -> float:
 
 
 def share_found(answer: str, expected: Sequence[str]) -> float:
-    """Return the fraction of the expected strings in the answer, ignoring case (RULER's string match)."""
+    """Return the fraction of the expected strings that the answer contains, ignoring case (RULER's string match)."""
     return sum(text.lower() in answer.lower() for text in expected) / len(expected)
 
 
 class Puzzle(NamedTuple):
-    """Content of one prompt. `stub` is the beginning of the answer, for prompts that end with it."""
+    """Content of one prompt. `stub` is the beginning of the answer, appended if the prompt ends with a stub."""
 
     description: str
     hidden: Sequence[Hidden]
@@ -95,10 +95,10 @@ class Puzzle(NamedTuple):
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """A kind of prompts with known answers. The random numbers of a case depend on `name`, seed, length and number.
+    """A kind of prompt with a known answer. A case's random numbers depend on `name`, seed, length and case number.
 
-    `puzzle` draws the sentences to hide in `haystack` for a length in tokens; `answer_stub` adds the beginning of the
-    answer to the prompt.
+    `puzzle` draws the sentences to hide in `haystack` for a length in tokens; with `answer_stub`, the beginning of the
+    answer is added to the prompt.
     """
 
     name: str
@@ -108,9 +108,9 @@ class RetrievalTask:
     score_answer: Callable[[str, Sequence[str]], float] = share_found
 
     def make_cases(self, form: Tokenizer | PromptForm, length: int, count: int, seed: int) -> list[Case]:
-        """Return cases 0 .. count-1 of at most `length` tokens. They depend neither on other lengths nor on `count`.
+        """Return cases 0 .. count-1 of at most `length` tokens. A case depends neither on other lengths nor on `count`.
 
-        Raises LengthError for a length that is too short.
+        Raises LengthError if `length` is too short.
         """
         form = PromptForm(form) if isinstance(form, Tokenizer) else form
         cases = []
@@ -135,14 +135,14 @@ def passkey(answer_stub: bool = False) -> RetrievalTask:
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will "
             "quiz you about the important information there."
         )
-        stub = "The pass key is"  # the original prompt's
+        stub = "The pass key is"  # as in the original prompt
         return Puzzle(description, [hidden], "What is the passkey?", stub, (key,), in_lines=True)
 
     return RetrievalTask("passkey", puzzle, prompts.FILLER_BLOCKS, answer_stub, passkey_score)
 
 
 def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
-    """Return the needle task at a depth in percent of the sentences; see `NEEDLE_PROTOCOL`."""
+    """Return the needle task at `depth` percent of the sentences; see `NEEDLE_PROTOCOL`."""
 
     def puzzle(random: Random, length: int) -> Puzzle:
         city, code = random.choice(CITIES), random_number(random, 7)
@@ -192,7 +192,7 @@ def multi_query(random: Random, length: int) -> Puzzle:
 
 
 def variable_tracking(random: Random, length: int) -> Puzzle:
-    """The answer is all variables with one value. Each of them is assigned the one before it."""
+    """Ask for all variables with one value. Each variable is assigned the variable before it."""
     hops, chains = within(length // 128, 1, 4), 1 + within(length // 512, 1, 3)
     names = variables(random, chains * (hops + 1))
     values = distinct_numbers(random, 5, chains)
@@ -219,7 +219,7 @@ RULER_TASKS: dict[str, Callable[[Random, int], Puzzle]] = {
     "multi_query": multi_query,
     "variable_tracking": variable_tracking,
 }
-"""The puzzle of each task; the names are `options.RULER_NAMES`."""
+"""The puzzle of each task. The keys are `options.RULER_NAMES`."""
 
 
 def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
@@ -227,9 +227,9 @@ def ruler(name: str, haystack: Haystack, answer_stub: bool = False) -> Retrieval
 
 
 def sample_digest(made: Iterable[RetrievalTask]) -> str:
-    """Return a sha256 of one prompt of every task with its answer. It identifies templates and words.
+    """Return a sha256 over one prompt and answer of every task, which identifies templates and words.
 
-    The tokens are bytes, so it does not depend on a model. It does not cover the haystack, which has its own digest.
+    Prompts are encoded as bytes, so the digest does not depend on a model. The haystack has a separate digest.
     """
     digest, tokenizer = hashlib.sha256(), load_tokenizer("CharLevelTokenizer")
     for task in sorted(made, key=lambda task: task.name):

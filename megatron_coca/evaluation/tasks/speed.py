@@ -1,6 +1,6 @@
 """`megatron-coca evaluate speed`: time and memory of position methods, side by side in one run.
 
-Each method has a model, and all models have the same weights. Times vary between runs, so result files are never equal.
+Each method has a model, and all models share their weights. Times vary between runs, so no two result files are equal.
 """
 
 import platform
@@ -44,13 +44,13 @@ PROTOCOL = (
 )
 PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
-"""Tokens decoded in one call. The time of a single one is too short to be measured well."""
+"""Number of tokens decoded in one call. Decoding a single token is too short to be timed well."""
 
 # Result file
 
 
 class Ratio(Record):
-    """Time relative to another method in the same rounds: median and quartiles over rounds."""
+    """Time relative to another method in the same rounds: the median and quartiles over rounds."""
 
     against: str  # the other method's label
     median: float
@@ -60,16 +60,16 @@ class Ratio(Record):
 
 class SpeedEntry(Entry):
     what: KindOfWork
-    length: int  # tokens of a row; in `decode` the tokens in the cache
+    length: int  # tokens per sequence; in `decode` the number of cached tokens
     method: str
     backend: str
-    seconds: float  # median over rounds, of one pass; in `decode` of one token
+    seconds: float  # median over rounds of the time of one pass; in `decode` of one token
     quartiles: tuple[float, float]
     rounds: int
     tokens_per_second: float
-    to_rope: Ratio | None  # None: RoPE was not measured
-    peak_memory_bytes: int | None  # besides weights and inputs; includes gradients
-    cache_bytes_per_token: int | None  # of a row, all layers; in `decode`
+    to_rope: Ratio | None  # time relative to RoPE; None: RoPE was not measured
+    peak_memory_bytes: int | None  # in addition to weights and inputs; includes gradients
+    cache_bytes_per_token: int | None  # per token of a sequence, over all layers; in `decode`
 
     @property
     def key(self) -> tuple[int, int, str]:
@@ -81,7 +81,7 @@ class SpeedEntry(Entry):
 
     @property
     def details(self) -> str:
-        """The numbers that were measured: time as a multiple of RoPE's, peak memory, tokens a second."""
+        """The measured numbers: time as a multiple of RoPE's, peak memory, and tokens per second."""
         shown = [f"×{self.to_rope.median:.2f}"] if self.to_rope is not None else []
         shown += [bytes_text(self.peak_memory_bytes)] if self.peak_memory_bytes is not None else []
         return " · ".join([*shown, f"{self.tokens_per_second:,.0f}/s"])
@@ -98,13 +98,13 @@ class ShapeRecord(Record):
     hidden_size: int
     heads: int
     kv_heads: int
-    parameters: int  # of the first method's model
+    parameters: int  # parameter count of the first method's model
 
 
 class SpeedProtocol(Record):
     text: str
     rounds: int
-    batch: int  # rows
+    batch: int  # sequences per batch
     shape: ShapeRecord
 
 
@@ -131,7 +131,7 @@ def bytes_text(count: float) -> str:
 
 @dataclass(frozen=True)
 class TimedMethod:
-    """A method with its model, and the name of its attention backend."""
+    """A position method, its model, and the name of the model's attention backend."""
 
     label: str
     config: Config
@@ -147,16 +147,16 @@ class TimedMethod:
 def build_methods(
     base: Config, methods: Sequence[str], variants: Sequence[Variant], device: str, dtype: torch.dtype
 ) -> tuple[list[TimedMethod], list[Missing]]:
-    """Build the methods (values of `pos_emb`, and variants of the base config) and RoPE.
+    """Build models with the given methods (values of `pos_emb`), variants of the base config, and plain RoPE.
 
-    Return them, and the reasons for those that cannot be built. Weights are drawn from the configuration's seed; models
-    share the parameters of the same name and shape.
+    Return the built methods, and an entry with the reason for each method that cannot be built. Weights are drawn from
+    the configuration's seed; models share parameters of the same name and shape.
 
-    Raises EvaluationError if two have the same label.
+    Raises EvaluationError if two methods have the same label.
     """
     labels = [*methods, *(variant.label for variant in variants)]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise EvaluationError(f"--methods {twice[0]}: duplicate; name each once")
+        raise EvaluationError(f"--methods {twice[0]}: duplicate name; name each method once")
     built: list[TimedMethod] = []
     unsupported: list[Missing] = []
 
@@ -164,9 +164,7 @@ def build_methods(
         try:
             config = base.override(*overrides)
             if GAU in config.layer_types:
-                raise BackendError(
-                    "attention_config: gated attention units (gau) are not supported here; leave them out"
-                )
+                raise BackendError("attention_config: gated attention units (gau) are not supported here; remove them")
             model = build_model(config, device).to(dtype)
         except (BackendError, ConfigError) as error:
             unsupported.append(Missing(at=label, kind="refused", reason=str(error)))
@@ -198,7 +196,7 @@ def share_weights(model: nn.Module, other: nn.Module) -> None:
 
 
 class Workload(NamedTuple):
-    """A call that can be repeated: the tokens of one pass, and the passes in one call."""
+    """A repeatable call, with the number of tokens in one pass and the number of passes in one call."""
 
     call: Callable[[], object]
     tokens: int
@@ -216,9 +214,9 @@ def token_ids(model: GPT, length: int, batch: int) -> Tensor:
 
 
 def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
-    """Projections and attention of one layer, without the tables that all layers share.
+    """Projections and attention of one layer, without the position tables that all layers share.
 
-    The backward pass gives the gradients of the hidden states and of the layer's weights.
+    The backward pass computes the gradients of the hidden states and of the layer's weights.
     """
     model.train(backward)
     layer = first_layer(model)
@@ -244,7 +242,8 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
     """A forward pass of a prompt with the logits of its last token.
 
-    With `backward`: the loss of all tokens and the gradients of all weights, as in a training step without optimizer.
+    With `backward`: the loss of all tokens and the gradients of all weights, as in a training step up to the optimizer
+    step.
     """
     model.train(backward)
     ids = token_ids(model, length + backward, batch)
@@ -262,7 +261,7 @@ def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 
 
 def decode(model: GPT, length: int, batch: int) -> Workload:
-    """Decoding of tokens one by one after `length` cached ones. Afterwards the cache is cut back."""
+    """Decode tokens one by one after `length` cached tokens. Afterwards the cache is truncated to `length`."""
     model.eval()
     cache, ids = model.new_cache(length=length + DECODED), token_ids(model, length + DECODED, batch)
     with torch.no_grad():
@@ -275,7 +274,7 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
             for step in range(length, length + DECODED):
                 model(ids[:, step : step + 1], cache=cache)
         for layer, name in zip(cache.layers, model.layer_types, strict=True):
-            if length < (model.methods[name].window or length + 1):  # a full window is as large after every token
+            if length < (model.methods[name].window or length + 1):  # a full window keeps its size after every token
                 layer.cut(length)
 
     return Workload(call, batch, DECODED)
@@ -288,11 +287,11 @@ WORKLOADS: dict[KindOfWork, Callable[[GPT, int, int], Workload]] = {
     "model forward+backward": partial(model_work, backward=True),
     "decode": decode,
 }
-"""For each kind of work, the function that makes its call for a model, a length and a batch size."""
+"""For each kind of work, the function that creates its `Workload` for a model, a length and a batch size."""
 
 
 def measured_peak(call: Callable[[], object], device: torch.device) -> int:
-    """Return the largest number of bytes of tensors that a call adds at any time."""
+    """Return the peak number of tensor bytes that a call allocates in addition to those already allocated."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -310,7 +309,7 @@ def measured_peak(call: Callable[[], object], device: torch.device) -> int:
 
 
 def try_once(method: TimedMethod, kind: KindOfWork, length: int, batch: int) -> tuple[Workload, int] | Missing:
-    """Call one kind of work once. Return the call and its peak memory in bytes, or the reason for none."""
+    """Run one kind of work once. Return the workload and its peak memory in bytes, or the reason why it failed."""
     device = first_layer(method.model).dense.weight.device
     cause: Literal["refused", "out of memory"] = "refused"
     try:
@@ -321,7 +320,7 @@ def try_once(method: TimedMethod, kind: KindOfWork, length: int, batch: int) -> 
     except (RuntimeError, MemoryError) as error:
         if not results.out_of_memory(error):
             raise
-        cause, reason = "out of memory", f"the memory of {device} is exhausted; use shorter lengths or fewer rows"
+        cause, reason = "out of memory", f"{device} ran out of memory; use shorter lengths or a smaller batch"
     return Missing(at=f"{kind}, length {length}, {method.label}", kind=cause, reason=reason)
 
 
@@ -333,7 +332,7 @@ Key = TypeVar("Key")
 def interleaved(
     calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, uncounted: int = 1
 ) -> dict[Key, list[float]]:
-    """Return the seconds of each call in each of `rounds` rounds, after rounds that do not count."""
+    """Return the seconds of each call in each of `rounds` rounds, after warm-up rounds that are not counted."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -366,7 +365,7 @@ def ratio(own: list[float], other: list[float], against: str) -> Ratio:
 def measure(
     methods: Sequence[TimedMethod], kind: KindOfWork, length: int, batch: int, rounds: int, store: Store[SpeedResult]
 ) -> None:
-    """Try one kind of work with every method, time those that work, and put entries and reasons into `store`."""
+    """Try one kind of work with every method, time those that succeed, and put entries and reasons into `store`."""
     works: dict[str, Workload] = {}
     peaks: dict[str, int] = {}
     for method in methods:
@@ -406,8 +405,8 @@ def run(args: Namespace, show: Show) -> int:
         results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
             raise EvaluationError(
-                f"--output {args.output}: exists, and times of two runs cannot be combined; name another, or add "
-                "--overwrite"
+                f"--output {args.output}: exists, and times from two runs cannot be combined; name another file, or "
+                "add --overwrite"
             )
     device = resolve_device(args.device)
     if device == "cpu":
@@ -419,7 +418,7 @@ def run(args: Namespace, show: Show) -> int:
     variants = read_variants(args) if args.variant else ()
     methods, unsupported = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
     if not methods:
-        raise EvaluationError(f"--methods: none can be measured: {'; '.join(each.reason for each in unsupported)}")
+        raise EvaluationError(f"--methods: no method can be measured: {'; '.join(each.reason for each in unsupported)}")
     store = Store(args.output, empty_result(args, config, methods[0], device), args.overwrite)
     for missing in unsupported:
         store.miss(missing)

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-# DeepSpeed searches for an accelerator at import, and warns if it finds none.
+# DeepSpeed looks for an accelerator when it is imported, and warns if it finds none.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from megatron_coca.training.engine.engine import Engine, StepResult, build_engine, deepspeed_config

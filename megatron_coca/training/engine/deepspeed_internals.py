@@ -1,9 +1,9 @@
-"""Everything inside DeepSpeed, beyond its public interface, that the engine reads, calls or replaces.
+"""All uses of DeepSpeed internals (everything beyond its public interface) that the engine reads, calls or replaces.
 
-The other modules use this one and the documented parts of DeepSpeed: `initialize`, `init_distributed`, `deepspeed.pipe`
-and the methods of its engines. INTERNALS in tests/unit/training/engine/test_deepspeed_internals.py lists each name, its
-use and the version in which its code was read. The test names the changes of an upgrade (docs/parallelism.md, "Versions
-of DeepSpeed").
+Other modules use only this one and the documented parts of DeepSpeed: `initialize`, `init_distributed`,
+`deepspeed.pipe` and the methods of its engines. INTERNALS in tests/unit/training/engine/test_deepspeed_internals.py
+lists each internal name, its use, and the DeepSpeed version in which its code was read. After an upgrade of DeepSpeed,
+the test reports which of them changed (docs/parallelism.md, "Versions of DeepSpeed").
 """
 
 import gc
@@ -29,48 +29,53 @@ from deepspeed.utils.groups import get_tensor_model_parallel_rank as get_tensor_
 from torch import Tensor
 
 DEEPSPEED_ERRORS = (DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
-"""Exceptions of DeepSpeed for options that it does not support; pydantic's is a ValueError."""
+"""Exceptions that DeepSpeed raises for options it does not support; pydantic's exception is a ValueError."""
 
 get_sequence_parallel_group = parallel_state_sp.get_sequence_parallel_group
 
 
 def use_gloo() -> None:
-    """Keep DeepSpeed from compiling a shared-memory all-reduce for the CPU; gloo needs no compiler on the machine."""
+    """Stop DeepSpeed from compiling a shared-memory all-reduce for the CPU. Gloo works without a compiler."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def sequence_grid(size: int) -> Any:
-    """Return the grid of sequence-parallel ranks that `deepspeed.initialize` takes as `mpu`; None for a `size` of 1."""
-    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # making the same groups twice is an error
+    """Return the grid of sequence-parallel ranks that `deepspeed.initialize` takes as `mpu`; None if `size` is 1."""
+    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # creating the groups twice is an error
         parallel_state_sp.initialize_sequence_parallel(size)
     return parallel_state_sp if size > 1 else None
 
 
 def all_to_all(group: Any, x: Tensor, scattered: int, gathered: int) -> Tensor:
-    """Divide dimension `scattered` of x [batch, ...] among the ranks of `group`; concatenate `gathered` of theirs."""
+    """All-to-all on x [batch, ...]: scatter dimension `scattered` over the ranks of `group` and gather dimension
+    `gathered` from them.
+    """
     return _SeqAllToAll.apply(group, x, scattered, gathered, 0)
 
 
 def skip_reduction(engine: Any) -> None:
-    """Skip the reduction on a single rank: DeepSpeed would flatten all gradients, reduce them and copy them back."""
+    """Skip the gradient reduction on a single rank, where DeepSpeed would flatten, reduce and copy back all gradients
+    for nothing.
+    """
     engine.enable_backward_allreduce = False
 
 
 def gradient_norm(optimizer: Any) -> Any:
-    """Return the global norm that ZeRO computed before it calls PyTorch's optimizer; -1 if it is not finite."""
+    """Return the global norm that ZeRO computes before it calls the PyTorch optimizer; -1 if the norm is not finite."""
     return optimizer._global_grad_norm
 
 
 def stage_losses(engine: Any) -> list[Tensor]:
-    """Return the losses of the last pass of a pipeline engine, one for each micro-batch; none before the last stage."""
+    """Return the losses of a pipeline engine's last pass, one per micro-batch; empty except on the last stage."""
     return engine.fwd_outputs
 
 
 def stay_on_device(optimizer: Any) -> None:
-    """Remove the waits of the host from a step of ZeRO 1 and 2; other kinds, and offloaded states, are not changed.
+    """Replace functions of ZeRO 1 and 2 so that the host does not wait for the device in a step. Other optimizers and
+    offloaded states are not changed.
 
-    DeepSpeed reads the norm on the host three times for each parameter group, and launches two kernels for each
-    parameter; the functions here compute the same bits in a few launches. With fp16 DeepSpeed clips, because loss
+    DeepSpeed reads the norm on the host three times per parameter group and launches two kernels per parameter. The
+    functions here compute bitwise equal results in a few launches. With fp16, DeepSpeed still clips, because loss
     scaling needs the norm on the host anyway. The optimizer's stream waits for overlapped reductions.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
@@ -96,13 +101,15 @@ def stay_on_device(optimizer: Any) -> None:
 def _group_norm(
     optimizer: DeepSpeedZeroOptimizer, gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: int = 2
 ) -> Tensor:
-    """The norm of a parameter group over all ranks, -1 if it is not finite, as `get_grad_norm_direct` returns it."""
+    """Return the gradient norm of a parameter group over all ranks or -1 if it is not finite, like
+    `get_grad_norm_direct`.
+    """
     own = [
         gradient
         for gradient, parameter in zip(
             (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)), params, strict=False
         )
-        # A parameter that several ranks of a model hold counts once.
+        # A parameter that is replicated on several ranks of a model counts once.
         if not getattr(parameter, "ds_pipe_replicated", False)
         and (is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
     ]
@@ -118,7 +125,7 @@ def _group_norm(
 
 
 def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
-    """Clip flat gradients in place to the global norm `limit`, unless it is 0, as `unscale_and_clip_grads` does."""
+    """Clip flat gradients in place to the global norm `limit` (0: no limit), like `unscale_and_clip_grads`."""
     if limit > 0:
         factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)
         for gradient in gradients:
@@ -126,9 +133,10 @@ def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
 
 
 def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:
-    """Free the `weights` and states of an engine that is not used again.
+    """Free the `weights` and optimizer states of an engine that is no longer needed.
 
-    Hooks of gradients keep ZeRO 3's optimizer in cycles through PyTorch's C++ objects, which are never collected.
+    Gradient hooks keep ZeRO 3's optimizer in reference cycles through PyTorch's C++ objects, which Python never
+    collects.
     """
     for weight in weights:
         weight.grad, weight.data = None, weight.data.new_empty(0)
@@ -141,12 +149,12 @@ def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter on this rank, even if ZeRO 3 has partitioned it."""
+    """Return a parameter's shape on this rank, even if ZeRO 3 has partitioned the parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def trained_part(parameter: Any) -> tuple[int, Tensor]:
-    """Return the start of this rank's part of a flattened parameter, and the part without the padding of ZeRO 3."""
+    """Return where this rank's part of a flattened parameter starts, and the part itself without ZeRO 3's padding."""
     if not hasattr(parameter, "ds_tensor"):
         return 0, parameter.detach().view(-1)
     size = parameter.ds_tensor.ds_numel
@@ -155,8 +163,8 @@ def trained_part(parameter: Any) -> tuple[int, Tensor]:
 
 
 class FlatRange(NamedTuple):
-    """A range of a parameter in `flat`, the tensor that the optimizer steps: `begin` is its first element there, and
-    `start` that in the flattened parameter.
+    """A range of a parameter in `flat`, the tensor that the optimizer updates. The range starts at element `begin` of
+    `flat`, which is element `start` of the flattened parameter.
     """
 
     parameter: nn.Parameter
@@ -166,7 +174,7 @@ class FlatRange(NamedTuple):
     start: int
 
     def of(self, values: Tensor) -> Tensor:
-        """This range of a tensor with the layout of `flat`."""
+        """Return this range of `values`, a tensor with the layout of `flat`."""
         return values.view(-1).narrow(0, self.begin, self.numel)
 
 
@@ -177,7 +185,7 @@ def _plain(optimizer: torch.optim.Optimizer) -> Iterator[FlatRange]:
 
 
 def _partitioned(optimizer: Any) -> Iterator[FlatRange]:
-    """ZeRO 1 and 2: a rank's range of each concatenated parameter group is one float32 tensor."""
+    """Yield the ranges of ZeRO 1 and 2: a rank's range of each concatenated parameter group is a float32 tensor."""
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             mapping = parameter._hp_mapping
@@ -187,7 +195,9 @@ def _partitioned(optimizer: Any) -> Iterator[FlatRange]:
 
 
 def _fully_partitioned(optimizer: Any) -> Iterator[FlatRange]:
-    """ZeRO 3: a rank's range of each parameter, padded at its end, is part of a sub-group's float32 tensor."""
+    """Yield the ranges of ZeRO 3: a rank's range of each parameter, padded at its end, is part of a sub-group's
+    float32 tensor.
+    """
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in group:
             _, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -203,12 +213,12 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
     ):
         if flat.numel():
             trained.data.copy_(flat.data)
-    optimizer.checkpoint_event_epilogue()  # gathers the weights again that are never partitioned
+    optimizer.checkpoint_event_epilogue()  # restores the weights that ZeRO 3 never partitions
 
 
 class OptimizerLayout(NamedTuple):
-    """Functions for one kind of DeepSpeed's optimizer: this rank's ranges, the tensors that PyTorch's optimizer
-    steps, and a copy of the float32 weights into the trained ones.
+    """Functions for one kind of DeepSpeed optimizer. They return this rank's ranges and the tensors that the PyTorch
+    optimizer updates, and copy the float32 weights to the trained weights.
     """
 
     ranges: Callable[[Any], Iterator[FlatRange]]
@@ -227,24 +237,28 @@ LAYOUTS = {
         _plain, lambda plain: [weight for group in plain.param_groups for weight in group["params"]], lambda plain: None
     ),
 }
-"""By the class of DeepSpeed's optimizer. Without ZeRO that is PyTorch's, which steps the trained weights directly."""
+"""Layouts by the class of DeepSpeed's optimizer. Without ZeRO, this is the PyTorch optimizer, which updates the trained
+weights directly.
+"""
 
 
 def layout(optimizer: Any) -> OptimizerLayout:
-    """Return the functions for DeepSpeed's optimizer or, without ZeRO, PyTorch's."""
+    """Return the functions for `optimizer`, which is DeepSpeed's or, without ZeRO, PyTorch's."""
     return next(functions for kind, functions in LAYOUTS.items() if isinstance(optimizer, kind))
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return PyTorch's optimizer inside DeepSpeed's."""
+    """Return the PyTorch optimizer inside DeepSpeed's optimizer."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 def replica_group(optimizer: Any) -> Any:
-    """Return the group of ranks that hold all weights and share the states (ZeRO 1, 2); None for other kinds."""
+    """Return the group of ranks that each have all weights and share the optimizer states (ZeRO 1 and 2); None for
+    other optimizers.
+    """
     return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
 
 def loss_scaling(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes of fp16's loss scaling as its own dictionary, which can be changed; empty without ZeRO."""
+    """Return the attribute dictionary of the fp16 loss scaler, which the caller may change; empty without ZeRO."""
     return vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}

@@ -1,4 +1,4 @@
-"""The process group of a run: rendezvous with a timeout, and the collectives used outside the engine."""
+"""The process group of a run: a rendezvous with a timeout, and the collectives that are used outside the engine."""
 
 import json
 import logging
@@ -23,13 +23,13 @@ from megatron_coca.training.exit_status import NotJoined
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
-"""For one attempt to connect: a host that is down may not answer at all."""
+"""Timeout of one connection attempt, because a host that is down may not answer at all."""
 GRACE_SECONDS = 5.0
-"""Seconds for which rank 0 keeps the store open for the others to read which ranks are missing."""
+"""Seconds for which rank 0 keeps the store open, so that the other ranks can read which ranks are missing."""
 
 
 class Rendezvous(NamedTuple):
-    """A rank of a run, and the address at which rank 0 (or torchrun's `agent`) serves the store."""
+    """A process's rank, the world size, and the address at which rank 0 (or torchrun's `agent`) serves the store."""
 
     rank: int
     world_size: int
@@ -39,10 +39,10 @@ class Rendezvous(NamedTuple):
 
 
 def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
-    """Wait at most `timeout` seconds until all ranks have joined; returns their common store.
+    """Wait at most `timeout` seconds until all ranks have joined, and return their common store.
 
     Raises:
-        NotJoined: some ranks did not join in time; every rank that joined names them.
+        NotJoined: some ranks did not join in time. The error names them on every rank that joined.
         ConfigError: the port of rank 0 is in use.
     """
     rank, world_size, address, port, agent = rendezvous
@@ -51,7 +51,7 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     deadline, limit = time.monotonic() + timeout, f"{timeout:g} s (`join_timeout`)"
     serves = rank == 0 and not agent
     store: dist.Store = _serve(rendezvous, deadline) if serves else _connect(rendezvous, deadline, limit)
-    if agent:  # it outlives the processes, which torchrun may start again
+    if agent:  # its store outlives the processes, which torchrun may restart
         store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     keys = [f"joined/{other}" for other in range(world_size)]
     try:
@@ -63,19 +63,19 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     except dist.DistError as error:
         raise NotJoined(
             f"rank {rank} on {socket.gethostname()}: rank 0 at {address}:{port} ended while the processes were joining;"
-            " see its message"
+            " see the message of rank 0"
         ) from error
     if serves:
-        time.sleep(GRACE_SECONDS)  # the store ends with this process, and the others still read it
+        time.sleep(GRACE_SECONDS)  # the store ends with this process, and other ranks still read from it
     raise NotJoined(
         f"{len(missing)} of {world_size} processes did not join within {limit}: ranks {', '.join(map(str, missing))}."
-        f" Processes of these hosts joined: {', '.join(sorted(hosts))}. Check that the missing ones were started, and"
-        f" that their hosts reach {address}:{port}"
+        f" Processes on these hosts joined: {', '.join(sorted(hosts))}. Check that the missing processes were started,"
+        f" and that their hosts can reach {address}:{port}"
     )
 
 
 def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
-    """Poll `condition` until it holds or `deadline` has passed. Python runs in between, so that Ctrl-C works."""
+    """Poll `condition` until it is true or `deadline` has passed. Polling keeps Ctrl-C working."""
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -84,7 +84,7 @@ def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
 
 
 def _serve(rendezvous: Rendezvous, deadline: float) -> dist.TCPStore:
-    """Serve the store. This rank reaches it at the loopback address: the name of a pod may not resolve yet."""
+    """Serve the store. This rank connects to it at the loopback address, because a pod's name may not resolve yet."""
     port, left = rendezvous.port, max(0.0, deadline - time.monotonic())
     options: dict[str, Any] = {"timeout": timedelta(seconds=left + GRACE_SECONDS)}
     try:
@@ -96,13 +96,13 @@ def _serve(rendezvous: Rendezvous, deadline: float) -> dist.TCPStore:
         return dist.TCPStore(LOOPBACK, port, rendezvous.world_size, is_master=True, wait_for_workers=False, **options)
     except (OSError, dist.DistNetworkError) as error:
         raise ConfigError(
-            f"MASTER_PORT: port {port} of this host cannot be used ({str(error).splitlines()[0]}); set another"
+            f"MASTER_PORT: port {port} of this host cannot be used ({str(error).splitlines()[0]}); set another port"
             " (`master_port` in a configuration)"
         ) from error
 
 
 def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPStore:
-    """Connect to the store once rank 0 serves it. The name of a pod may resolve only some time after its start."""
+    """Connect to the store once rank 0 serves it. A pod's name may not resolve until some time after the pod starts."""
     rank, _, address, port, _ = rendezvous
     reason: OSError | None = None
 
@@ -119,24 +119,24 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
     if not _wait_until(reachable, deadline):
         raise NotJoined(
             f"rank {rank} on {socket.gethostname()}: rank 0 did not answer at {address}:{port} within {limit} "
-            f"({reason}); check MASTER_ADDR (`master_addr` in a configuration), that its host was started, and that "
-            "this one can reach it"
+            f"({reason}); check MASTER_ADDR (`master_addr` in a configuration), that rank 0 was started, and that this "
+            "host can reach it"
         )
     timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + GRACE_SECONDS)
     return dist.TCPStore(address, port, rendezvous.world_size, is_master=False, timeout=timeout)
 
 
 def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, watch: bool = False) -> Peers:
-    """Join the process group of the environment, which `launch.complete_environment` has completed. Returns the
-    connections that notice the loss of another rank.
+    """Join the process group that the environment describes, after `launch.complete_environment` has completed it.
+    Return the connections that detect the loss of another rank.
 
     Args:
-        timeout: seconds after which a collective fails, None for DeepSpeed's default.
+        timeout: seconds after which a collective fails; None for DeepSpeed's default.
         join_timeout: seconds to wait for all processes.
-        watch: notice the loss of another rank; every rank must then call `leave` of the result at its end.
+        watch: whether to detect the loss of another rank. If so, every rank must call `leave` on the result at its end.
 
     Raises:
-        NotJoined, ConfigError: as `join`.
+        NotJoined, ConfigError: see `join`.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     internals.use_gloo()
@@ -156,7 +156,7 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0, 
         rank=rank,
         world_size=world_size,
         timeout=limit,
-        # As DeepSpeed does when it makes the group; a single process has no peer.
+        # As in DeepSpeed's own initialization; a single process has no peers.
         device_id=torch.device(local_device()) if cuda and world_size > 1 else None,
     )
     deepspeed.init_distributed(backend, verbose=False)
@@ -167,9 +167,9 @@ _host_groups: list[dist.ProcessGroup] = []
 
 
 def _host_group() -> dist.ProcessGroup | None:
-    """Return a Gloo group of all ranks, for decisions of the host that must not wait for the device.
+    """Return a Gloo group of all ranks, for decisions on the host that must not wait for the device.
 
-    None stands for the default group, if that is Gloo. The first call creates the group: every rank must make it.
+    None means the default group, if it uses Gloo. The first call creates the group, so every rank must make it.
     """
     if dist.get_backend() == "gloo":
         return None
@@ -196,19 +196,19 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Return True on rank 0, which writes the files that a run has once."""
+    """Return whether this is rank 0, which writes the files that exist once per run."""
     return rank() == 0
 
 
 def local_device() -> str:
-    """Return the device of this process: its own GPU, or the CPU."""
+    """Return this process's device: its own GPU, or the CPU."""
     return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
 
 
 def background_group() -> dist.ProcessGroup:
-    """Make a group of all ranks for a background thread; it works on CPU tensors. Every rank must call it.
+    """Create a group of all ranks for a background thread, for CPU tensors. Every rank must call this.
 
-    Its collectives wait for a day: a rank may write or upload for hours, and the watchdog detects one that hangs.
+    Its collectives time out only after a day: a rank may write or upload for hours, and the watchdog detects hangs.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
@@ -220,12 +220,12 @@ def barrier() -> None:
 
 
 def everyone_succeeded(succeeded: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return True if `succeeded` on all ranks. `group` is a background group."""
+    """Return whether `succeeded` is true on all ranks. `group` is a background group."""
     return not anyone((not succeeded,), group)[0]
 
 
 def anyone(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> tuple[bool, ...]:
-    """Return for each flag if it is set on any rank. `group` is a background group. The device is not used."""
+    """Return, for each flag, whether it is set on any rank. `group` is a background group. The device is not used."""
     values = torch.tensor(flags, dtype=torch.int32)
     if world_size() > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group or _host_group())
@@ -241,7 +241,7 @@ def sum_on_host(value: int) -> int:
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Return the sum over all ranks of each value."""
+    """Return the sum of each value over all ranks."""
     return [math.fsum(column) for column in zip(*gather_floats(list(values)), strict=True)]
 
 
@@ -254,7 +254,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def gather_floats(values: list[float]) -> list[list[float]]:
-    """Return the values of every rank, by rank; all must give the same number of them."""
+    """Return the values of all ranks, indexed by rank. All ranks must pass the same number of values."""
     own = torch.tensor(values, dtype=torch.float64, device=local_device())
     gathered = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(gathered, own)
@@ -262,9 +262,11 @@ def gather_floats(values: list[float]) -> list[list[float]]:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the text of every rank, by rank; `group` is a background group. No pickles: they could run code."""
+    """Return the texts of all ranks, indexed by rank. `group` is a background group. The texts are not pickled, because
+    unpickling could run code.
+    """
     if world_size() == 1:
-        return [text]  # without a wait for the device
+        return [text]  # avoids waiting for the device
     device = "cpu" if group is not None else local_device()
     own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(device)
     own_size = torch.tensor([len(text.encode())], device=device)
@@ -278,7 +280,7 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
 
 
 def merge_dicts(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the union of all ranks' mappings of JSON values, in a background group."""
+    """Return the union of all ranks' dictionaries of JSON values, exchanged in a background group."""
     return {name: value for text in gather_texts(json.dumps(own), group) for name, value in json.loads(text).items()}
 
 
@@ -293,7 +295,7 @@ def send_to_main(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def receive(sender: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor that rank `sender` sends by `send_to_main`, 1-D."""
+    """Return the 1-D tensor that rank `sender` sends with `send_to_main`."""
     content = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
     dist.recv(content, group=group, group_src=sender)
     return content.view(dtype)

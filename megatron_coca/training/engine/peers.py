@@ -1,7 +1,8 @@
-"""Notice that another rank has ended, with any launcher, and end this process before its collectives time out.
+"""Detect under any launcher that another rank has ended, and end this process before its collectives time out.
 
-A launcher that sees a process die stops the others. Without one (processes started by hand, by mpirun or srun without
-`--kill-on-bad-exit`), the others may wait in a collective, or for an entry of the store, until a timeout of minutes.
+Most launchers stop all other processes when one dies. Without such a launcher (processes started by hand, by mpirun, or
+by srun without `--kill-on-bad-exit`), the others may wait in a collective or for a store entry until a timeout of
+several minutes.
 """
 
 import logging
@@ -19,18 +20,18 @@ from megatron_coca.training.exit_status import FAILED
 logger = logging.getLogger(__name__)
 
 GRACE = 20.0
-"""Seconds from the loss of a rank to the exit of the others. Their own errors may end them earlier."""
+"""Seconds from the loss of a rank to the exit of the other ranks, unless their own errors end them earlier."""
 POLL = 1.0
 CONNECT_SECONDS = 10.0
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A host that does not answer for 25 s is lost. The kernel answers even for a suspended process."""
+"""Keepalive settings: a host that does not answer for 25 s is lost. A host answers even if the process is suspended."""
 LONGEST_LINE = 1024
 FAREWELL = "bye"
 LOST = "lost "
 
 
 class Store(Protocol):
-    """The methods of a `torch.distributed` store that are used here."""
+    """The methods of a `torch.distributed` store that this module uses."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -38,17 +39,17 @@ class Store(Protocol):
 
 
 class Peers:
-    """A connection of every rank to rank 0, for as long as the processes run.
+    """Connections between rank 0 and every other rank that stay open while the processes run.
 
-    A connection that ends without a farewell means that the process at its other end has ended. Rank 0 tells the other
-    ranks. Each has `GRACE` seconds to end by itself; after that it exits with a message and the status FAILED.
+    If a connection closes without a farewell message, the process at its other end has died. Rank 0 then informs the
+    other ranks. Each rank has `GRACE` seconds to end by itself; after that it exits with a message and status FAILED.
 
     Attributes:
-        lost: the rank that ended and its host, as text; None while all ranks run.
+        lost: the rank that died and its host, as text; None while all ranks run.
     """
 
     def __init__(self, rank: int, grace: float = GRACE, end: Callable[[int], object] = os._exit) -> None:
-        """`end` exits with a status."""
+        """`end` is called with the exit status to end the process."""
         self.lost: str | None = None
         self._name, self._rank = f"rank {rank} on {socket.gethostname()}", rank
         self._grace, self._end = grace, end
@@ -57,8 +58,8 @@ class Peers:
         self._watches = False
 
     def join(self, store: Store, address: str, loopback: bool) -> None:
-        """Connect to rank 0, which listens at `address`; every rank must call it once. After a failure, which is logged
-        as a warning, a lost rank is noticed only by timeouts.
+        """Connect to rank 0, which listens at `address`. Every rank must call this once. A failure is logged as a
+        warning; after that, a lost rank is detected only by timeouts.
         """
         try:
             if self._rank == 0:
@@ -66,13 +67,13 @@ class Peers:
             else:
                 self._connect(store, address)
         except OSError as error:
-            logger.warning("%s: no connection to rank 0 (%s); the loss of a rank is noticed later", self._name, error)
+            logger.warning("%s: no connection to rank 0 (%s); a lost rank is detected only later", self._name, error)
 
     def _start(self, store: Store, loopback: bool) -> None:
         try:
             listener = _listen(loopback)
         except OSError:
-            store.set("peers", "")  # the others wait for it
+            store.set("peers", "")  # the other ranks wait for this entry
             raise
         secret = uuid4().hex
         store.set("peers", f"{listener.getsockname()[1]} {secret} {socket.gethostname()}")
@@ -81,7 +82,7 @@ class Peers:
     def _connect(self, store: Store, address: str) -> None:
         text = store.get("peers").decode()
         if not text:
-            raise ConnectionRefusedError("it does not listen")
+            raise ConnectionRefusedError("rank 0 does not listen")
         port, secret, host = text.split()
         connection = socket.create_connection((address, int(port)), timeout=CONNECT_SECONDS)
         _keep_alive(connection)
@@ -95,22 +96,22 @@ class Peers:
         threading.Thread(target=work, name="peers", daemon=True).start()
 
     def explain(self, error: BaseException) -> None:
-        """Name the lost rank in a note on an error that may be its consequence."""
+        """Add a note with the lost rank to an error that the loss may have caused."""
         if self._watches and self._found.wait(POLL):
-            error.add_note(f"{self.lost} had ended before; see its message")
+            error.add_note(f"{self.lost} had already ended; see the message of that rank")
 
     def leave(self, orderly: bool) -> None:
-        """Close the connections, with a farewell if the run of this rank ended in an orderly way."""
+        """Close the connections, with a farewell message if this rank ended normally."""
         self._over.set()
         for connection in list(self._members):
             with suppress(OSError):
                 if orderly:
                     connection.sendall(f"{FAREWELL}\n".encode())
-                connection.shutdown(socket.SHUT_RDWR)  # a thread that is reading would delay `close`
+                connection.shutdown(socket.SHUT_RDWR)  # a reading thread would delay `close`
             connection.close()
 
     def _serve(self, listener: socket.socket, secret: str) -> None:
-        """On rank 0: accept the connections of the other ranks, and wait for the end of one of them."""
+        """On rank 0: accept the connections of the other ranks, and wait until one of these processes dies."""
         begun: dict[socket.socket, str] = {}
         with listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
@@ -138,7 +139,7 @@ class Peers:
         self._end_if_lost()
 
     def _listen_to(self, connection: socket.socket) -> None:
-        """On other ranks: wait for the end of rank 0, or for its message that a rank is lost."""
+        """On other ranks: wait until rank 0 dies, or until it reports a lost rank."""
         begun = ""
         while not self._over.is_set() and self.lost is None:
             text, ended = _received(connection)
@@ -164,15 +165,15 @@ class Peers:
         if self.lost is None or self._over.wait(self._grace):
             return
         message = (
-            f"{self._name}: {self.lost} has ended, and this process still waits for it; read the message of that rank, "
-            "and start all processes again with --auto-resume\n"
+            f"{self._name}: {self.lost} has ended, but this process is still waiting for it; see the message of that "
+            "rank, and restart all processes with --auto-resume\n"
         )
         os.write(2, message.encode())
         self._end(FAILED)
 
 
 def _listen(loopback: bool) -> socket.socket:
-    """Listen on a free port, of the loopback interface or of all."""
+    """Listen on a free port of the loopback interface or of all interfaces."""
     if loopback:
         return socket.create_server(("127.0.0.1", 0))
     if socket.has_dualstack_ipv6():
@@ -187,7 +188,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _received(connection: socket.socket) -> tuple[str, bool]:
-    """Return the text that has arrived, and True if the connection has ended."""
+    """Return the received text and whether the connection has ended."""
     try:
         data = connection.recv(LONGEST_LINE)
     except TimeoutError:

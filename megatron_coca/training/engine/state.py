@@ -1,7 +1,7 @@
-"""Weights and optimizer states inside DeepSpeed's optimizers, as pieces of named parameters.
+"""Weights and optimizer states in DeepSpeed's optimizers, as pieces of named parameters.
 
-DeepSpeed flattens parameters and gives each rank a range of the result, in a layout that depends on the ZeRO stage;
-`LAYOUTS` of deepspeed_internals.py finds the ranges.
+DeepSpeed flattens parameters and assigns each rank a range of the result. The layout depends on the ZeRO stage;
+`LAYOUTS` in deepspeed_internals.py finds the ranges.
 """
 
 import re
@@ -26,12 +26,12 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: (),
     Lion: ("exp_avg",),
 }
-"""The tensors that an optimizer keeps for each parameter."""
+"""The state tensors that each optimizer keeps per parameter."""
 STEP = "step"
 
 
 class Packed(NamedTuple):
-    """A query, key or value parameter as `rows` of the packed projection `name`; `row_shape` is () for a bias."""
+    """A query, key or value parameter, as `rows` of the packed projection `name`; `row_shape` is () for a bias."""
 
     name: str
     rows: PackedRows
@@ -39,24 +39,26 @@ class Packed(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The packed parameter's shape on this rank."""
+        """The shape of the packed parameter on this rank."""
         return (self.rows.total, *self.row_shape)
 
     def pieces(self, piece: StatePiece) -> Iterator[StatePiece]:
-        """Divide a piece of this parameter into pieces of the packed one, without copying."""
+        """Split a piece of this parameter into pieces of the packed parameter, without copying."""
         width, stop = self.row_shape[0] if self.row_shape else 1, piece.start + piece.tensor.numel()
         for start, begin, last in self.rows.ranges(piece.start, stop, width):
             yield StatePiece(self.name, piece.kind, start, piece.tensor[begin - piece.start : last - piece.start])
 
 
 def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
-    """Return the parameters of projections in three layers, by name, as rows of the packed ones."""
+    """Return, by name, the parameters of projections that are split into three layers, as rows of the packed
+    projection.
+    """
     found = {}
     for parameter, name in names.items():
         match = SPLIT.fullmatch(name)
         if match is not None:
             rows, *row_shape = internals.whole_shape(parameter)
-            # Tensor-parallel ranks have equal shares of the queries and of the keys.
+            # All tensor-parallel ranks have the same number of queries and the same number of keys.
             group = model.num_attention_heads // model.num_kv_heads
             keys = rows // group if match["projection"] == "query" else rows
             packed = packed_rows(keys * group, keys, model.head_dim)[match["projection"]]
@@ -65,7 +67,7 @@ def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
 
 
 def packed_pieces(pieces: Iterable[StatePiece], packed: Mapping[str, Packed]) -> Iterator[StatePiece]:
-    """Replace pieces of parameters in `packed` by pieces of the packed ones, without copying."""
+    """Replace pieces of the parameters in `packed` with pieces of the packed parameters, without copying."""
     for piece in pieces:
         if piece.name in packed:
             yield from packed[piece.name].pieces(piece)
@@ -78,7 +80,7 @@ def _moments(optimizer: Any) -> tuple[str, ...]:
 
 
 def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
-    """Return the optimizer's state of a tensor; if there is none, create it as the first step would."""
+    """Return the optimizer's state for a tensor; if it does not exist yet, create it as the first step would."""
     state, moments = internals.torch_optimizer(optimizer).state[flat], _moments(optimizer)
     if not state and moments:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=flat.device)
@@ -89,8 +91,8 @@ def _state(optimizer: Any, flat: Tensor) -> dict[str, Any]:
 def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     """Return this rank's pieces of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's.
 
-    Parameters that are not trained have weights only, in the training dtype. ZeRO 1 and 2 do not partition them: each
-    is listed by one of the ranks that hold it, and `refresh` sends it to the others.
+    Frozen parameters have only weights, in the training dtype. ZeRO 1 and 2 do not partition these: one of the ranks
+    that have a copy of the parameter returns it, and `refresh` sends it to the other ranks.
     """
     found: list[StatePiece] = []
     for flat_range in internals.layout(optimizer).ranges(optimizer):
@@ -106,8 +108,9 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
 
 
 def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter, int | None]]:
-    """Yield the parameters that no optimizer steps, each with the rank of the optimizer's group that lists it (ZeRO 1
-    and 2). The rank is None if all list it: each has its own range (ZeRO 3), or only the first is saved (without ZeRO).
+    """Yield each frozen parameter with the rank, in the optimizer's group, that returns its piece (ZeRO 1 and 2). The
+    rank is None if all ranks return pieces: their own ranges (ZeRO 3), or copies of which only the first is saved
+    (without ZeRO).
     """
     group = internals.replica_group(optimizer)
     frozen = [parameter for parameter in names if not parameter.requires_grad]
@@ -116,8 +119,8 @@ def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter,
 
 
 def in_known_order(optimizer: Any) -> bool:
-    """Return True if every range has the values of its parameter, before the first step: some DeepSpeed keys reorder
-    ranges silently.
+    """Return whether, before the first step, every range contains the values of its parameter. Some DeepSpeed keys
+    silently reorder ranges.
     """
     for flat_range in internals.layout(optimizer).ranges(optimizer):
         start, part = internals.trained_part(flat_range.parameter)
@@ -128,7 +131,7 @@ def in_known_order(optimizer: Any) -> bool:
 
 
 def counters(optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's step count and, in fp16, the numbers of the loss scaling's state."""
+    """Return the optimizer's step count and, in fp16, the numbers in the loss scaler's state."""
     states = [state for state in internals.torch_optimizer(optimizer).state.values() if STEP in state]
     numbers = {
         name: value for name, value in internals.loss_scaling(optimizer).items() if isinstance(value, int | float)
@@ -138,7 +141,7 @@ def counters(optimizer: Any) -> dict[str, float]:
 
 
 def set_counters(optimizer: Any, values: Mapping[str, float]) -> None:
-    """Restore the values of `counters`."""
+    """Restore the values returned by `counters`."""
     for flat in internals.layout(optimizer).flat_tensors(optimizer):
         state = _state(optimizer, flat)
         if STEP in state:
@@ -150,7 +153,7 @@ def set_counters(optimizer: Any, values: Mapping[str, float]) -> None:
 
 
 def refresh(optimizer: Any, names: Names) -> None:
-    """Update the trained weights after the pieces were overwritten. Every rank must call it."""
+    """Update the trained weights after the pieces have been overwritten. Every rank must call this."""
     internals.layout(optimizer).refresh(optimizer)
     for parameter, owner in _frozen_owners(optimizer, names):
         if owner is not None:

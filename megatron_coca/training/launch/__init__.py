@@ -1,4 +1,4 @@
-"""Starting training processes, and reading the rank of a process that another launcher started."""
+"""Start training processes, or read the rank of a process that another launcher started."""
 
 from megatron_coca.training.launch.environment import (
     check_devices,

@@ -1,4 +1,4 @@
-"""The rank of this process by the variables of launchers and schedulers, and the devices that it can use."""
+"""This process's rank, from the variables of launchers and schedulers, and the devices that it can use."""
 
 import contextlib
 import fcntl
@@ -24,34 +24,34 @@ DEFAULT_PORT = 29500
 LARGEST_PORT = 65535
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 20000, 32767
-"""Below Linux's ephemeral ports, one of which an outgoing connection could take before rank 0 listens."""
+"""Ports for rank 0. They are below Linux's ephemeral ports, which an outgoing connection could take first."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: step ids from here on are batch scripts, interactive shells, ...
+_RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: ids from here on are for batch scripts, interactive shells, ...
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def free_port() -> int:
-    """Return a free port of this host, random so that two runs rarely choose the same.
+    """Return a random free port of this host, so that two runs rarely choose the same port.
 
     Raises:
-        OSError: 100 random ports were all taken.
+        OSError: 100 random ports are all in use.
     """
     for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-    raise OSError(f"none of 100 ports between {FIRST_PORT} and {LAST_PORT} is free")
+    raise OSError(f"100 random ports between {FIRST_PORT} and {LAST_PORT} are all in use")
 
 
 def interface_towards(address: str) -> str | None:
     """Return the network interface that routes to `address` (IPv4), or None if unknown.
 
-    Gloo would take the interface of the host's own name, which on many machines is the loopback.
+    By default, Gloo would use the interface of the host's own name, which is the loopback interface on many machines.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # sends nothing; any port will do
+            probe.connect((address, 9))  # sends no packet, so any port works
         except OSError:
             return None
         own = probe.getsockname()[0]
@@ -64,9 +64,9 @@ def interface_towards(address: str) -> str | None:
 
 
 class RankLocation(NamedTuple):
-    """The rank of a process and the address of rank 0 (None if the variables do not give it).
+    """The rank of a process, and the address of rank 0 (None if the variables do not specify it).
 
-    `sole_on_host`: the scheduler started one process per host, which may start the others there.
+    `sole_on_host`: whether the scheduler started only one process per host, which may start the host's other processes.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class RankLocation(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A launcher or scheduler: how to detect it, and how to read the rank from its variables."""
+    """A launcher or scheduler, with functions that detect it and that read the rank from its variables."""
 
     name: str
     started: Callable[[Variables], bool]
@@ -87,14 +87,14 @@ class Launcher(NamedTuple):
 
 
 INCOMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""A launcher sets at least the first and the last of these variables."""
+"""Variables of an incomplete environment: a launcher sets at least the first and the last of them."""
 
 
 def find_location(environment: Variables) -> RankLocation | None:
-    """Return the rank that the variables describe, or None for a process that no launcher started.
+    """Return the rank according to the variables, or None if no launcher started this process.
 
     Raises:
-        ConfigError: a variable is missing, is not a number or contradicts another one.
+        ConfigError: a variable is missing, is not a number, or contradicts another variable.
     """
     for launcher in LAUNCHERS:
         if launcher.started(environment):
@@ -105,29 +105,29 @@ def find_location(environment: Variables) -> RankLocation | None:
     if given:
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
         raise ConfigError(
-            f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; set all of RANK, WORLD_SIZE, "
+            f"{' and '.join(missing)}: not set, unlike {' and '.join(given)}; set all of RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them"
         )
     return None
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that torch.distributed reads: from the launcher's, or for a single process.
+    """Set the variables that torch.distributed reads, from the launcher's variables or for a single process.
 
-    On one host the processes use the loopback address, which no other host reaches, and Gloo and NCCL listen on that
-    interface only. With several hosts Gloo is given the interface that routes to the first one. Interfaces that the
-    environment already names are kept.
+    On a single host, processes use the loopback address, which other hosts cannot reach, and Gloo and NCCL listen only
+    on that interface. With several hosts, Gloo uses the interface that routes to the first host. Interfaces that are
+    already set in the environment are kept.
     """
     location = find_location(environment) or RankLocation(0, 1, 0, 1, LOOPBACK, None)
     port = location.port or (free_port() if location.world_size == 1 else DEFAULT_PORT)
-    # RANK and LOCAL_RANK do not tell how many processes each host has.
+    # RANK and LOCAL_RANK do not tell how many processes run on each host.
     local_size_known = "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or "LOCAL_SIZE" in environment
     one_host = (
         location.world_size == 1
         or (location.world_size == location.local_world_size and local_size_known)
         or location.master in (LOOPBACK, "localhost")
     )
-    # torchrun has already opened the store, at an address of its own.
+    # torchrun has already opened the store at its own address.
     use_loopback = one_host and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     environment["RANK"] = str(location.rank)
     environment["WORLD_SIZE"] = str(location.world_size)
@@ -142,7 +142,7 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def _set_interface(environment: MutableMapping[str, str], address: str, *variables: str) -> None:
-    """Set those of `variables` that are not set to the interface that routes to `address`."""
+    """Set each unset variable in `variables` to the interface that routes to `address`."""
     interface = interface_towards(address)
     for name in variables:
         if interface and not environment.get(name):
@@ -150,13 +150,13 @@ def _set_interface(environment: MutableMapping[str, str], address: str, *variabl
 
 
 def threads_per_process(environment: Variables) -> int:
-    """Return the CPU threads for this process: an equal share of the cores of its host."""
+    """Return the number of CPU threads for this process: an equal share of the host's cores."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of Slurm's compressed list: "gpu[003-007,9],login" -> "gpu003"."""
+    """Return the first host in Slurm's compressed list: "gpu[003-007,9],login" -> "gpu003"."""
     entry = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodelist)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry.group()) if entry else ""
     if not re.search(r"[^\W\d]", host) and not re.fullmatch(r"[\d.]{7,}", host):
@@ -165,7 +165,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(tasks: str, node: int) -> int:
-    """Return the tasks on host number `node` by Slurm's list: "8(x3),4" -> 8 for the first three, 4 for the last."""
+    """Return the number of tasks on host number `node` from Slurm's list: "8(x3),4" means 8, 8, 8 and 4 tasks."""
     counts = [(int(count), int(times or 1)) for count, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", tasks)]
     if not counts:
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE")
@@ -174,7 +174,7 @@ def tasks_on_node(tasks: str, node: int) -> int:
 
 
 def _number(environment: Variables, *names: str, default: int | None = None) -> int:
-    """Return the value of the first of `names` that is set."""
+    """Return the value of the first variable in `names` that is set."""
     for name in names:
         if name in environment:
             if not re.fullmatch(r"\s*\d{1,18}\s*", environment[name]):
@@ -183,56 +183,57 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
                 )
             return int(environment[name])
     if default is None:
-        raise ConfigError(f"{names[0]}: not set in the environment; the launcher must set it for every process")
+        raise ConfigError(f"{names[0]}: not set in the environment; set it for every process, as launchers do")
     return default
 
 
 def _port(environment: Variables) -> int | None:
     port = _number(environment, "MASTER_PORT", default=DEFAULT_PORT)
     if not 1 <= port <= LARGEST_PORT:
-        raise ConfigError(f"MASTER_PORT: {port} is not a port; set one from 1 to {LARGEST_PORT}")
+        raise ConfigError(f"MASTER_PORT: {port} is not a port number; set a number from 1 to {LARGEST_PORT}")
     return port if "MASTER_PORT" in environment else None
 
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
     if not 0 <= location.rank < location.world_size:
         raise ConfigError(
-            f"{name}: rank {location.rank} is not below the world size {location.world_size}; correct the variables"
+            f"{name}: rank {location.rank} must be less than the world size {location.world_size}; correct the "
+            "variables"
         )
     if not 0 <= location.local_rank < location.local_world_size:
         raise ConfigError(
-            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}; "
-            "correct the variables"
+            f"{name}: local rank {location.local_rank} must be less than the local world size "
+            f"{location.local_world_size}; correct the variables"
         )
     given = _number(environment, "WORLD_SIZE", default=location.world_size)
     if given != location.world_size:
         raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
     if not location.master and location.world_size > location.local_world_size:
         raise ConfigError(
-            f"MASTER_ADDR: not set, but {name} started processes on several hosts; set it to the first one"
+            f"MASTER_ADDR: not set, but {name} started processes on several hosts; set it to the first host"
         )
 
 
 def _by_rank(environment: Variables) -> RankLocation:
-    """Read RANK and related variables: torchrun and deepspeed set all of them; Kubernetes pods lack LOCAL_RANK."""
+    """Read RANK and related variables. torchrun and deepspeed set all of them; Kubernetes pods have no LOCAL_RANK."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
     master = environment.get("MASTER_ADDR")
     if not master and world > 1:
-        raise ConfigError(f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0")
+        raise ConfigError(f"MASTER_ADDR: not set, although WORLD_SIZE is {world}; set it to the host of rank 0")
     return RankLocation(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
 
 
 def _by_slurm(environment: Variables) -> RankLocation:
-    """The variables of a job step take precedence over those of its job."""
+    """Read Slurm's variables. The variables of a job step take precedence over those of its job."""
     world = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE")
     node = _number(environment, "SLURM_NODEID", default=0)
     local = _number(environment, "SLURM_LOCALID", default=0)
     local_world = tasks_on_node(tasks, node) if tasks else local + 1
     nodes = environment.get("SLURM_STEP_NODELIST")
-    # The launching host may be a login node, so it is used only if Slurm does not name the hosts of the step.
+    # The launching host may be a login node, so it is used only if Slurm does not list the hosts of the step.
     other = environment.get("SLURM_LAUNCH_NODE_IPADDR")
     step = _number(environment, "SLURM_STEP_ID", default=0)
     port = 20000 + (_number(environment, "SLURM_JOB_ID", default=9500) + 101 * step) % 20000
@@ -259,8 +260,7 @@ def _has(names: tuple[str, ...], environment: Variables) -> bool:
 def is_slurm_task(environment: Variables) -> bool:
     """Return whether srun started this process.
 
-    A batch script and the shell of an interactive allocation also have SLURM_PROCID and SLURM_NTASKS, but a reserved
-    step id or none.
+    Batch scripts and interactive shells also have SLURM_PROCID and SLURM_NTASKS, but a reserved step id or no step id.
     """
     step = _number(environment, "SLURM_STEP_ID", default=_RESERVED_STEPS)
     return "SLURM_PROCID" in environment and step < _RESERVED_STEPS
@@ -277,63 +277,65 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("srun", _is_one_of_several_tasks, _by_slurm),
     Launcher("MPICH or Intel MPI", partial(_has, _HYDRA), partial(_by_mpi, _HYDRA)),
 )
-"""In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so the variables of MPI go first;
-srun sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
+"""Launchers in order of precedence. Open MPI comes before srun, because mpirun in a Slurm job starts its daemons with
+srun. MPICH comes after srun, because srun sets PMI_RANK for its own tasks.
 """
 
 ON_THE_CPU = (
-    "to train on the CPU, set distributed_backend=gloo, or give configs/cluster/cpu.yml after the model's file (without"
-    " num_gpus that is one process)"
+    "to train on the CPU, set distributed_backend=gloo, or pass configs/cluster/cpu.yml after the model's file (this"
+    " starts one process unless num_gpus is set)"
 )
 NEEDS = {
     "num_gpus": ("asks for GPUs", ON_THE_CPU),
     "distributed_backend": ("asks for GPUs", ON_THE_CPU),
     "precision": ("fp16 needs a GPU", "set fp16=null precision=bfloat16 (or fp32)"),
 }
-"""The problem of each key of `Config.gpu_keys` without a GPU, and the remedy."""
+"""For each key in `Config.gpu_keys`, the problem without a GPU and the remedy."""
 
 
 def check_devices(config: Config, environment: Variables) -> None:
-    """Check that this process can use the GPU that the configuration asks for; warn if a GPU cannot be used.
+    """Check that this process can use a GPU if the configuration requires one; otherwise warn about an unusable GPU.
 
     Raises:
-        ConfigError: the GPU cannot be used, or the host has fewer GPUs than processes.
+        ConfigError: a required GPU cannot be used, or the host has fewer GPUs than processes.
     """
     import torch
 
     if torch.cuda.is_available():
         count, local_rank = torch.cuda.device_count(), int(environment["LOCAL_RANK"])
         if local_rank >= count:
-            problem = f"the process with local rank {local_rank} sees {count} GPU(s), and each process needs one"
+            problem = f"the process with local rank {local_rank} sees only {count} GPU(s), but each process needs one"
             raise ConfigError(f"num_gpus: {problem}; start fewer processes on this host")
         return
     try:
         torch.cuda.init()
-        reason = "no device is found"
+        reason = "no device found"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
     problem = (
-        f"PyTorch {torch.__version__} can use none here ({reason}); check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and that"
-        " PyTorch is a build for CUDA that the driver supports"
+        f"PyTorch {torch.__version__} cannot use any here ({reason}); check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and"
+        " that the driver supports the CUDA version of PyTorch"
     )
     if config.gpu_keys:
         raise ConfigError(*(f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in config.gpu_keys))
     if shutil.which("nvidia-smi") and config.parallel.distributed_backend is None:
-        logger.warning("training on the CPU: a GPU may be present, but %s", problem)
+        logger.warning("training on the CPU: this host may have GPUs, but %s", problem)
 
 
 def unused_gpus(config: Config, world_size: int) -> str | None:
-    """Return a warning if one process runs on a host with several GPUs, else None. GPT-NeoX would use all of them."""
+    """Return a warning if a single process runs on a host with several GPUs, all of which GPT-NeoX would use."""
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world_size > 1 or found <= 1 or config.launch.num_gpus is not None:
         return None
-    return f"num_gpus: not set, so 1 of the {found} GPUs of this host trains; set num_gpus={found} to use all of them"
+    return f"num_gpus: not set, so only 1 of the {found} GPUs of this host is used; set num_gpus={found} to use all"
 
 
 def describe_devices(config: Config, world_size: int, attention_backend: str) -> str:
-    """Return the first line of a run: devices, their number, communication and attention backend, dtype."""
+    """Return the first line that a run logs: the number and type of devices, communication backend, dtype, attention
+    backend.
+    """
     import torch
 
     devices = (

@@ -1,7 +1,7 @@
-"""Supervise the processes of a run on a host: forward signals, stop all when one fails.
+"""Supervise the processes of a run on a host: forward signals to them, and stop all of them when one fails.
 
-DeepSpeed's launcher and torchrun stop their processes on a signal and return an exit status of their own. Here the
-processes receive the signal, have time to save, and the exit status of the run is theirs.
+On a signal, DeepSpeed's launcher and torchrun stop their processes and return an exit status of their own. This module
+forwards the signal instead, waits while the processes save, and returns their exit status.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ from megatron_coca.training.watchdog import ERROR_FILE, ErrorReport
 
 FORWARDED = (*SIGNALS, signal.SIGINT)
 SETTLE = 5.0
-"""Seconds the other processes have to end after one failed: long enough to print their own errors."""
+"""Seconds that the other processes have to end after one process failed: enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
-"""The same if the first one ended because it was asked to: the others may still be saving."""
+"""Seconds that the other processes have to end after one process was preempted: they may still be saving."""
 NAMED = 4
-"""Ranks listed by name when many report the same error."""
+"""Maximum number of ranks that are named if many report the same error."""
 INTERVAL = 0.05
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -40,9 +40,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class LocalProcess:
     """A child process in its own session that is killed when this process dies.
 
-    The terminal's Ctrl-C does not reach it, so it receives every signal exactly once, through `send`. `translated` maps
-    signals that mean something else to this command. With `reports` it can write its error to a file in memory, which
-    lasts as long as this process. Its output is appended to `log`, if given.
+    The terminal's Ctrl-C does not reach the child, so it receives every signal exactly once, through `send`. Signals in
+    `translated` are replaced before they are sent, because they have a different meaning for this command. With
+    `reports`, the child can write its error to an in-memory file, which exists as long as this process. Its output is
+    appended to `log`, if set.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LocalProcess:
     ) -> None:
         self.label, self._translated = label, dict(translated or {})
         prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-        self._error = open(os.memfd_create("error"), "rb") if reports else None  # noqa: SIM115 - open as long as this
+        self._error = open(os.memfd_create("error"), "rb") if reports else None  # noqa: SIM115 - open while this exists
         variables = dict(environment)
         if self._error is not None:
             variables[ERROR_FILE] = f"/proc/{parent}/fd/{self._error.fileno()}"
@@ -78,12 +79,12 @@ class LocalProcess:
             )
 
     def poll(self) -> int | None:
-        """The exit status (128 + n after signal n), or None while the process runs."""
+        """Return the exit status (128 + n after signal n), or None while the process is running."""
         status = self.process.poll()
         return 128 - status if status is not None and status < 0 else status
 
     def send(self, number: int) -> None:
-        """Send a signal; SIGKILL goes to the whole process group."""
+        """Send a signal. SIGKILL is sent to the whole process group."""
         if self.process.poll() is not None:
             return
         if number == signal.SIGKILL:
@@ -92,17 +93,17 @@ class LocalProcess:
             self.process.send_signal(self._translated.get(number, number))
 
     def report(self) -> ErrorReport | None:
-        """The error that the process wrote, or None if it wrote none."""
+        """Return the error that the process reported, or None."""
         return None if self._error is None else ErrorReport.read(Path(f"/proc/self/fd/{self._error.fileno()}"))
 
 
 def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle: float = SETTLE) -> int:
-    """Wait for all processes and return the exit status of the run: 0, or that of the process that failed first.
+    """Wait for all processes and return the exit status of the run: 0, or the status of the first process that failed.
 
-    Signals are forwarded without a time limit: the scheduler that sent one has its own. A second Ctrl-C kills the
-    processes. Unless a process failed, the status is INTERRUPTED after Ctrl-C, and PREEMPTED after other signals. After
-    a failure the others have `settle` seconds before they are killed. The first error is printed in full, the others in
-    one line each.
+    After forwarding a signal, there is no time limit, because the scheduler has its own. A second Ctrl-C kills the
+    processes. Unless a process failed, the status is INTERRUPTED after Ctrl-C and PREEMPTED after other signals. After
+    a failure, the other processes have `settle` seconds before they are killed. The first error is printed in full, and
+    every other error in one line.
     """
     running, sent, status, heaviest = list(processes), list[int](), DONE, 0
     deadline, shown = math.inf, None
@@ -114,13 +115,14 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
                 process.send(sent[-1])
         ended = {process.label: code for process in running if (code := process.poll()) is not None}
         running = [process for process in running if process.label not in ended]
-        # If several ended at once, one that was killed by a signal caused the others to end.
+        # If several processes ended at once, the one that was killed by a signal caused the others to end.
         for label, code in sorted(ended.items(), key=lambda item: -item[1]):
-            # A process that has no handler yet dies of the stop signal, and loses nothing.
+            # A process that has no handler yet dies from the signal, but has nothing to lose.
             asked = code == PREEMPTED or (bool(sent) and (code == INTERRUPTED or code - 128 in sent))
             if asked:
                 code = INTERRUPTED if signal.SIGINT in sent else PREEMPTED
-            # A failure has priority over a requested end. If only one rank is interrupted, it makes the others fail.
+            # A failure takes precedence over a requested end. If only one rank is interrupted, the others fail because
+            # of it.
             weight = 0 if code == DONE else 1 if asked else 3 if code == INTERRUPTED else 2
             if weight <= heaviest:
                 continue
@@ -139,7 +141,7 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
     shown = shown or _show_first_error(reports, finished=True)
     labels_by_error: dict[str, list[str]] = {}
     for label, report in reports.items():
-        # Tracebacks of one error in all ranks differ at most in rank numbers.
+        # If all ranks have the same error, their tracebacks differ at most in rank numbers.
         if shown is None or shown.summary != report.summary:
             labels_by_error.setdefault(report.summary, []).append(label)
     for summary, labels in labels_by_error.items():
@@ -149,14 +151,14 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
 
 
 def _reports(processes: Sequence[LocalProcess], running: Sequence[LocalProcess]) -> dict[str, ErrorReport]:
-    """The errors of the processes that ended, by label."""
+    """Return the errors of the processes that have ended, by label."""
     ended = [process for process in processes if process not in running]
     return {process.label: report for process in ended if (report := process.report()) is not None}
 
 
 def _show_first_error(reports: Mapping[str, ErrorReport], finished: bool) -> ErrorReport | None:
-    """Print the first error in full and return it. An error of a collective follows from another rank's error, so it
-    counts only when the run is over and there is no other.
+    """Print the first error in full and return it. An error in a collective is caused by another rank's error, so it
+    counts only if the run is over and there is no other error.
     """
     first = min(reports, key=lambda label: (reports[label].communication, reports[label].time), default=None)
     if first is None or (reports[first].communication and not finished):
@@ -167,12 +169,12 @@ def _show_first_error(reports: Mapping[str, ErrorReport], finished: bool) -> Err
 
 
 def describe(status: int) -> str:
-    """Describe an exit status."""
+    """Return a description of an exit status."""
     if status <= 128 or status - 128 not in {int(number) for number in signal.Signals}:
         return f"ended with exit status {status}"
     name = signal.Signals(status - 128).name
-    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-    return f"was ended by {name}{hint} (exit status {status})"
+    hint = " (by the kernel, if memory ran out)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}, exit status {status}"
 
 
 def _print_error(line: str) -> None:

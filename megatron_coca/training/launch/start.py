@@ -25,24 +25,26 @@ from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, sup
 
 
 class Host(NamedTuple):
-    """A host and the number of processes on it, one for each device."""
+    """A host and its number of processes, one for each device."""
 
     name: str
     slots: int
 
 
 Script = Sequence[str]
-"""The Python file that every process runs, and its arguments."""
+"""The Python file that every process runs, followed by its arguments."""
 
 
 def _python(script: Script) -> list[str]:
-    """Run with this interpreter, unbuffered, so that lines of several processes arrive in order."""
+    """Return the command that runs `script` with this interpreter. It is unbuffered, so that the lines of several
+    processes appear in order.
+    """
     return [sys.executable, "-u", *script]
 
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """The `count` ranks from `first_rank` on, of `world_size`, that run on this host."""
+    """The `count` ranks on this host, starting with `first_rank`, out of `world_size` ranks."""
 
     count: int
     first_rank: int
@@ -63,7 +65,7 @@ class LocalRanks:
         ]
 
     def variables(self, local: int) -> dict[str, str]:
-        """The variables of the process with this local rank."""
+        """Return the environment variables for the process with local rank `local`."""
         return {
             "RANK": str(self.first_rank + local),
             "WORLD_SIZE": str(self.world_size),
@@ -75,15 +77,15 @@ class LocalRanks:
 
 
 Starter = Callable[[Script], list[LocalProcess]]
-"""Starts the processes of a script."""
+"""A function that starts the processes of a script."""
 
 
 def start(launch: LaunchConfig, environment: Mapping[str, str], script: Script) -> int | None:
-    """Start the processes that the configuration requests and wait for them.
+    """Start the processes that the configuration requests, and wait for them.
 
     Returns:
-        The run's exit status, or None if this process must train: a launcher has started it, or one process is
-        requested.
+        The run's exit status, or None if this process must train itself, because a launcher started it or only one
+        process is requested.
 
     Raises:
         ConfigError: the hosts, launcher or devices cannot be used.
@@ -93,14 +95,14 @@ def start(launch: LaunchConfig, environment: Mapping[str, str], script: Script) 
         return None
     signals = CaughtSignals(FORWARDED)
     try:
-        with signals:  # before the first process exists, so that none is left running
+        with signals:  # entered before the first process exists, so that no process is left running
             return supervise(starter(script), signals)
     except FileNotFoundError as error:
         raise ConfigError(f"launcher: `{error.filename}` is not installed here; see docs/launch.md") from error
 
 
 def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Starter | None:
-    """Choose how to start the processes; None if this process trains."""
+    """Choose how to start the processes; None if this process trains itself."""
     location = find_location(environment)
     count = launch.num_gpus or 1
     if location is not None:
@@ -127,29 +129,30 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Sta
 
 
 def without_missing_hostfile(launch: LaunchConfig) -> LaunchConfig:
-    """Drop a hostfile that does not exist, with a warning: as in GPT-NeoX, the run then uses this host only.
+    """Remove a hostfile that does not exist from the configuration, with a warning. As in GPT-NeoX, the run then uses
+    only this host.
 
-    If `num_nodes` asks for several hosts, the hostfile is kept, and `chosen_hosts` raises an error.
+    If `num_nodes` requests several hosts, the key is kept, and `chosen_hosts` raises an error.
     """
     path = launch.hostfile
     if path is None or launch.num_nodes > 1 or Path(path).is_file():
         return launch
-    print(f"hostfile: {path}: no such file; using this host only (one process, or num_gpus)", file=sys.stderr)
+    print(f"hostfile: {path}: not found; using only this host (one process, or num_gpus)", file=sys.stderr)
     return launch.model_copy(update={"hostfile": None})
 
 
 def ranks_of_host(location: RankLocation, count: int) -> LocalRanks:
-    """The `count` ranks of a host on which a scheduler started one process (a pod, a Slurm task per node)."""
+    """Return `count` ranks for a host on which a scheduler started one process (a pod, or one Slurm task per node)."""
     first, world_size = location.rank * count, location.world_size * count
     master, port = location.master or "127.0.0.1", location.port or DEFAULT_PORT
     return LocalRanks(count, first, world_size, master, port)
 
 
 def configured_ranks(launch: LaunchConfig) -> int:
-    """The number of processes that the launch keys request, over all hosts.
+    """Return the number of processes on all hosts that the launch keys request.
 
     Raises:
-        ConfigError: as `chosen_hosts`.
+        ConfigError: see `chosen_hosts`.
     """
     if launch.launcher == "slurm" and launch.hostfile is None and launch.num_nodes > 0:
         return launch.num_nodes * (launch.num_gpus or 1)
@@ -157,35 +160,37 @@ def configured_ranks(launch: LaunchConfig) -> int:
 
 
 def chosen_hosts(launch: LaunchConfig) -> list[Host]:
-    """The hosts that train and the processes on each, in rank order.
+    """Return the hosts on which the run trains and the number of processes on each, in rank order.
 
     Raises:
-        ConfigError: the hostfile cannot be read, or has fewer hosts or slots than num_nodes or num_gpus ask for.
+        ConfigError: the hostfile cannot be read, or has fewer hosts or slots than num_nodes or num_gpus requests.
     """
     launch = without_missing_hostfile(launch)
     if launch.hostfile is None and launch.num_nodes > 1:
-        raise ConfigError(f"num_nodes: {launch.num_nodes} hosts need a hostfile; write one line a host, `name slots=8`")
+        raise ConfigError(
+            f"num_nodes: {launch.num_nodes} hosts need a hostfile; set hostfile to a file with one line per host, "
+            "`name slots=8`"
+        )
     if launch.hostfile is None:
         return [Host("localhost", launch.num_gpus or 1)]
     hosts = read_hostfile(Path(launch.hostfile))
     if launch.num_nodes > len(hosts):
         raise ConfigError(
-            f"num_nodes: {launch.num_nodes}, but there are {len(hosts)} hosts in {launch.hostfile}; lower it, or add "
-            "hosts"
+            f"num_nodes: {launch.num_nodes}, but {launch.hostfile} has {len(hosts)} hosts; lower it, or add hosts"
         )
     hosts = hosts[: launch.num_nodes] if launch.num_nodes > 0 else hosts
     for host in hosts:
         if launch.num_gpus is not None and launch.num_gpus > host.slots:
             raise ConfigError(
-                f"num_gpus: {launch.num_gpus}, but {host.name} has {host.slots} slots to use; lower it, or add slots"
+                f"num_gpus: {launch.num_gpus}, but {host.name} has only {host.slots} slots; lower it, or add slots"
             )
     return [Host(host.name, launch.num_gpus or host.slots) for host in hosts]
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file with lines `name slots=8`; # begins a comment."""
+    """Return the hosts in a file with lines of the form `name slots=8`; # begins a comment."""
     if not path.is_file():
-        raise ConfigError(f"hostfile: {path}: no such file; write one line a host, `name slots=8`")
+        raise ConfigError(f"hostfile: {path}: not found; create it with one line per host, `name slots=8`")
     hosts: dict[str, Host] = {}
     try:
         lines = read_regular(path).decode().splitlines()
@@ -197,13 +202,13 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         match = re.fullmatch(r"(\w\S*)\s+slots\s*=\s*([1-9]\d{0,3})", text)
         if match is None:
-            raise ConfigError(f"hostfile: {path}:{number}: {shown(text)} is not of the form `name slots=8`")
+            raise ConfigError(f"hostfile: {path}:{number}: {shown(text)} must have the form `name slots=8`")
         name = match[1]
         if name in hosts:
-            raise ConfigError(f"hostfile: {path}:{number}: {name} is listed twice; give each host one line")
+            raise ConfigError(f"hostfile: {path}:{number}: {name} is listed twice; write one line per host")
         hosts[name] = Host(name, int(match[2]))
     if not hosts:
-        raise ConfigError(f"hostfile: {path}: names no host; write one line a host, `name slots=8`")
+        raise ConfigError(f"hostfile: {path}: contains no hosts; write one line per host, `name slots=8`")
     return list(hosts.values())
 
 
@@ -212,13 +217,15 @@ SIGNALS_OF_SRUN: dict[int, int] = {
     signal.SIGINT: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGUSR1,
 }
-"""srun forwards SIGUSR1 to its tasks, kills them on SIGTERM, and answers SIGINT with a report."""
+"""Replacements for signals that are sent to srun: srun forwards SIGUSR1 to its tasks, but kills them on SIGTERM and
+only prints a report on SIGINT.
+"""
 
 
 def srun_command(launch: LaunchConfig, environment: Mapping[str, str], script: Script) -> list[str]:
-    """A Slurm job step with one task per GPU, in this allocation or in a new one.
+    """Return the command for a Slurm job step with one task per GPU, in this allocation or in a new one.
 
-    Slurm knows the hosts; a hostfile, if given, selects some of them.
+    Slurm knows the hosts; a hostfile, if set, selects some of them.
     """
     hosts = chosen_hosts(launch) if launch.hostfile is not None else []
     counts = {host.slots for host in hosts} or {launch.num_gpus or 1}
@@ -232,7 +239,7 @@ def srun_command(launch: LaunchConfig, environment: Mapping[str, str], script: S
         "--gpus-per-node": tasks if launch.num_gpus and "SLURM_JOB_ID" not in environment else None,
         "--comment": launch.comment,
         "--account": launch.account,
-        # A preempted task exits with a status of its own: the others must finish saving.
+        # A preempted task exits with a nonzero status, but the other tasks must finish saving.
         "--kill-on-bad-exit": 0,
         "--wait": 60,
     }
@@ -240,22 +247,22 @@ def srun_command(launch: LaunchConfig, environment: Mapping[str, str], script: S
 
 
 def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Script) -> list[str]:
-    """The command line of DeepSpeed's multi-host launcher, which uses pdsh.
+    """Return the command line of DeepSpeed's multi-host launcher, which uses pdsh.
 
     Raises:
-        ConfigError: pdsh is not installed, or would pass text to a shell that executes it.
+        ConfigError: pdsh is not installed, or a shell would execute part of the command line.
     """
     if shutil.which("pdsh") is None:
         raise ConfigError(
             "launcher: pdsh is not installed here; install it, start train.py on every host with torchrun, or use "
             "`launcher: slurm`"
         )
-    # DeepSpeed joins the arguments of pdsh to one line, and quotes only those with spaces.
+    # DeepSpeed joins the arguments of pdsh into one line, and quotes only those with spaces.
     for text in (os.getcwd(), sys.executable, *script):
         if re.search(r"[$`;&|<>()\\\n]", text):
             raise ConfigError(
-                f"launcher: pdsh passes {text!r} to a shell on every host, which would execute a part of it; "
-                "put such a value into a YAML file, or use `launcher: slurm`"
+                f"launcher: pdsh passes {text!r} to a shell on every host, which would execute part of it; "
+                "put this value into a YAML file, or use `launcher: slurm`"
             )
     options: dict[str, object] = {
         "--hostfile": launch.hostfile,
@@ -266,7 +273,7 @@ def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Scrip
         "--launcher": "pdsh",
     }
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    # With an equals sign: a value may begin with a dash.
+    # The equals sign is needed because a value may begin with a dash.
     command += [f"{name}={value}" for name, value in options.items() if value is not None]
     command += ["--no_ssh_check"] if launch.no_ssh_check else []
     return [*command, "--no_local_rank", *script]

@@ -83,7 +83,7 @@ def test_scales_change_the_file(write: Write, tmp_path: Path) -> None:
     large = read_ablation(file, "large", tmp_path / "elsewhere")
     assert large.seeds == [1, 2] and large.results == tmp_path / "elsewhere"
     assert large.tasks["perplexity"] is not None and large.tasks["perplexity"].keys() == {"data", "windows", "stride"}
-    with pytest.raises(EvaluationError, match="--scale huge: unknown; the file has tiny"):
+    with pytest.raises(EvaluationError, match="--scale huge: unknown; known scales: tiny"):
         read_ablation(file, "huge")
 
 
@@ -170,7 +170,7 @@ def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
         cells_of(write(models=models, tasks=tasks, baseline="CoCA"))
     lines = str(refused.value).splitlines()
     for part in (
-        "baseline: CoCA: unknown; models are RoFormer | Typo",
+        "baseline: CoCA: unknown; known models: RoFormer | Typo",
         "models.Typo: command line: pos_embb: unknown key; did you mean `pos_emb`?",
         "models.Overlay: ",
         "models.ALiBi: variants.+ NTK: ",
@@ -196,7 +196,7 @@ def test_faults_of_the_base_come_first(write: Write) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seeds": [1, 1]}, "roformer-s1-.*: is the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
+        ({"seeds": [1, 1]}, "roformer-s1-.*: two cells have this name, RoFormer with seed 1 and RoFormer with seed 1"),
         ({"base": ["optimizer.params.lr=1"]}, "base: command line: describes no model \\(num_layers"),
         ({"models": {}}, "models: "),
         ({"testing": "sequence"}, "testing: a sequence needs contrasts and at least two seeds; declare them"),
@@ -232,8 +232,8 @@ def test_a_named_cell_is_chosen_whatever_the_seeds(write: Write) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["seed=7"], "seed: is set for every cell; remove it"),
-        (["save=elsewhere"], "save: is set for every cell; remove it"),
+        (["seed=7"], "seed: set separately for every cell; remove it"),
+        (["save=elsewhere"], "save: set separately for every cell; remove it"),
         (["load=elsewhere"], "load: a cell can load only initial weights; set finetune=true as well"),
     ],
 )
@@ -249,7 +249,7 @@ def test_the_baseline_needs_its_plain_variant(write: Write, tmp_path: Path) -> N
 
 
 def test_a_scale_is_a_mapping(write: Write) -> None:
-    with pytest.raises(EvaluationError, match="scales.tiny: is not a mapping"):
+    with pytest.raises(EvaluationError, match="scales.tiny: must be a mapping"):
         read_ablation(write(scales={"tiny": None}))
 
 

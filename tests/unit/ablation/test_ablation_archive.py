@@ -37,12 +37,12 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="has no results to pack"):
+    with pytest.raises(EvaluationError, match="no results to pack"):
         pack(tmp_path / "study")
     archive = archive_of(tmp_path / "study")
     archive.write_bytes(b"no zstd")
-    with pytest.raises(EvaluationError, match="is damaged"):
+    with pytest.raises(EvaluationError, match="damaged"):
         unpack(tmp_path / "study")
     archive.write_bytes(zstandard.compress(b'{"file": "../../x.json", "content": 1}\n'))
-    with pytest.raises(EvaluationError, match=r"names \.\./\.\./x\.json, which is outside"):
+    with pytest.raises(EvaluationError, match=r"contains \.\./\.\./x\.json, which is outside"):
         unpack(tmp_path / "study")

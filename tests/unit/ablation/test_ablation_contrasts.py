@@ -84,7 +84,7 @@ def test_a_second_task_of_perplexity_is_a_quantity_of_its_own(figures: Figures) 
     once, again = (figures.logarithms(f"perplexity{word}", "RoFormer") for word in ("", " truncated"))
     assert again == pytest.approx({seed: value + 1.0 for seed, value in once.items()})
     with pytest.raises(
-        EvaluationError, match="perplexity truncated of CoCA: unknown; the quantities are perplexity, ratio"
+        EvaluationError, match="perplexity truncated of CoCA: unknown; known quantities: perplexity, ratio"
     ):
         figures.logarithms("perplexity truncated", "CoCA")
 
@@ -164,10 +164,10 @@ def test_a_ratio_over_documents_resamples_their_losses_averaged_over_common_seed
     [
         (
             lambda figures: figures.estimate("ratio", "NoPE", 2),
-            "ratio of NoPE: .* the labels RoFormer, RoFormer \\+ NTK",
+            "ratio of NoPE: .* known labels: RoFormer, RoFormer \\+ NTK",
         ),
-        (lambda figures: figures.estimate("speed", "CoCA", 2), "the quantities are perplexity, ratio, validation"),
-        (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: was not measured at 4L"),
+        (lambda figures: figures.estimate("speed", "CoCA", 2), "known quantities: perplexity, ratio, validation"),
+        (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: not measured at 4L"),
     ],
 )
 def test_a_missing_measurement_is_an_error(figures: Figures, call: Any, message: str) -> None:

@@ -29,13 +29,17 @@ def declared(*quantities: str, testing: str = "sequence") -> Any:
 @pytest.mark.parametrize(
     ("values", "verdicts", "summary"),
     [
-        ([CLEAR, CLEAR], ["holds", "holds"], "The primary contrast holds, and so do all 2 of the sequence."),
+        ([CLEAR, CLEAR], ["holds", "holds"], "The primary contrast holds, and so do all 2 contrasts of the sequence."),
         (
             [CLEAR, NOISE, CLEAR],
             ["holds", "does not hold", "not tested"],
             "The primary contrast holds; the sequence ends at contrast 2 of 3, which does not hold.",
         ),
-        ([NOISE, CLEAR], ["does not hold", "not tested"], "The primary contrast does not hold; no other is tested."),
+        (
+            [NOISE, CLEAR],
+            ["does not hold", "not tested"],
+            "The primary contrast does not hold; no other contrast is tested.",
+        ),
     ],
 )
 def test_a_sequence_ends_at_the_first_that_does_not_hold(
@@ -66,10 +70,10 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
     file = declared("recall", "perplexity")
     assert power_of(file, file.contrasts[0]) == power(2.0, 3)
     first, recall, perplexity = plan(file)
-    assert first.startswith("The first of 2 contrasts is the primary one. Each is tested at 5% only if")
+    assert first.startswith("The first of 2 contrasts is the primary contrast. Each is tested once")
     assert recall == (
         f"1. CoCA against RoFormer, recall at 16L: power {power(2.0, 3):.2f} for a difference of 0.2 with a standard "
-        f"deviation of 0.1 over seeds, {power(1.0, 3):.2f} for half of it"
+        f"deviation of 0.1 over seeds, {power(1.0, 3):.2f} for half the difference"
     )
     assert "for a difference of logarithms of 0.2" in perplexity
     both = declared("recall", "recall", testing="together")
@@ -79,11 +83,11 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
 
 
 def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
-    with pytest.raises(EvaluationError, match="are tested in sequence"):
+    with pytest.raises(EvaluationError, match="tested in sequence"):
         Figures(declared("recall"), []).declared()
-    with pytest.raises(EvaluationError, match="are tested together"):
+    with pytest.raises(EvaluationError, match="tested together"):
         Figures(declared("recall", testing="together"), []).sequence()
-    with pytest.raises(ValueError, match="expected and deviation: .*give both, or none"):
+    with pytest.raises(ValueError, match="expected and deviation: .*set both, or neither"):
         DeclaredContrast(label="a", other="b", expected=0.1)
 
 

@@ -141,7 +141,7 @@ def test_a_model_of_several_files_is_the_same_model() -> None:
 def test_comments_count_the_cells(file: Path) -> None:
     comment = file.read_text().partition("title:")[0].replace("\n# ", " ")
     assert f"megatron-coca ablate configs/ablations/{file.name} --scale tiny" in comment
-    counts = re.findall(r"(tiny|small|350M) (\d+) cells", comment)
+    counts = re.findall(r"(tiny|small|350M): (\d+) cells", comment)
     assert counts or "not trained again" in comment
     for scale, count in counts:
         ablation = read(file, scale)

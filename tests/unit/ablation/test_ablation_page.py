@@ -54,8 +54,8 @@ def test_rows_are_chosen(report: ReportDocument, tmp_path: Path) -> None:
     [
         ("{{ table('loss') }}", "page.md.j2: table loss: unknown; the report has summary"),
         ("{{ plot('loss', '') }}", "page.md.j2: plot loss: unknown; the report has report"),
-        ("{{ value('summary', 'NoPE', '64') }}", "table summary: has no number at NoPE, 64"),
-        ("{{ value('summary', 'RoFormer', '128') }}", "table summary: has no number at RoFormer, 128"),
+        ("{{ value('summary', 'NoPE', '64') }}", "table summary: no number in row NoPE, column 64"),
+        ("{{ value('summary', 'RoFormer', '128') }}", "table summary: no number in row RoFormer, column 128"),
         ("{{ tabel('summary') }}", "page.md.j2:1: UndefinedError: 'tabel' is undefined"),
         ("\n{{ table('summary', ['NoPE']) }}", "page.md.j2:2: KeyError: 'NoPE'"),
         ("{{ 1 / 0 }}", "page.md.j2:1: ZeroDivisionError"),

@@ -179,7 +179,7 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_an_error(tmp_path: Pa
     other = threading.Thread(target=interfere)
     other.start()
     start = time.monotonic()
-    with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); the same command resumes"):
+    with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); run the same command again"):
         run_cells([one], MACHINE, 1)
     other.join()
     assert time.monotonic() - start < 30 and "another process runs this cell" in refused[0]

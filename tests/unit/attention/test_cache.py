@@ -203,7 +203,7 @@ def test_a_decoded_token_of_coca_takes_the_operations_of_rope() -> None:
 @torch.no_grad()
 def test_the_length_is_the_cache_s() -> None:
     model = make(rope_scaling=scaling("dynamic"))
-    with pytest.raises(ValueError, match="length: the cache already has one"):
+    with pytest.raises(ValueError, match="length: cannot be combined with a cache"):
         model.hidden_states(tokens(3), cache=model.new_cache(), length=40)
 
 

@@ -141,7 +141,7 @@ def test_initial_weights() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"gau_width": 20}, "gau_key_width: it does not divide the 20 features of the values"),
+        ({"gau_width": 20}, "does not divide the 20 value features"),
         ({"pos_emb": "alibi"}, "gau do not support pos_emb alibi"),
         ({"sink_logits": True}, "gau do not support sink_logits"),
         ({"forgetting_gate": "fox"}, "gau do not support forgetting_gate"),

@@ -162,7 +162,7 @@ def test_what_evaluation_may_change_in_a_type(tmp_path: Any) -> None:
         check_same_model(tmp_path, config, config.override({"layer_types": {"sliding": keys}}))
     with pytest.raises(CheckpointError, match=r"layer_types.nope.pos_emb \(saved 'none', now 'rotary'\)"):
         check_same_model(tmp_path, config, config.override({"layer_types": {"nope": {"pos_emb": "rotary"}}}))
-    with pytest.raises(CheckpointError, match=r"layer_types.sliding.rope_scaling \(clex is learned in training"):
+    with pytest.raises(CheckpointError, match=r"layer_types.sliding.rope_scaling \(clex must be used in training"):
         check_same_model(tmp_path, config, config.override({"layer_types": {"sliding": {"rope_scaling": "clex"}}}))
 
 
@@ -189,7 +189,7 @@ def test_a_window_cannot_return_further_than_it_holds() -> None:
     layer.cut(39)
     (kept,) = layer.append(x[:, :, 39:])
     torch.testing.assert_close(kept, x[:, :, 36:])
-    with pytest.raises(ValueError, match="cannot return to token 5"):
+    with pytest.raises(ValueError, match="cannot go back to token 5"):
         layer.cut(5)
 
 

@@ -95,27 +95,27 @@ def test_whole_weights(tmp_path: Path, saved: tuple[int, int]) -> None:
 def test_a_missing_file_is_found(tmp_path: Path, saved: tuple[int, int]) -> None:
     write(tmp_path / "state", *saved)
     (tmp_path / "state" / file_name(1)).unlink()
-    incomplete = pytest.raises(CheckpointError, match="is incomplete, no file has the elements from .* on")
+    incomplete = pytest.raises(CheckpointError, match="is incomplete, no file has element .*")
     with open_state(tmp_path / "state") as reader, incomplete:
         reader.whole("a.weight")
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    with pytest.raises(CheckpointError, match="has no state of any rank"):
+    with pytest.raises(CheckpointError, match="no optimizer state"):
         open_state(tmp_path / "state")
     (tmp_path / "state" / file_name(0)).write_bytes(b"no safetensors")
-    with pytest.raises(CheckpointError, match="is not a rank's state"):
+    with pytest.raises(CheckpointError, match="not a valid optimizer state file"):
         open_state(tmp_path / "state")
     save_file({"w": torch.zeros(2)}, tmp_path / "state" / file_name(0))
-    with pytest.raises(CheckpointError, match="is not a rank's state"):
+    with pytest.raises(CheckpointError, match="not a valid optimizer state file"):
         open_state(tmp_path / "state")
     (tmp_path / "state" / file_name(0)).unlink()
     write(tmp_path / "other", 1, 1)
     with open_state(tmp_path / "other") as reader:
-        with pytest.raises(CheckpointError, match="has no parameter d"):
+        with pytest.raises(CheckpointError, match="no parameter d"):
             reader.whole("d")
-        with pytest.raises(CheckpointError, match="has no parameter d"):
+        with pytest.raises(CheckpointError, match="no parameter d"):
             reader.fill(StatePiece("d", WEIGHT, 0, torch.zeros(2)), ParameterSlice((2,)))
 
 

@@ -176,7 +176,7 @@ def test_messages(path: tuple[str, ...], value: Any, message: str | None, folder
 
 def test_a_key_given_twice_is_an_error(folder: Path) -> None:
     craft(folder, native.META, b'{"step": 7, "progress": {"skipped": 0, "skipped": 1}}')
-    with pytest.raises(CheckpointError, match="meta.json: cannot be read as JSON .the key 'skipped' is given twice"):
+    with pytest.raises(CheckpointError, match="meta.json: not valid JSON .the key 'skipped' appears twice"):
         native.verify(folder)
 
 
@@ -208,10 +208,10 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
         random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
     for content in (b"", b"text", b"PK\x03\x04"):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"rank_0.pt: (is damaged|is a pickle|holds)"):
+        with pytest.raises(CheckpointError, match=r"rank_0.pt: (damaged|a pickle|contains)"):
             load_rng_states(path)
     torch.save([1], path)
-    with pytest.raises(CheckpointError, match="rank_0.pt: has a list, not a mapping"):
+    with pytest.raises(CheckpointError, match="rank_0.pt: contains a list, not a mapping"):
         load_rng_states(path)
 
 
@@ -235,7 +235,7 @@ def test_random_states_of_no_rank(changes: dict[str, Any], tmp_path: Path) -> No
 )
 def test_state_of_no_parameter(key: str, place: Any, tmp_path: Path) -> None:
     save_file({key: torch.ones(4)}, tmp_path / "rank_00000.safetensors", {"places": json.dumps({"a": place})})
-    with pytest.raises(CheckpointError, match="rank_00000.safetensors: is not a rank's state"):
+    with pytest.raises(CheckpointError, match="rank_00000.safetensors: not a valid optimizer state file"):
         StateReader(tmp_path, ["rank_00000.safetensors"])
 
 
@@ -244,7 +244,7 @@ def test_a_parameter_of_another_shape_is_not_filled(tmp_path: Path) -> None:
     save_file({"weight:a:0": torch.ones(4)}, tmp_path / Path(NEEDED[0]).name, {"places": json.dumps(places)})
     piece = StatePiece("a", WEIGHT, 0, torch.zeros(4))
     with StateReader(tmp_path, [Path(NEEDED[0]).name]) as reader:
-        with pytest.raises(CheckpointError, match=r"a is \[1073741824, 512\], the model has \[4\]"):
+        with pytest.raises(CheckpointError, match=r"a has shape \[1073741824, 512\], but \[4\] in the model"):
             reader.fill(piece, ParameterSlice((4,)))
-        with pytest.raises(CheckpointError, match="has no parameter b"):
+        with pytest.raises(CheckpointError, match="no parameter b"):
             reader.fill(piece._replace(name="b"), ParameterSlice((4,)))

@@ -32,12 +32,12 @@ def test_the_text_of_the_card(tmp_path: Path) -> None:
     for line in (
         "| training length | 32 tokens |",
         f"| parameters | {weights:,} |",
-        "| shape | 2 layers, width 32, 4 heads, 2 of keys |",
+        "| shape | 2 layers, width 32, 4 heads, 2 key-value heads |",
         "| trained for | 7 steps of 24 sequences |",
         "| optimizer | Adam, peak learning rate 0.0003 |",
         'AutoModelForCausalLM.from_pretrained("my-model", trust_remote_code=True)',
         'AutoTokenizer.from_pretrained("my-model", trust_remote_code=True)',
-        "pads on the left with the token that ends texts",
+        "pads on the left with the end-of-text token",
         'config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}',
         "arXiv:2309.08646",
         "author = {Zhu, Shiyi",
@@ -100,9 +100,9 @@ def test_from_where_an_extension_is_measured(kind: str, told: bool, tmp_path: Pa
 
 ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     "nothing set": ({}, "For longer texts, set an extension", True),
-    "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "extends positions by `yarn`", True),
-    "clex": ({"rope_scaling": {"rope_type": "clex", "max_factor": 4}}, "for up to\n4 times that length", False),
-    "a map": ({"relative_positions": {"type": "rerope"}}, "Beyond it, `rerope`", False),
+    "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "sets the extension `yarn`", True),
+    "clex": ({"rope_scaling": {"rope_type": "clex", "max_factor": 4}}, "for up to 4 times the training length", False),
+    "a map": ({"relative_positions": {"type": "rerope"}}, "the relative-position map `rerope`", False),
     "a map that trains": (
         {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 64}},
         "with the map `inv_leaky_rerope`",
@@ -110,7 +110,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
     "both": (
         {"relative_positions": {"type": "rerope"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "Beyond it, `rerope`",
+        "the relative-position map `rerope`",
         False,
     ),
 }
@@ -122,7 +122,7 @@ def test_advice_for_longer_texts(name: str, tmp_path: Path) -> None:
     _, text = card(tmp_path, **GROUPED, pos_emb="coca", **keys)
     assert told in text and ('"rope_type": "dynamic"' in text) == dynamic and "{" not in text.split("```")[0]
     assert text.count("## Longer texts") == 1
-    assert ("`use_cache=False` than with the cache" in text) == ("a map" not in name and name != "both")
+    assert ("`use_cache=False` than with plain cached decoding" in text) == ("a map" not in name and name != "both")
 
 
 def test_a_card_of_an_imported_model(tmp_path: Path) -> None:

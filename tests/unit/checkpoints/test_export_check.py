@@ -86,8 +86,16 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Describe], Describe], str]] = {
         with_keys(position__layer_types__full__sliding_window_width=6),
         "window_width is 6",
     ),
-    "tied weights": (LLAMA | TIED, with_keys(tie_word_embeddings=False), "cannot read it.*lm_head|no_weight_tying is"),
-    "untied weights": (LLAMA, with_keys(tie_word_embeddings=True), "cannot read it.*but config.json ties them"),
+    "tied weights": (
+        LLAMA | TIED,
+        with_keys(tie_word_embeddings=False),
+        "cannot read the export.*lm_head|no_weight_tying is",
+    ),
+    "untied weights": (
+        LLAMA,
+        with_keys(tie_word_embeddings=True),
+        "cannot read the export.*but config.json ties these",
+    ),
     "a factor": (
         LLAMA | YARN,
         with_keys(rope_parameters__factor=8.0, rope_scaling__factor=8.0),
@@ -100,7 +108,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Describe], Describe], str]] = {
         "rope_scaling.factor is 3.0, not 2.0",
     ),
     "heads": (LLAMA, with_keys(num_attention_heads=2, num_key_value_heads=2, head_dim=16), "num_attention_heads is 2"),
-    "key heads": (GROUPED, with_keys(num_key_value_heads=4), "cannot read it: .*k_proj"),
+    "key heads": (GROUPED, with_keys(num_key_value_heads=4), "cannot read the export: .*k_proj"),
 }
 
 
@@ -109,7 +117,7 @@ def test_another_configuration_is_no_export(case: str, tmp_path: Path, monkeypat
     keys, change, problem = WRONG[case]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setattr(huggingface_export, "describe", change(huggingface_export.describe))
-    with pytest.raises(CheckpointError, match=f"(?s)export: it differs from its source: .*{problem}"):
+    with pytest.raises(CheckpointError, match=f"(?s)export: does not match the source: .*{problem}"):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -126,7 +134,7 @@ def test_logits_find_it_too(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     if case == "tied weights":  # transformers draws a head
         monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *given, **named: tensor.fill_(0.01))
     with pytest.raises(
-        CheckpointError, match="export: it differs from its source: transformers .* (other logits|load)"
+        CheckpointError, match="export: does not match the source: transformers .* (logits that differ|load)"
     ):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -138,7 +146,7 @@ def test_a_formula_of_the_modelling_file(tmp_path: Path, monkeypatch: pytest.Mon
     changed = text.replace("rotary.scaling.factor", "(1 + rotary.scaling.factor)")
     assert changed != text
     monkeypatch.setattr(huggingface_export, "modelling_file", lambda choices: changed)
-    with pytest.raises(CheckpointError, match="transformers .* gives other logits"):
+    with pytest.raises(CheckpointError, match="transformers .* computes logits that differ"):
         export(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -175,7 +183,7 @@ def test_a_weight_that_was_written_otherwise(layout: str, tmp_path: Path, monkey
                 path,
             ),
         )
-    with pytest.raises(CheckpointError, match="blocks.1.mlp.linear1.weight has other values"):
+    with pytest.raises(CheckpointError, match="blocks.1.mlp.linear1.weight has different values"):
         (export if layout == "huggingface" else export_neox)(checkpoint, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -188,7 +196,7 @@ def test_the_function_of_a_folder_of_gpt_neox(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match=r"positions\[0\].rotary_pct is 0.25, not 0.5"):
         export_neox(checkpoint, tmp_path / "exported")
     monkeypatch.setattr(neox, "check_folder", lambda folder, read, *given: read(folder))
-    with pytest.raises(CheckpointError, match="this project's import gives other logits"):
+    with pytest.raises(CheckpointError, match="this project's import computes logits that differ"):
         export_neox(checkpoint, tmp_path / "exported")
 
 
@@ -202,7 +210,10 @@ def test_without_transformers_our_import_compares(
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert export(checkpoint, tmp_path / "exported").compared == export_check.IMPORT
-    assert "only this project's import compares it with its source: transformers is not installed" in caplog.text
+    assert (
+        "compared with the source by this project's import instead of transformers: transformers is not installed"
+        in caplog.text
+    )
 
 
 def test_a_class_that_the_installed_version_lacks(

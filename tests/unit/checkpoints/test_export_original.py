@@ -85,19 +85,19 @@ def ending(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "other ids": (another, r"gives other ids than the checkpoint's \(HFTokenizer\) for 'The quick"),
-    "no tokenizer": (without, "has no tokenizer for the export .* has none"),
-    "too many": (larger, "has 510 ids, the embedding has 500 rows"),
+    "other ids": (another, r"produces other ids than the checkpoint's HFTokenizer for 'The quick"),
+    "no tokenizer": (without, "no tokenizer for the export .* has none"),
+    "too many": (larger, "has 510 ids, but the embedding has 500 rows"),
     "added outside": (
         lambda f: write(f / "added_tokens.json", {"<x>": 500}),
-        "has token id 500, but the model has 500 tokens",
+        "has token id 500, but the model has only 500 tokens",
     ),
     "declared outside": (
         lambda f: changed(f / "tokenizer_config.json", added_tokens_decoder={"511": {"content": "<x>"}}),
         "has token id 511",
     ),
     "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "has token id 700"),
-    "another end": (ending, r"its end-of-text tokens are \[3\], but the checkpoint uses 1 \('</s>'\)"),
+    "another end": (ending, r"end-of-text tokens are \[3\], but the checkpoint uses 1 \('</s>'\)"),
 }
 
 
@@ -123,11 +123,11 @@ def test_nothing_to_compare_with(source: Path, tmp_path: Path) -> None:
 def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_tool.main([str(source), str(tmp_path / "save")]) == 0
     said = capsys.readouterr().err
-    assert f"are not imported; export with --tokenizer {source} to copy those of the source" in said
+    assert f"are not imported; export with --tokenizer {source} to copy them from the source" in said
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert export_command.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
-    assert cli.main(["export", *asked]) == 2 and "has no tokenizer for the export" in capsys.readouterr().err
+    assert cli.main(["export", *asked]) == 2 and "no tokenizer for the export" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["rotary", "coca"])

@@ -178,7 +178,7 @@ def test_two_models_of_one_name_are_two_measurements(small: Path, text: Path, tm
     assert result.checkpoint.identity == load_checkpoint(small).identity
     scaled(copy)
     before = (output / "perplexity_m.json").read_bytes()
-    with pytest.raises(EvaluationError, match="holds another measurement .different checkpoint.identity."):
+    with pytest.raises(EvaluationError, match="contains another measurement .different checkpoint.identity."):
         measured(copy, output, text)
     assert (output / "perplexity_m.json").read_bytes() == before
     assert measured(copy, tmp_path / "other", text)[0] != first
@@ -212,7 +212,7 @@ def test_the_place_of_a_haystack_is_no_part_of_a_measurement(small: Path, text: 
     moved.write_bytes(text.read_bytes())
     assert needle(text) == needle(moved) == 0
     moved.write_text(json.dumps({"text": "Other words. " * 9}) + "\n")
-    with pytest.raises(EvaluationError, match=r"holds another measurement .different protocol.haystack.sentences, "):
+    with pytest.raises(EvaluationError, match=r"contains another measurement .different protocol.haystack.sentences, "):
         needle(moved)
 
 

@@ -75,10 +75,10 @@ def test_damage_is_found(inspect: Any, run: Path, capsys: pytest.CaptureFixture[
     assert inspect([str(run)]) == 1
     text = capsys.readouterr().out
     assert "global_step4: step 4, valid" in text
-    assert "rank_00001.safetensors: its content has changed" in text
+    assert "rank_00001.safetensors: content has changed" in text
     assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum only"
     text = capsys.readouterr().out
-    assert text.count("not verified: only names and sizes of files were compared") == 2 and ", valid" not in text
+    assert text.count("not verified (only file names and sizes were compared)") == 2 and ", valid" not in text
     flip_size = run / "global_step4" / native.RNG / "rank_0.pt"
     flip_size.write_text("")
     assert inspect([str(run), "--no-verify"]) == 1 and "rank_0.pt: has 0 bytes" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_a_step_without_a_manifest_is_damaged(inspect: Any, run: Path, capsys: p
     (run / "global_step4" / native.MANIFEST).unlink()
     for path in (run, run / "global_step4"):
         assert inspect([str(path)]) == 1
-        assert "global_step4: step ?, " in (text := capsys.readouterr().out) and "manifest.json: cannot be read" in text
+        assert "global_step4: step ?, " in (text := capsys.readouterr().out) and "manifest.json: not found" in text
 
 
 def test_files_that_the_manifest_does_not_know(inspect: Any, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +102,8 @@ def test_a_rank_that_is_missing_is_found_without_checksums(
 ) -> None:
     (run / "global_step8" / native.STATE / file_name(1)).unlink()
     assert inspect([str(run / "global_step8"), "--no-verify"]) == 1
-    assert "rank_00001.safetensors: is missing from the checkpoint" in capsys.readouterr().out
+    assert "rank_00001.safetensors: not found; copy the checkpoint" in capsys.readouterr().out
 
 
 def test_nothing_to_inspect(inspect: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect([str(tmp_path)]) == 2 and "holds no complete checkpoint" in capsys.readouterr().err
+    assert inspect([str(tmp_path)]) == 2 and "no complete checkpoint" in capsys.readouterr().err

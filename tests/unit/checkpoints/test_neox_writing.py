@@ -26,37 +26,37 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "CLEX": (
         {"rope_scaling": {"rope_type": "clex"}},
         1,
-        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX's model",
+        "GPT-NeoX's layout cannot represent the model: rope_scaling clex: GPT-NeoX has no weights",
     ),
-    "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
+    "norm": ({"use_bias_in_norms": False}, 1, "GPT-NeoX's layernorm always has a bias"),
     "attention": (
         LLAMA | {"gpt_j_residual": True},
         1,
-        "gpt_j_residual: without use_bias_in_mlp GPT-NeoX leaves attention out",
+        "gpt_j_residual: without use_bias_in_mlp, GPT-NeoX omits the attention output",
     ),
     "activation": (
         {"use_bias_in_mlp": False},
         1,
-        "use_bias_in_mlp: without it GPT-NeoX computes gated activations only",
+        "use_bias_in_mlp: without this key, GPT-NeoX supports only gated activations",
     ),
-    "base": ({"rotary_emb_base": 5000.5}, 1, "rotary_emb_base: it must be a whole number"),
-    "width": ({"intermediate_size": 63}, 1, "its inner width must be even"),
+    "base": ({"rotary_emb_base": 5000.5}, 1, "rotary_emb_base: must be a whole number"),
+    "width": ({"intermediate_size": 63}, 1, "the width inside the MLP must be even"),
     "heads": ({}, 3, r"num_attention_heads \(4\) is not a multiple of 3; .*vocabulary \(512\) is not a multiple of 3"),
     "key heads": (
         LLAMA | {"num_kv_heads": 1},
         2,
         r"cannot represent the model: num_kv_heads \(1\) is not a multiple of 2$",
     ),
-    "ranks": ({}, 0, "model_parallel_size: 0 must be"),
+    "ranks": ({}, 0, "model_parallel_size: must be"),
     "two lengths": (
         {"logit_scaling": "log_n", "rope_scaling": TWO_LENGTHS},
         1,
-        "logit_scaling .* refer to seq_length.*with the plugin to .*original_max_position",
+        "logit_scaling .* depend on seq_length.*in the GPT-NeoX plugin on .*original_max_position",
     ),
     "two lengths, a map": (
         {"relative_positions": {"type": "rerope"}, "rope_scaling": TWO_LENGTHS},
         1,
-        "the defaults of relative_positions: here they refer to seq_length",
+        "the defaults of relative_positions: depend on seq_length",
     ),
 }
 
@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_their_configuration(tmp_path: Path) -> None:
     weights = build_model(config).state_dict()
     weights["norm.weight"] = weights.pop("norm.bias")[:8].clone()
     checkpoint = write_checkpoint(tmp_path / "run", config, weights)
-    with pytest.raises(CheckpointError, match=r"missing norm.bias; norm.weight is \[8\], the model has \[32\]"):
+    with pytest.raises(CheckpointError, match=r"missing norm.bias; norm.weight has shape \[8\], the model \[32\]"):
         export_neox(checkpoint, tmp_path / "neox")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -154,7 +154,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["neox", str(run), str(tmp_path / "neox"), *more, "--set", "rotary_emb_base=50000"]) == 0
     said = capsys.readouterr()
     assert "`finetune: true`\n" in said.out
-    assert "stock GPT-NeoX does not know its pos_emb" in said.err
+    assert "stock GPT-NeoX does not support its keys pos_emb" in said.err
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}

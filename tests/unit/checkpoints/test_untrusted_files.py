@@ -77,9 +77,9 @@ def test_pickles(allowed: Any, place: Callable[[Any], Any], marker: Path, tmp_pa
         lambda content: path.write_bytes(pickle.dumps(content)),
     ):
         write(place(Payload(marker)))
-        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something other"):
+        with pytest.raises(CheckpointError, match="contains objects other than tensors|a pickle without weights"):
             load_pickle(path, allowed)
-        with pytest.raises(CheckpointError, match="holds more than tensors|is a pickle of something other"):
+        with pytest.raises(CheckpointError, match="contains objects other than tensors|a pickle without weights"):
             load_rng_states(path)
 
 
@@ -161,7 +161,7 @@ def test_scripts_of_data_sets(marker: Path, tmp_path: Path) -> None:
     (folder / "set.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
     source = CorpusSource(SourceSpec("a", [folder], reader="huggingface"))
     rules, quiet = Rules(valid_fraction=0.1, test_fraction=0.1), Execution(0, progress=False)
-    with pytest.raises(DataError, match="datasets cannot read it"):
+    with pytest.raises(DataError, match="cannot be read by datasets"):
         prepare([source], tmp_path / "out", load_tokenizer("CharLevelTokenizer"), rules, quiet)
 
 
@@ -193,7 +193,7 @@ def test_a_link_out_of_a_model_is_not_copied_into_an_export(name: str, tmp_path:
     (tmp_path / "private").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
-    with pytest.raises(CheckpointError, match=f"{name}: is a link to .*private, outside of the folder"):
+    with pytest.raises(CheckpointError, match=f"{name}: a link to .*private, which is outside the folder"):
         export(folder, tmp_path / "out")
     snapshot = tmp_path / "models--me--it" / "snapshots" / "abc"
     blobs = tmp_path / "models--me--it" / "blobs"

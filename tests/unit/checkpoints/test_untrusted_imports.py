@@ -20,7 +20,7 @@ from megatron_coca.model import build_model
 from tests.checkpoint_files import TINY, write_checkpoint
 from tests.neox_files import write_neox
 
-NOT_RUN = "not run, because a checkpoint may come from anybody"
+NOT_RUN = "not run, because checkpoints may be untrusted"
 METHOD = (
     "from megatron_coca import LogitScaling, register\n"
     "register(LogitScaling('mine', 'mine', 'here'), lambda positions, length: 1 + 0 * positions)\n"
@@ -133,7 +133,7 @@ def test_inspect_shows_it_without_running_it(marker: Path, tmp_path: Path, capsy
     run = crafted(tmp_path, imports=["../evil.py"], logit_scaling="mine")
     assert cli.main(["inspect", "checkpoint", str(run), "--json", str(tmp_path / "facts.json")]) == 0
     text = capsys.readouterr().out
-    assert "imports: ../evil.py (Python, not run)" in text
+    assert "imports: ../evil.py (Python file, was not run)" in text
     assert "logit_scaling: mine" in text and "hidden_size: 32" in text
     assert json.loads((tmp_path / "facts.json").read_text())[0]["imports"] == ["../evil.py"]
     assert not marker.exists()
@@ -178,7 +178,7 @@ def test_a_hugging_face_model(marker: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     load_model(folder)
     (folder / "config.json").write_text(json.dumps(config | {"imports": [str(tmp_path / "evil.py")]}))
-    with pytest.raises(CheckpointError, match="imports: is not supported"):
+    with pytest.raises(CheckpointError, match="imports: not supported"):
         load_model(folder)
     assert not marker.exists()
 

@@ -48,7 +48,7 @@ REFUSED = {
         "`hf download me/it --local-dir models/it`",
     ),
     "a run's name is none of the hub": (["train", "runs/it"], "runs/it.yml: no such file"),
-    "a page that is no HTML": (["inspect", "method", "a.yml", "--output", "m.txt"], "m.txt: a page is written as HTML"),
+    "a page that is no HTML": (["inspect", "method", "a.yml", "--output", "m.txt"], "m.txt: must be an HTML file"),
     "no overlay": (["generate", "--checkpoint", "nope", "none.yml"], "none.yml: no such file"),
     "chosen devices": (["train", *TRAINABLE, "include=localhost:1"], "include: not supported; list the hosts to use"),
     "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "write keys without dashes: `train_iters=1000`"),
@@ -64,7 +64,7 @@ REFUSED = {
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
     "stages": (["train", *TRAINABLE, "stages=[{until: 1}, {}]"], "stages[0].until: step 1 leaves no step"),
     "stages without a folder": (["train", *TRAINABLE, "stages=[{}]"], "stages: need save"),
-    "prepare": (["prepare", "--input", "a=b"], "--input: give either tokenizer_type, with vocab_file,"),
+    "prepare": (["prepare", "--input", "a=b"], "--input: needs a tokenizer; set either tokenizer_type"),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),
 }
 PROGRAM = """

@@ -112,7 +112,7 @@ def test_a_stop_string(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt", "x", "rope_scalin.factor=2"], "did you mean `rope_scaling"),
         (["--prompt", "x", "none.yml"], "none.yml"),
         (["--file", "none.txt"], "none.txt: cannot be read"),
-        (["--file", "bad.jsonl"], r"bad.jsonl:2: no text of a prompt; write an object"),
+        (["--file", "bad.jsonl"], r"bad.jsonl:2: no prompt text; write an object"),
         (["--file", "empty.txt"], "empty.txt: no prompt"),
         (["--prompt", "x", "--device", "cuda:99"], "device cuda:99: cannot be used here"),
         (["--prompt", "x", "--output", "."], "is a folder"),
@@ -167,7 +167,7 @@ def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytes
     assert shown.err == "" and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"
     with pytest.raises(DataError, match="no symbol '<start>'"):
         generate.main([*given, "--start-token", "<start>"])
-    with pytest.raises(EvaluationError, match="--start-token: the template of a chat adds its own"):
+    with pytest.raises(EvaluationError, match="--start-token: not supported with --chat"):
         generate.main([*given, "--start-token", "<bos>", "--chat"])
 
 

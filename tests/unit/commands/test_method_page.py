@@ -139,7 +139,7 @@ def test_what_cannot_be_built_is_left_out_with_its_reason(tmp_path: Path, rotary
     with pytest.raises(ConfigError, match="no frequencies to scale"):
         inspect.main(["method", alibi, "--variant", *yarn, "--output", str(tmp_path / "none.html")])
     assert not (tmp_path / "none.html").exists()
-    for type_of_layers, reason in (("gau", "leave them out"), ("near", "name them for the model")):
+    for type_of_layers, reason in (("gau", "remove them"), ("near", "set them for the model")):
         types = ["types", f"attention_config=[[[{type_of_layers}, global], all]]"]
         types += ["layer_types={near: {sliding_window_width: 5}}"] * (type_of_layers == "near")
         drawn(tmp_path, rotary, "--variant", "plain", "--variant", *types)

@@ -24,7 +24,7 @@ def test_a_hub_name_is_the_model_of_the_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_bare_name_of_the_hub_is_answered_with_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="named as hf://some/model"):
+    with pytest.raises(ConfigError, match="name it hf://some/model"):
         train.read_config(train.parser().parse_intermixed_args(["some/model", "train_iters=1"]))
     (tmp_path / "some").mkdir()
     with pytest.raises(ConfigError, match=r"some/model\.yml: no such file"):

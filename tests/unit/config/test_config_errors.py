@@ -122,7 +122,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("tensor_parallel_size: 2", "tensor_parallel_size: unknown key; did you mean `model_parallel_size`?"),
         ("sliding_window: 128", "sliding_window: unknown key; did you mean `sliding_window_width`?"),
         ("batch_size: 4", "batch_size: setting this derived value directly (set train_micro_batch_size_per_gpu or"),
-        ("num_experts: 4", "num_experts: not supported: there is no mixture of experts"),
+        ("num_experts: 4", "num_experts: mixture of experts is not supported"),
         ("bf16: true", "bf16: expected a mapping, got True; to set only the dtype, use precision=bf16"),
         ("max_steps: 10", "max_steps: unknown key; did you mean `train_iters`?"),
         (
@@ -236,7 +236,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",
             "pipe_parallel_size: DeepSpeed's pipelines have no sequence axis",
         ),
-        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least as many blocks, but num_layers is 2"),
+        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least one block each, but num_layers is 2"),
         (
             "model_parallel_size: 3",
             "model_parallel_size: 3 does not divide num_attention_heads 4 and num_kv_heads 4 and ",
@@ -249,7 +249,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("sequence_parallel_size: 8", "sequence_parallel_size: 8 does not divide num_attention_heads 4 and "),
         (
             "model_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_policy: selective",
-            "checkpoint_policy: selective cannot keep the products of tensor-parallel layers",
+            "checkpoint_policy: selective cannot store the matrix products of tensor-parallel layers",
         ),
         (
             "model_parallel_size: 2\ntorch_compile: true",

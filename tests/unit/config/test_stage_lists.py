@@ -77,22 +77,22 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([{"seq_length": 512}, {}], "stages[0].until: missing; only the last stage"),
+        ([{"seq_length": 512}, {}], "stages[0].until: missing; set it, because only the last stage"),
         ([{"until": "80"}, {}], "stages[0].until: expected a number of steps or a share of train_iters such as 80%"),
         ([{"until": True}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": 0.8}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": "1/0%"}, {}], "stages[0].until: expected a number of steps or a share"),
         ([{"until": 500}, {"until": "40%"}, {}], "stages[1].until: step 400 is not after step 500"),
         ([{"until": 0}, {}], "stages[0].until: step 0 is not after step 0"),
-        ([{"until": 1001}, {"until": 1002}], "stages[0].until: step 1001 leaves no step of train_iters 1000"),
+        ([{"until": 1001}, {"until": 1002}], "stages[0].until: step 1001 leaves no steps for the later stages"),
         ([{"until": 500}, {"until": "90%"}], "stages[1].until: step 900 is not train_iters 1000"),
         ([{"until": 5}, {"seq_lenght": 8}], "stages[1]: seq_lenght: unknown key; did you mean `seq_length`?"),
         ([{"until": 5}, {"seq_length": "8"}], "stages[1]: seq_length: expected an integer, got '8'"),
         ([{"until": 5}, {"reset_optimizer": 1}], "stages[1].reset_optimizer: expected true or false"),
         ([{"until": 5}, {"num_layers": 8}], "stages[1].num_layers: cannot differ between stages"),
         ([{"until": 5}, {"pos_emb": "alibi"}], "stages[1].pos_emb: cannot differ between stages"),
-        ([{"until": 5}, {"stages": [{"lr": 1}]}], "stages[1].stages: a stage has no stages of its own"),
-        ([{"until": 5}, {"stages.a": 1}], "stages[1].stages.a: a stage has no stages of its own"),
+        ([{"until": 5}, {"stages": [{"lr": 1}]}], "stages[1].stages: not supported inside a stage"),
+        ([{"until": 5}, {"stages.a": 1}], "stages[1].stages.a: not supported inside a stage"),
         ([{"until": 5}, {"imports": ["a.py"]}], "stages[1].imports: cannot differ between stages"),
         ([{"until": 5}, {"train_iters": 8}], "stages[1].train_iters: cannot differ between stages"),
         ([{"until": 5}, {"zero_optimization": {"stage": 2}}], "stages[1].zero_optimization: cannot differ"),
@@ -100,7 +100,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ([{"until": 5}, {"vocab_file": "other"}], "stages[1].vocab_file: cannot differ between stages"),
         (
             [{"until": 5}, {"seq_length": 2048, "rope_scaling": {"rope_type": "linear", "factor": 2}}],
-            "stages[1].rope_scaling: the stages have several lengths; set original_max_position_embeddings",
+            "stages[1].rope_scaling: the stages differ in seq_length; set original_max_position_embeddings",
         ),
         (
             [{"until": 5}, {"rope_scaling": {"rope_type": "clex"}}],
@@ -114,7 +114,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
 )
 def test_wrong_stages_are_refused_by_name(stages: list[dict[str, Any]], expected: str) -> None:
     found = problems(*stages)
-    assert found[0].startswith(expected) and len(found) == (2 if "leaves no step" in expected else 1)
+    assert found[0].startswith(expected) and len(found) == (2 if "leaves no steps" in expected else 1)
 
 
 def test_a_stage_is_validated_once_and_their_number_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path
 def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither manifest.json nor an .idx"):
         find_shards([tmp_path])
-    with pytest.raises(DataError, match="shards: none given"):
+    with pytest.raises(DataError, match="shards: no path given"):
         find_shards([])
     with pytest.raises(DataError, match="no such file"):
         lengths_by_source(find_shards([tmp_path / "absent"]))
@@ -196,7 +196,7 @@ def test_the_mixture_of_a_configuration(config: str, capsys: pytest.CaptureFixtu
 
 def test_keys_may_stand_behind_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_data.main(["sample", config, "--number", "3", "seq_length=6"]) == 0
-    assert "sample 3: " in (shown := capsys.readouterr().out) and "(7), of" in shown
+    assert "sample 3: " in (shown := capsys.readouterr().out) and "(7 tokens) from" in shown
     with pytest.raises(SystemExit):
         inspect_data.main(["sample", config, "--number", "3", "--nonsense"])
 
@@ -221,7 +221,7 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
     arguments = ["sample", "--split", "test", "--number", "0", *texts, "split=5,1,1"]
     assert inspect_data.main(arguments) == 0
     heading, _, text = capsys.readouterr().out.partition("\n\n")
-    assert "of 1 document(s)" in heading and text.strip() and text.strip() in BOOKS[-1]
+    assert "from 1 document(s)" in heading and text.strip() and text.strip() in BOOKS[-1]
     assert cli.main(["inspect", *arguments[:-1], "split=5,1,0"]) == 2
     assert "--split test: the configuration has no such data" in capsys.readouterr().err
 
@@ -229,9 +229,9 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sample", "{config}", "--number", "9" * 23], "9: numbers end at 2^62"),
+        (["sample", "{config}", "--number", "9" * 23], "9: the largest sample number is 2^62"),
         (["sample", "{config}", "--number", "-1"], "sample -1: does not exist"),
-        (["mixture", "{config}", "--samples", "9" * 23], "9: numbers end at 2^62"),
+        (["mixture", "{config}", "--samples", "9" * 23], "9: the largest sample number is 2^62"),
     ],
 )
 def test_what_a_library_would_trip_over(

@@ -59,7 +59,7 @@ def test_documents_begin_where_the_index_says(
         assert found.shape == (len(offsets), count) and found.dtype == bool
         expected = [[offset + place in begins for place in range(count)] for offset in offsets]
         assert found.tolist() == expected
-    with pytest.raises(DataError, match="lie outside its"):
+    with pytest.raises(DataError, match="are out of range"):
         shard.document_begins(np.array([0, shard.len_tokens - 1]), 2)
 
 
@@ -249,7 +249,7 @@ def test_training_and_validation_read_alike(tmp_path: Path) -> None:
 
 
 def test_a_mask_needs_to_know_the_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="eod_mask_loss: the token that ends a document is not known"):
+    with pytest.raises(ConfigError, match="eod_mask_loss: the end-of-document token is unknown"):
         open_corpus(load_config([], keys(tmp_path, tokenizer=False, eod_mask_loss=True)))
 
 

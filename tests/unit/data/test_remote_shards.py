@@ -114,8 +114,8 @@ def test_requests_that_fail_are_repeated(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("memory://bucket/corpus/absent.txt", "no such object, or no readable file"),
-        ("memory://bucket/corpus/deep/picture.png", r"unknown type of file \(\.png\)"),
+        ("memory://bucket/corpus/absent.txt", "no such object, and no readable file"),
+        ("memory://bucket/corpus/deep/picture.png", r"unknown file type \(\.png\)"),
         ("nowhere://bucket/a.txt", "cannot be opened"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_recipe_takes_urls_and_their_patterns(both: tuple[Path, str], tmp_path
     read = read_recipe(recipe)
     assert read.sources[0].spec.paths == [f"{URL}/{name}" for name in ("a.jsonl.zst", "b.jsonl", "deep/c.parquet")]
     recipe.write_text(recipe.read_text().replace("*.jsonl*", "*.xml"))
-    with pytest.raises(DataError, match="matches no file"):
+    with pytest.raises(DataError, match="no file matches this pattern"):
         read_recipe(recipe)
 
 

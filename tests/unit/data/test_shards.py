@@ -60,14 +60,14 @@ def damage(path: Path, change) -> None:
     [
         (".idx", lambda b: b"TNTIDX\0\0" + b[8:], r"\.idx: not an MMIDIDX index"),
         (".idx", lambda b: b"", r"\.idx: not an MMIDIDX index"),
-        (".idx", lambda b: b[:20], r"\.idx: header is truncated"),
-        (".idx", lambda b: b[:-8], r"\.idx: truncated or of another format"),
+        (".idx", lambda b: b[:20], r"\.idx: the header is truncated"),
+        (".idx", lambda b: b[:-8], r"\.idx: truncated or in another format"),
         (".idx", lambda b: b[:17] + b"\x06" + b[18:], "dtype code 6"),
-        (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "without gaps"),
+        (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "gaps or overlaps"),
         (".idx", lambda b: b[:-16] + struct.pack("<qq", 7, 2), "out of order"),
-        (".bin", lambda b: b[:-2], r"\.bin: 8 bytes, but its index records 10"),
-        (".bin", lambda b: b + b"xx", r"\.bin: 12 bytes, but"),
-        (".bin", lambda b: b"", "contains no token"),
+        (".bin", lambda b: b[:-2], r"\.bin: has 8 bytes, but its index records 10"),
+        (".bin", lambda b: b + b"xx", r"\.bin: has 12 bytes, but"),
+        (".bin", lambda b: b"", "contains no tokens"),
     ],
 )
 def test_damaged_and_foreign_files_are_named(tmp_path: Path, suffix: str, change, message: str) -> None:
@@ -102,7 +102,7 @@ def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str
     line = [sys.executable, "-c", TRUNCATED, str(tmp_path / "s"), suffix, str(size)]
     done = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    message = f"{tmp_path / 's'}{suffix}: truncated while it was in use, from {before} to {size} bytes"
+    message = f"{tmp_path / 's'}{suffix}: the file was truncated from {before} to {size} bytes while it was in use"
     assert [told.startswith(message) for told in done.stdout.splitlines()] == [True] * 3
 
 
@@ -135,7 +135,7 @@ def test_512_shards_under_a_small_limit_of_open_files(tmp_path: Path, limit: str
 def test_missing_shard_and_positions_outside_are_errors(tmp_path: Path, shards: list[Shard]) -> None:
     with pytest.raises(DataError, match=r"none\.bin: no such file"):
         Shard(tmp_path / "none")
-    with pytest.raises(DataError, match="lie outside its 933 tokens"):
+    with pytest.raises(DataError, match="are out of range; the shard has 933 tokens"):
         shards[1].tokens(930, 4)
-    with pytest.raises(DataError, match="no document 2; it has 2"):
+    with pytest.raises(DataError, match="document 2 does not exist; the shard has 2 documents"):
         shards[1].document(2)

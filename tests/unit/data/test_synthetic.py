@@ -136,7 +136,7 @@ def test_the_loss_counts_answers_or_all_tokens() -> None:
 
 
 def test_a_sample_without_room_is_refused() -> None:
-    with pytest.raises(DataError, match="seq_length: 22 is too short for recall; set at least 23"):
+    with pytest.raises(DataError, match="seq_length: 22 is too short for the task recall; set it to at least 23"):
         SyntheticSamples(TaskSettings(), 22, 0)
     assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
 
@@ -193,7 +193,7 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("synthetic.facts=17", "17 facts need as many different keys, but there are 16"),
+        ("synthetic.facts=17", "17 facts need 17 different keys, but synthetic.keys is 16"),
         ("synthetic.updates=2", "updates has no effect with task recall; remove it"),
         ("synthetic={task: ordered_recall}", "set synthetic.updates"),
         ("synthetic={task: ordered_recall, facts: 8, updates: 3}", "8 facts are no multiple of updates=3"),

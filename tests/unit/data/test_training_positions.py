@@ -186,14 +186,20 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
         (["pos_emb=alibi"], "no effect with pos_emb alibi"),
         (["pos_emb=none"], "no effect with pos_emb none"),
         (["pos_emb=learned"], "max 16L exceeds max_position_embeddings 64"),
-        (["rope_scaling={rope_type: clex}"], "rope_type clex is trained with {type: stretched, max: 16L}, its default"),
-        (["training_positions={type: stretched, max: 100}"], "max 100 is not a multiple of seq_length 64"),
-        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which counts tokens"),
+        (["rope_scaling={rope_type: clex}"], "rope_type clex needs {type: stretched, max: 16L}, which is its default"),
+        (
+            ["training_positions={type: stretched, max: 100}"],
+            "with type stretched, max must be a multiple of seq_length 64, not 100",
+        ),
+        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which uses positions as token counts"),
         (
             ["relative_positions={type: inv_leaky_rerope, target_length: 1024}"],
-            "inv_leaky_rerope, which counts tokens",
+            "inv_leaky_rerope, which uses positions as token counts",
         ),
-        (["relative_positions={type: dual_chunk}"], "relative_positions dual_chunk, which counts tokens"),
+        (
+            ["relative_positions={type: dual_chunk}"],
+            "relative_positions dual_chunk, which uses positions as token counts",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: list[str], message: str) -> None:
@@ -228,7 +234,7 @@ def test_gpt_neox_refuses_them_with_the_reason() -> None:
     given = {"type": "randomized", "max": "16L"}
     known = dict.fromkeys((*NEW_CHOICES, *FIELDS), str)
     (problem,) = problems_of({"training_positions": given}, known)
-    assert problem.startswith("training_positions: GPT-NeoX's data path carries tokens only")
+    assert problem.startswith("training_positions: GPT-NeoX's batches contain only tokens")
     assert not problems_of({"training_positions": None}, known)
 
 

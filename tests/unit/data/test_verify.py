@@ -75,16 +75,16 @@ def other_description(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "nothing": (lambda folder: None, []),
-    "one byte": (other_byte, ["words_train.bin: content has changed"]),
+    "one byte": (other_byte, ["words_train.bin: the content has changed"]),
     "an id": (large_id, ["content has changed"]),
-    "the index": (moved_end, ["1 documents of the index do not end with the separator, 0"]),
+    "the index": (moved_end, ["1 documents do not end with the separator 0"]),
     "two in one": (fewer_documents, ["documents, but manifest.json records"]),
     "cut": (
         lambda folder: (folder / "words_test.bin").write_bytes(b"12"),
-        ["words_test.bin: 2 bytes, but its index records"],
+        ["words_test.bin: has 2 bytes, but its index records"],
     ),
     "absent": (lambda folder: (folder / "words_test.idx").unlink(), ["words_test.idx: no such file"]),
-    "tokenizer": (other_manifest, ["shards: the tokenizer is not the one that manifest.json names"]),
+    "tokenizer": (other_manifest, ["shards: the tokenizer differs from the one recorded in manifest.json"]),
     "description": (other_description, ["have changed since"]),
 }
 
@@ -140,7 +140,7 @@ def test_what_the_manifest_does_not_vouch_for_is_told(shards: Path) -> None:
     (shards / "manifest.json").write_text(json.dumps(record))
     faults = [fault for found in verify_shards(find_shards([shards])) for fault in found.faults]
     assert len(faults) == 2 and "extra: not listed in the manifest.json" in faults[0]
-    assert "words_test: listed in manifest.json without a SHA-256" in faults[1]
+    assert "words_test: manifest.json has no SHA-256" in faults[1]
 
 
 def test_what_is_recorded_is_the_hash_of_the_file(shards: Path) -> None:

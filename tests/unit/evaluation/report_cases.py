@@ -34,7 +34,7 @@ USES: dict[str, tuple[str, dict[str, Any], float]] = {
 """By label: the form, the overrides, and the growth of the loss with each doubling of the length."""
 
 REFUSED = "rope_scaling: a bias has no frequencies that could be extended"
-FULL = "the memory of cpu is exhausted; lower --tokens-per-batch (it is 16384, one window at least)"
+FULL = "cpu ran out of memory; lower --tokens-per-batch (it is 16384, one window at least)"
 
 
 def header(label: str, pos_emb: str = "rotary", overrides: Any = None, length: int = 512) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def speed() -> SpeedResult:
     at = "layer forward, length 8192, dense"
     content = {
         **header("350M"),
-        "missing": [lacking(at, "out of memory", "the memory of cpu is exhausted")],
+        "missing": [lacking(at, "out of memory", "cpu ran out of memory")],
         "protocol": {"text": "interleaved rounds, median", "rounds": 5, "batch": 1, "shape": shape},
         "machine": {"processor": "a processor", "threads": 2, "versions": {"torch": "2.13.0"}},
         "results": cells,

@@ -108,7 +108,7 @@ def test_the_command_answers_as_generation_does(
         message = generator.tokenizer.decode(case.prompt).removeprefix("system:S.user:").removesuffix(".assistant:")
         (row,) = generator.answer([[{"role": "system", "content": "S"}, {"role": "user", "content": message}]], 12)
         assert record["answer"] == row.text and record["tokens"] == len(case.prompt)
-    with pytest.raises(EvaluationError, match=r"holds another measurement \(different protocol.chat"):
+    with pytest.raises(EvaluationError, match=r"contains another measurement \(different protocol.chat"):
         run(checkpoint, output)
     plain = tmp_path / "plain.json"
     assert run(checkpoint, plain) == 0
@@ -119,5 +119,5 @@ def test_the_command_answers_as_generation_does(
 def test_options_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="--system-instruction: has no effect without --apply-chat-template"):
         run(checkpoint, tmp_path / "a.json", "--system-instruction", "S")
-    with pytest.raises(EvaluationError, match="--start-token: .*leave the option out"):
+    with pytest.raises(EvaluationError, match="--start-token: .*remove the option"):
         run(checkpoint, tmp_path / "a.json", "--apply-chat-template", "--start-token", "a")

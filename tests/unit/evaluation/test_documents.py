@@ -102,7 +102,7 @@ def test_hash_depends_on_the_boundaries() -> None:
     [
         ({"max_length": 34}, r"no document has the required 34 tokens .the longest has 33"),
         ({"vocab_size": 100}, r"token id \d+ is outside the model's vocabulary of 100"),
-        ({"tokenizer": None}, r"corpus.jsonl: is text, and the checkpoint has no tokenizer"),
+        ({"tokenizer": None}, r"corpus.jsonl: is a text file, but the checkpoint has no tokenizer"),
     ],
 )
 def test_documents_that_do_not_fit(corpus: Path, changes: dict[str, object], message: str) -> None:
@@ -116,7 +116,7 @@ def test_sources_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(EvaluationError, match="no test data"):
         collect()
     (tmp_path / "book.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"book.pdf: unknown type"):
+    with pytest.raises(DataError, match=r"book.pdf: unknown file type"):
         collect(tmp_path / "book.pdf")
 
 
@@ -144,13 +144,15 @@ def test_shards_that_nothing_vouches_for_are_named(
     for name in ("manifest.json", "tokenizer_type.json"):
         (folder / name).unlink(missing_ok=True)
     collect(shard)
-    assert f"{shard}: no tokenizer saved with them" in caplog.records[1].getMessage()
+    assert f"{shard}: no tokenizer was saved with these shards" in caplog.records[1].getMessage()
 
 
 def test_a_tokenizer_beside_a_shard_counts_without_a_manifest(shard: str, tmp_path: Path) -> None:
     (Path(shard).parent / "manifest.json").unlink()
     train_bpe(["some text"], 285, tmp_path / "t.json").save(Path(shard).parent)
-    with pytest.raises(EvaluationError, match="all_test: prepared with another tokenizer .* by .*tokenizer_type.json"):
+    with pytest.raises(
+        EvaluationError, match="all_test: prepared with a different tokenizer .* recorded in .*tokenizer_type.json"
+    ):
         collect(shard)
 
 
@@ -170,7 +172,7 @@ def test_another_file_of_the_same_tokenizer_is_no_other_tokenizer(tmp_path: Path
     converted = load_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
     assert converted.fingerprint != made.fingerprint
     check_tokenizers([EvaluatedSource(str(tmp_path / "shards/all_test"), True)], converted)
-    with pytest.raises(EvaluationError, match="prepared with another tokenizer"):
+    with pytest.raises(EvaluationError, match="prepared with a different tokenizer"):
         check_tokenizers(
             [EvaluatedSource(str(tmp_path / "shards/all_test"), True)], load_tokenizer("CharLevelTokenizer")
         )
@@ -192,6 +194,6 @@ def test_shard_of_another_tokenizer(shard: str) -> None:
     content = json.loads(manifest.read_text())
     content["tokenizer"]["fingerprint"] = "0" * 64
     manifest.write_text(json.dumps(content))
-    with pytest.raises(EvaluationError, match=r"all_test: prepared with another tokenizer \(000000000000, "):
+    with pytest.raises(EvaluationError, match=r"all_test: prepared with a different tokenizer \(000000000000, "):
         collect(shard)
     assert len(collect(shard, tokenizer=None).arrays) == 3

@@ -142,11 +142,11 @@ def test_checkpoints_are_named_on_the_command_line(tmp_path: Path) -> None:
     fixed = suite(tmp_path)
     assert with_checkpoints(fixed, {"CoCA": "elsewhere"}).checkpoints["CoCA"].path == "elsewhere"
     assert with_checkpoints(fixed, {"CoCA": "elsewhere"}).checkpoints["CoCA"].set == ["attention_backend=sdpa"]
-    with pytest.raises(EvaluationError, match="--checkpoint Coca: the suite has RoFormer, CoCA"):
+    with pytest.raises(EvaluationError, match="--checkpoint Coca: unknown checkpoint; name one of RoFormer, CoCA"):
         with_checkpoints(fixed, {"Coca": "elsewhere"})
     either = suite(tmp_path, SUITE.replace("  RoFormer: runs/roformer", "  any: {set: [a=1]}"))
     assert with_checkpoints(either, {"mine": "m"}).checkpoints["mine"].set == ["a=1"]
-    with pytest.raises(EvaluationError, match="--checkpoint: missing for RoFormer"):
+    with pytest.raises(EvaluationError, match="--checkpoint: no path for RoFormer"):
         with_checkpoints(suite(tmp_path, SUITE.replace("RoFormer: runs/roformer", "RoFormer: {}")), {})
 
 
@@ -175,7 +175,7 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     assert planned[1].files == (tmp_path / "results" / "repeated" / "perplexity_roformer.json",)
     with pytest.raises(EvaluationError, match="tasks.perplxity repeated: unknown task"):
         commands(suite(tmp_path, text.replace("perplexity r", "perplxity r")), {}, tmp_path)
-    with pytest.raises(EvaluationError, match="both would write perplexity_roformer.json; give them"):
+    with pytest.raises(EvaluationError, match="both would write perplexity_roformer.json; rename"):
         again = text + "  perplexity Repeated: {windows: [100], stride: 1L}\n"
         commands(suite(tmp_path, again), {"RoFormer": 64}, tmp_path)
 

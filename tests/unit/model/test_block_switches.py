@@ -294,7 +294,7 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
 
 
 def test_a_backend_without_gates_says_so() -> None:
-    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need a call for every block"):
+    with pytest.raises(ValueError, match="attention_backend: flex .* forgetting gates need one call per query block"):
         config = configured(forgetting_gate="fox")
         find_backend("flex", build_method(config.position, config.model).needs("cuda", 0.0))
 
@@ -309,7 +309,7 @@ def test_gates_are_not_deterministic_on_cuda() -> None:
     config = configured(forgetting_gate="fox")
     needs = replace(build_method(config.position, config.model).needs("cuda", 0.0), deterministic=True)
     with pytest.raises(
-        ValueError, match="deterministic: PyTorch adds the running sum of forgetting gates in any order"
+        ValueError, match="deterministic: on CUDA, PyTorch computes the running sum of forgetting gates"
     ):
         find_backend("auto", needs)
 
@@ -328,7 +328,7 @@ def test_opt_positions_begin_at_the_offset() -> None:
     shifted.load_state_dict(weights | {"embedding.position_embeddings.weight": table.roll(4, 0)})
     ids = tokens()[:, :16]
     assert torch.equal(shifted.eval()(ids), plain.eval()(ids))
-    with pytest.raises(PositionRangeError, match="20 learned positions do not include 20"):
+    with pytest.raises(PositionRangeError, match="position 20 is beyond the 20 learned positions"):
         shifted(tokens()[:, :17])
     moved = build_model(configured(pos_emb="sinusoidal", opt_pos_emb_offset=4)).eval()
     still = build_model(configured(pos_emb="sinusoidal")).eval()

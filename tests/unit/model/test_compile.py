@@ -145,13 +145,15 @@ def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
 
 def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
     """They compile on no device or only on one: dense contractions, and the mask of later blocks on CUDA."""
-    with pytest.raises(BackendError, match="torch_compile: attn_logit_softcapping: its scores are contracted by"):
+    with pytest.raises(
+        BackendError, match="torch_compile: attn_logit_softcapping: opt_einsum computes its attention scores"
+    ):
         build_model(configured(attn_logit_softcapping=5.0, torch_compile=True))
     reason = compilation.reason_not_compiled(configured(pos_emb="fire"), "sdpa", "cpu")
-    assert reason is not None and reason.startswith("pos_emb fire: its scores are contracted by opt_einsum")
+    assert reason is not None and reason.startswith("pos_emb fire: opt_einsum computes its attention scores")
     gates = configured(forgetting_gate="fox", seq_length=600)
     reason = compilation.reason_not_compiled(gates, "sdpa", "cuda")
-    assert reason is not None and reason.startswith("forgetting_gate: PyTorch's mask of the later blocks")
+    assert reason is not None and reason.startswith("forgetting_gate: torch.compile does not trace the masks")
     assert "forgetting_gate" not in (compilation.reason_not_compiled(gates, "triton", "cuda") or "")
     assert "forgetting_gate" not in (compilation.reason_not_compiled(gates, "sdpa", "cpu") or "")
 
@@ -173,7 +175,7 @@ def test_auto_compiles_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: py
     packed = configured(reset_attention_mask=True, attention_dropout=0.1)  # which `triton`, otherwise taken, has not
     with caplog.at_level(logging.INFO):
         building._compiled(build_model(packed), packed, "cuda", True)
-    assert len(compiled) == 1 and "torch_compile: off: reset_attention_mask" in caplog.text
+    assert len(compiled) == 1 and "torch_compile: disabled: reset_attention_mask" in caplog.text
 
 
 def test_a_loss_without_chunks_has_no_kernel() -> None:

@@ -85,7 +85,7 @@ def test_prompts_and_weights_stay_as_they_are() -> None:
         (torch.zeros(3, dtype=torch.int64), 4, r"int64 \[batch, length\]"),
         (torch.zeros(1, 0, dtype=torch.int64), 4, r"\[1, 0\]"),
         (torch.zeros(1, 3), 4, "torch.float32"),
-        (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens: 0"),
+        (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens: must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, message: str) -> None:
@@ -94,7 +94,9 @@ def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, mess
 
 
 def test_an_unknown_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic_length: 'longest' is unknown; use current, prompt, total"):
+    with pytest.raises(
+        ValueError, match="dynamic_length: unknown value 'longest'; supported values: current, prompt, total"
+    ):
         generate(make(), prompts(), 4, dynamic_length="longest")  # type: ignore[arg-type]
 
 

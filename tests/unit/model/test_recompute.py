@@ -90,7 +90,7 @@ ZERO3 = {"zero_optimization": {"stage": 3}}
 
 @pytest.mark.parametrize("keys", [ZERO3, {"model_parallel_size": 2}])
 def test_selective_is_refused_where_deepspeed_changes_kept_products(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="checkpoint_policy: selective cannot keep the products"):
+    with pytest.raises(ConfigError, match="checkpoint_policy: selective cannot store the matrix products"):
         load_config([], KEYS | keys | CHOICES["selective"] | {"pos_emb": "coca"})
     load_config([], KEYS | keys | CHOICES["full"] | {"pos_emb": "coca"})
 
@@ -147,7 +147,9 @@ def test_waiting_is_noticed() -> None:
 
 def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "missing_compile_tools", lambda device_type: "no C++ compiler was found")
-    with pytest.raises(BackendError, match="torch_compile: no C\\+\\+ compiler was found; or set torch_compile=false"):
+    with pytest.raises(
+        BackendError, match="torch_compile: no C\\+\\+ compiler was found; otherwise set torch_compile=false"
+    ):
         trained(torch_compile=True)
     config = load_config([], KEYS | {"pos_emb": "coca", "torch_compile": True})
     assert build_model(config, training=False), "evaluation compiles nothing"

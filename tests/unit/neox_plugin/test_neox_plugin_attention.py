@@ -122,7 +122,7 @@ def test_a_forward_that_calls_another_method_is_an_error(
     monkeypatch.setattr(upstream, "forward", lambda self, x, mask, layer_past=None: (self.dense(x), None))
     activate()
     layer = attention(stub, stub.arguments(pos_emb="coca")).train(training)
-    with pytest.raises(IncompatibleError, match="without its attention or flash_attention") as caught:
+    with pytest.raises(IncompatibleError, match="called neither its attention nor its flash_attention") as caught:
         layer(hidden(), None)
     assert TESTED_COMMIT in str(caught.value) and "use the tested commit" in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_a_longer_run_names_the_trained_length_where_it_matters(
     check = stub["checkpointing"].check_checkpoint_args
     longer = stub.arguments(seq_length=64, **keys)
     if key is not None:
-        with pytest.raises(ValueError, match=f"{key}: depends .* seq_length is 64, .*original_max_position_embeddings"):
+        with pytest.raises(ValueError, match=f"{key}: depends .* seq_length is 64 .*original_max_position_embeddings"):
             check(longer, SAVED)
         told = keys.get("rope_scaling", {"rope_type": "default"}) | {"original_max_position_embeddings": 16}
         longer = stub.arguments(seq_length=64, **keys | {"rope_scaling": told})

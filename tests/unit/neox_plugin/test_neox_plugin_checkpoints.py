@@ -110,7 +110,7 @@ def test_weights_end_up_where_they_were(stub: Upstream, tmp_path: Path) -> None:
             ROTARY,
             r"^pos_emb: rotary does not fit runs/old, which was trained with the attention of megatron_coca",
         ),
-        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; set it as in"),
+        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; use the value in"),
         (COCA, COCA | {"rotary_pct": 0.5}, r"^rotary_pct: 0.5, but runs/old was trained with 1.0"),
     ],
 )
@@ -147,4 +147,4 @@ def test_a_checkpoint_without_a_record_is_a_warning(
     content = saved(stub, tmp_path, **COCA)
     del content["args"][RECORD]
     load(stub, content, **COCA)
-    assert "runs/old: has no record of its position method; using pos_emb: coca" in caplog.text
+    assert "runs/old: no record of the position method; using pos_emb: coca" in caplog.text

@@ -39,7 +39,7 @@ def test_every_family_is_measured() -> None:
 def test_an_unknown_family(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_families.main(["qwen3", "qwen33"])
-    assert "no such family: qwen33; there are gpt_neox, llama" in capsys.readouterr().err
+    assert "qwen33: unknown family; use one of gpt_neox, llama" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_what_is_missing_is_said_first(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert main(["--output", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
-    assert "nvidia-smi" in said and "older than CUDA 13.0 needs" in said and not (tmp_path / "none").exists()
+    assert "nvidia-smi" in said and "too old for CUDA 13.0" in said and not (tmp_path / "none").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_report, "run_limited", lambda command, seconds: (1, "ptxas: error"))
     assert "python3-dev" in (gpu_report.unusable() or "")

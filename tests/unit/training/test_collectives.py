@@ -16,7 +16,7 @@ from tests.one_rank import changed
 def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
     with FolderLock(str(tmp_path)) as one, FolderLock(str(tmp_path)) as other:
         one.take()
-        with pytest.raises(CheckpointError, match="another run is training into"):
+        with pytest.raises(CheckpointError, match="another run is saving to"):
             other.take()
     with FolderLock(str(tmp_path)) as one, FolderLock(None) as none:
         one.take()
@@ -32,7 +32,7 @@ def test_figures_of_two_runs_do_not_share_a_folder(opened: Corpus, tmp_path: Pat
     with FolderLock(saves[0]) as first, FolderLock(saves[1]) as second:
         first.take_figures(one)
         with pytest.raises(
-            CheckpointError, match=rf"{key}: .*logs: another run writes its .*; choose another, such as {key}="
+            CheckpointError, match=rf"{key}: .*logs: in use by another run; choose another folder, such as {key}="
         ):
             second.take_figures(other)
     with FolderLock(saves[1]) as second:  # when the first has ended
@@ -52,7 +52,7 @@ def test_runs_without_a_folder_get_their_own(
         chosen = [lock.choose_log_dir(config) for lock in (second, third)]
         assert [each.logging.log_dir for each in chosen] == ["runs/unsaved_2", "runs/unsaved_3"]
         second.take_figures(chosen[0])
-        assert "the figures of this one go to runs/unsaved_2" in caplog.text
+        assert "this run writes its metrics to runs/unsaved_2" in caplog.text
         saved = changed(opened, save="elsewhere").config
         assert third.choose_log_dir(saved) is saved
     with FolderLock(None) as again:
@@ -73,7 +73,7 @@ def test_a_folder_that_is_made_later_must_still_be_empty(tmp_path: Path) -> None
     with FolderLock(str(run)) as locks:
         locks.take()
         native.step_folder(run, 2).mkdir(parents=True)  # by another run, which has ended since
-        with pytest.raises(CheckpointError, match="another run has written checkpoints into it since this one started"):
+        with pytest.raises(CheckpointError, match="another run has written checkpoints to this folder since this run"):
             locks.take()
 
 

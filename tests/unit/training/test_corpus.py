@@ -50,7 +50,7 @@ def test_a_part_is_a_shard_of_its_documents(tmp_path: Path) -> None:
     assert part.tokens(22, 3).tolist() == [3, 4, 4]
     assert [len(part.part(1, 3).document(i)) for i in range(2)] == [24, 25]
     assert shard.part(9, 10).document(0).tolist() == [9] * 29
-    with pytest.raises(DataError, match="outside"):
+    with pytest.raises(DataError, match="are out of range"):
         part.tokens(70, 3)
     with pytest.raises(DataError, match="out of range"):
         shard.part(5, 11)
@@ -86,14 +86,14 @@ def test_a_short_shard_of_validation_is_left_out(tmp_path: Path) -> None:
     corpus = open_corpus(config(**keys))
     assert corpus.valid is not None and [shard.name for shard in corpus.valid.shards] == [str(train)]
     assert corpus.left_out == (
-        f"validation leaves out {short}: 4 tokens do not fill a sample of seq_length + 1 = 5; leave the shard out, "
-        "join it with another one, or set a smaller seq_length",
+        f"validation leaves out {short}: only 4 tokens, fewer than one sample of seq_length + 1 = 5; leave the shard "
+        "out, merge it with another shard, or set a smaller seq_length",
     )
     corpus = open_corpus(config(**keys | {"valid_data_paths": [str(short)], "valid_data_weights": [1]}))
-    assert corpus.valid is None and "no validation loss will be reported: no shard holds" in (
+    assert corpus.valid is None and "no validation loss will be reported: no validation shard is long" in (
         validation_note(corpus) or ""
     )
-    with pytest.raises(DataError, match="short: 4 tokens do not fill a sample"):
+    with pytest.raises(DataError, match="short: only 4 tokens, fewer than one sample"):
         open_corpus(config(**paths(short, train, train)))
 
 
@@ -103,7 +103,7 @@ def test_data_path_trains_and_validates_on_its_split(tmp_path: Path) -> None:
     trained = {int(token) for index in range(50) for token in corpus.train.sample(index)}
     assert trained == set(range(8))
     assert {int(token) for index in range(10) for token in corpus.valid.sample(index)} == {8, 9}
-    with pytest.raises(DataError, match="no document to train on"):
+    with pytest.raises(DataError, match="no training document"):
         open_corpus(config(data_path=str(tmp_path / "s"), split="0,1,0"))
 
 
@@ -113,9 +113,7 @@ def test_the_vocabulary_comes_from_the_tokenizer_beside_the_shards(tmp_path: Pat
     assert corpus.tokenizer is not None
     assert corpus.config.model.vocab_size == corpus.tokenizer.vocab_size
     assert open_corpus(config(data_path=prefix, vocab_size=1000)).config.model.vocab_size == 1000
-    with pytest.raises(
-        ConfigError, match=r"vocab_size: 100, but the tokenizer of the data has \d+ tokens; set vocab_size"
-    ):
+    with pytest.raises(ConfigError, match=r"vocab_size: 100, but the data's tokenizer has \d+ tokens; set vocab_size"):
         open_corpus(config(data_path=prefix, vocab_size=100))
 
 
@@ -139,7 +137,7 @@ def test_ids_beyond_the_vocabulary_are_errors_when_they_are_read(tmp_path: Path)
     assert corpus.config.model.padded_vocab_size > 10, "ids in the padding are an error too"
     with (
         open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
-        pytest.raises(DataError, match=r"/s: token id [4-9] lies outside the model's vocabulary, vocab_size=4"),
+        pytest.raises(DataError, match=r"/s: token id [4-9] is outside the model's vocabulary, vocab_size=4"),
     ):
         for step in range(10):
             loader.micro_batches(step)
@@ -149,7 +147,7 @@ def test_the_first_id_of_the_padding_is_an_error(tmp_path: Path) -> None:
     blend = Blend([Shard(write_shard(tmp_path / "s", documents=5, tokenizer=False))], [1], 16, seed=0)
     with (
         Loader(blend, 4, 4, 0, 1, vocab_size=4) as loader,
-        pytest.raises(DataError, match="token id 4 lies outside the model's vocabulary, vocab_size=4"),
+        pytest.raises(DataError, match="token id 4 is outside the model's vocabulary, vocab_size=4"),
     ):
         for step in range(3):
             loader.micro_batches(step)
@@ -169,7 +167,7 @@ def test_negative_ids_are_errors_too(tmp_path: Path) -> None:
     index.write_bytes(header)
     with (
         Loader(Blend([Shard(prefix)], [1], 16, seed=0), 8, 8, 0, 1, vocab_size=20) as loader,
-        pytest.raises(DataError, match="token id -2 lies outside"),
+        pytest.raises(DataError, match="token id -2 is outside"),
     ):
         loader.micro_batches(0)
 
@@ -190,7 +188,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
         open_corpus(config(**paths(prefix, prefix, tmp_path / "nope")))
     (tmp_path / "cut.bin").write_bytes(b"1234")
     (tmp_path / "cut.idx").write_bytes(Path(f"{prefix}.idx").read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"cut\.idx: truncated or of another format"):
+    with pytest.raises(DataError, match=r"cut\.idx: truncated or in another format"):
         open_corpus(config(**paths(prefix, prefix, tmp_path / "cut")))
 
 
@@ -199,7 +197,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
 def test_a_prefix_has_no_ending(tmp_path: Path, suffix: str, split: str) -> None:
     prefix = write_shard(tmp_path / "s")
     given = paths(prefix, prefix, prefix) | {f"{split}_data_paths": [f"{prefix}{suffix}"]}
-    with pytest.raises(DataError, match=rf"s\{suffix}: one of the two files .* give the path without \{suffix}"):
+    with pytest.raises(DataError, match=rf"s\{suffix}: is one of the two files .* give the path without \{suffix}"):
         open_corpus(config(**given))
 
 
@@ -264,8 +262,8 @@ def test_missing_validation_data_is_told(tmp_path: Path) -> None:
     one, other = str(write_shard(tmp_path / "s")), str(write_shard(tmp_path / "t"))
     lists = {"train_data_paths": [one], "test_data_paths": [one]}
     for keys, told in (
-        ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no document of .*/s to validate on"),
-        (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no shards to validate on"),
+        ({"data_path": one, "split": "969,30,1"}, "split '969,30,1' leaves no validation document in .*/s"),
+        (lists | {"valid_data_paths": []}, "no validation loss will be reported: there are no validation shards"),
         (lists | {"valid_data_paths": [one]}, "valid_data_paths: .*/s: also in test_data_paths"),
     ):
         corpus = open_corpus(config(**keys))
@@ -300,6 +298,6 @@ def test_epochs_read_every_sample_as_often(tmp_path: Path) -> None:
     assert [share.epochs for share in shares] == pytest.approx([3, 3], rel=0.04)
     with pytest.raises(
         DataError,
-        match="train_epochs: the data has 62 samples, fewer than one step of 64 reads; lower train_batch_size",
+        match="train_epochs: the data has 62 samples, but a step reads 64; lower train_batch_size",
     ):
         with_train_iters(config(**keys, train_epochs=1), BatchSizes(64, 1, 64))

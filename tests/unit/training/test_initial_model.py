@@ -139,7 +139,7 @@ def test_another_architecture_is_an_error(tmp_path: Path, keys: dict[str, Any], 
 
 def test_another_shape_is_an_error(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now an inner width of 64\)"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now a width of 64 inside the MLP\)"):
         begun(folder, intermediate_size=64)
 
 
@@ -191,9 +191,11 @@ def test_an_error_about_another_tokenizer_names_both(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
             initial_model(config, "cpu", other)
         told = str(error.value)
-        assert f"it has HFTokenizer {trained.fingerprint[:12]} with vocab_size 296 (296 rows" in told
-        assert f"and the run HFTokenizer {other.fingerprint[:12]} with vocab_size 296" in told
-        assert "prepare the data with the tokenizer of the checkpoint" in told and "import them with it first" in told
+        assert (
+            f"the checkpoint has HFTokenizer {trained.fingerprint[:12]} with vocab_size 296 (296 embedding rows" in told
+        )
+        assert f"and the run has HFTokenizer {other.fingerprint[:12]} with vocab_size 296" in told
+        assert "prepare the data with the checkpoint's tokenizer" in told and "first import them with it" in told
     config = configured(load=str(folder), finetune=True, **sizes)
     for same in (trained, None):
         assert initial_model(config, "cpu", same).origin is not None
@@ -222,10 +224,13 @@ def test_embeddings_of_different_sizes_name_the_tokenizers(tmp_path: Path) -> No
     keys = {"vocab_size": 512, "make_vocab_size_divisible_by": 128}
     config = configured(load=str(folder), finetune=True, **keys)
     with pytest.raises(
-        CheckpointError, match=r"CharLevelTokenizer .* \(600 rows .* the run CharLevelTokenizer .*512 rows"
+        CheckpointError,
+        match=r"CharLevelTokenizer .* \(600 embedding rows.* the run has CharLevelTokenizer .*512 embedding rows",
     ):
         initial_model(config, "cpu", load_tokenizer("CharLevelTokenizer"))
-    with pytest.raises(CheckpointError, match="an unknown tokenizer .512 rows.*; set make_vocab_size_divisible_by=600"):
+    with pytest.raises(
+        CheckpointError, match="an unknown tokenizer .512 embedding rows.*; set make_vocab_size_divisible_by=600"
+    ):
         initial_model(config, "cpu")
     fitting = config.override({"make_vocab_size_divisible_by": 600})
     assert initial_model(fitting, "cpu").origin is not None

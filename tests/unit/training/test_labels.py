@@ -126,12 +126,12 @@ def test_samples_overflow_only_when_the_next_document_does_not_fit(tmp_path: Pat
 
 def test_wrong_labels_are_errors(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     (tmp_path / "other").mkdir()
-    with pytest.raises(DataError, match="differ in length from those of"):
+    with pytest.raises(DataError, match="the document lengths differ from those of"):
         Shard(pair[0], write_chats(tmp_path / "other", LENGTHS[::-1])[1])
     other = Shard(pair[0], write_chats(tmp_path / "other", LENGTHS, seed=9)[1])
-    with pytest.raises(DataError, match="neither negative nor the token"):
+    with pytest.raises(DataError, match="neither negative nor equal to the token"):
         Blend([other], [1], LENGTH, 0).read(np.arange(4))
-    with pytest.raises(DataError, match="no document fits seq_length"):
+    with pytest.raises(DataError, match="no document fits into seq_length"):
         Blend([Shard(write_chats(tmp_path, [9, 9])[0])], [1], 4, 0, "unpacked", allow_chopped=False)
 
 
@@ -150,7 +150,7 @@ def test_the_keys_reach_the_loader_and_the_identity(pair: tuple[Path, Path]) -> 
     plain = open_corpus(load_config([], given(pair, train_label_data_paths=None)))
     found = differing_data(plain.identity, corpus.identity, ["a", "b"])
     assert found == [
-        "label shards, which decide the tokens that count in the loss",
+        "set of label shards, which determines the tokens that count in the loss",
         "treatment of documents (saved as one text, now pack_until_overflow, not chopped)",
     ]
 

@@ -100,7 +100,7 @@ def test_missing_data_of_a_stage_is_named(folder: Path, tmp_path: Path) -> None:
     writer.add(np.arange(100))
     writer.finish()
     load_tokenizer("CharLevelTokenizer").save(tmp_path)
-    with pytest.raises(DataError, match=r"stages\[1\]: its data has another tokenizer"):
+    with pytest.raises(DataError, match=r"stages\[1\]: the data has a different tokenizer"):
         opened(folder, {"until": 6}, {"train_data_paths": [str(tmp_path / "c")]})
 
 
@@ -116,8 +116,8 @@ def test_finished_stages_are_compared() -> None:
     one, two = ({"last": last, "tokens_per_step": 8, "changes": {}, "read": {}} for last in (5, 9))
     assert differing_stages([], []) == differing_stages([], [one]) == differing_stages([one], [two]) == []
     assert differing_stages([one, two], [one, one]) == []
-    assert differing_stages([one, two], [two, two]) == ["stages[0], which is finished: last (saved 5, now 9)"]
-    assert "saved in stage 2, now it is in 1" in differing_stages([one, two], [])[0]
+    assert differing_stages([one, two], [two, two]) == ["last (saved 5, now 9) in the finished stages[0]"]
+    assert "in stage 2, but is now in stage 1" in differing_stages([one, two], [])[0]
 
 
 def test_stages_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

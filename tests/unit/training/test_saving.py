@@ -143,7 +143,9 @@ def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     run.wait()
     monkeypatch.setattr("megatron_coca.training.saving.write_safetensors", full)
     run.save(3, {})
-    with pytest.raises(CheckpointError, match="step 3 could not be written .*No space left.*earlier ones are intact"):
+    with pytest.raises(
+        CheckpointError, match="step 3 could not be written .*No space left.*earlier checkpoints are intact"
+    ):
         run.wait()
     assert not run.failed, "the error is raised once"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"global_step2", native.LATEST}

@@ -79,7 +79,7 @@ def test_auto_resume_prefers_its_own_folder(tmp_path: Path) -> None:
     for step in (2, 6):
         checkpoint(tmp_path / "run", step)
     assert steps_of(candidates(first)) == ["run/global_step6", "run/global_step2"]
-    with pytest.raises(CheckpointError, match="auto_resume: needs a folder"):
+    with pytest.raises(CheckpointError, match="auto_resume: requires a save folder"):
         candidates(keys(auto_resume=True))
 
 
@@ -87,10 +87,10 @@ def test_a_start_that_would_mix_runs_is_an_error(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     checkpoint(tmp_path / "run", 8)
     for values in ({"save": run}, {"save": run, "load": run, "finetune": True}):
-        with pytest.raises(CheckpointError, match="already holds a run, up to step 8; resume it with load="):
+        with pytest.raises(CheckpointError, match="already contains a run, up to step 8; resume it with load="):
             candidates(keys(**values))
     checkpoint(tmp_path / "other", 3)
-    with pytest.raises(CheckpointError, match="run: already holds a run, up to step 8"):
+    with pytest.raises(CheckpointError, match="run: already contains a run, up to step 8"):
         candidates(keys(save=run, load=str(tmp_path / "other")))
 
 
@@ -98,7 +98,7 @@ def test_a_start_that_cannot_be_found_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="elsewhere: no such checkpoint folder"):
         candidates(keys(load=str(tmp_path / "elsewhere"), save=str(tmp_path / "new")))
     checkpoint(tmp_path / "run", 8)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; there are \[8\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; available steps: \[8\]"):
         candidates(keys(load=str(tmp_path / "run"), iteration=5))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
@@ -152,7 +152,7 @@ def test_keys_that_may_change_are_logged(saved: Path, opened: Corpus, caplog: py
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
         check_same_run(saved, changed(opened, **{"optimizer.params.lr": 1e-5}), LAYOUT)
-    assert "resuming with another optimizer.params.lr (saved 0.003, now 1e-05)" in caplog.text
+    assert "resuming with a different optimizer.params.lr (saved 0.003, now 1e-05)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_an_error_about_another_run_names_the_keys(
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         check_same_run(saved, changed(opened, **values), LAYOUT)
-    for part in (str(saved), "cannot be resumed with another", "finetune=true", *named):
+    for part in (str(saved), "cannot be resumed with a different", "finetune=true", *named):
         assert part in str(caught.value)
 
 
@@ -185,7 +185,7 @@ def test_another_batch_or_dtype_is_an_error(saved: Path, opened: Corpus, name: s
 def test_other_data_is_an_error(saved: Path, opened: Corpus, small: dict[str, Any]) -> None:
     other = open_corpus(load_config([], small | {"train_data_paths": small["test_data_paths"]}))
     prefix = small["test_data_paths"][0]
-    with pytest.raises(CheckpointError, match=rf"another token count of {prefix} \(saved [\d,]+, now [\d,]+\)"):
+    with pytest.raises(CheckpointError, match=rf"a different token count of {prefix} \(saved [\d,]+, now [\d,]+\)"):
         check_same_run(saved, other, LAYOUT)
 
 

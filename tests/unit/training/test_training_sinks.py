@@ -227,7 +227,7 @@ def test_a_run_without_a_folder_continues_no_other(tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; needs a writable folder"):
+    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; choose a writable folder"):
         open_sinks(configured(log_dir=str(tmp_path / "file" / "run")), 0)
 
 
@@ -385,9 +385,7 @@ def test_a_server_that_is_away_does_not_end_a_run(
         return
     report_all(config, start)
     assert [step for _, step in fake.logged] == list(range(start + 1, 11))
-    assert (
-        "it said no; this launch is kept on disk: send it later with `wandb sync wandb/offline-run-1`" in warnings.text
-    )
+    assert "it said no; metrics stay on disk, so send them later with `wandb sync wandb/offline-run-1`" in warnings.text
 
 
 def test_a_host_that_is_no_address_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,5 +426,5 @@ def test_a_sink_that_fails_is_left_out(warnings: Any) -> None:
 def test_a_file_that_names_no_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
     (tmp_path / sinks.WANDB_RUN).write_text("{}")
-    with pytest.raises(ConfigError, match="wandb.json does not name a run"):
+    with pytest.raises(ConfigError, match="wandb.json does not contain a run id"):
         open_sinks(configured(save=str(tmp_path), use_wandb=True), 5)

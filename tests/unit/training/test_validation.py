@@ -195,7 +195,7 @@ BYTES = load_tokenizer("CharLevelTokenizer")
         (
             BYTES,
             {"eval_windows": ["1L", 400]},
-            "text: has 400 tokens to validate on, and eval_windows needs more than 400",
+            "text: has 400 validation tokens, but eval_windows needs more than 400",
         ),
         (BYTES, {"eval_windows": [399], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}, None),
     ],

@@ -70,7 +70,9 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int,
 def test_a_hang_is_reported_and_ends_the_process(name: str, hung: dict[str, tuple[Path, int, str]]) -> None:
     folder, status, errors = hung[name]
     assert status == HUNG, errors
-    assert "rank 3 on " in errors and "last was 'step 12', number 3" in errors and HANGS[name][1] in errors
+    assert (
+        "rank 3 on " in errors and "the last heartbeat was 'step 12', number 3" in errors and HANGS[name][1] in errors
+    )
     assert "most recent call first" in errors
     assert (folder / "hang_rank_3.txt").read_text() == errors
 
@@ -104,14 +106,14 @@ print("done")
 """
     status, output, errors = run(code, tmp_path)
     assert (status, output) == (0, "done\n")
-    assert "no progress" in errors and "continues with 'step 1'; set watchdog_timeout higher" in errors
+    assert "no progress" in errors and "continues with 'step 1'; increase watchdog_timeout" in errors
 
 
 def test_a_full_pipe_does_not_keep_the_process(tmp_path: Path) -> None:
     """The full pipe causes the hang, and writing the report to it would hang again."""
     process = start("stuck(lambda: os.write(2, b'x' * 2**20))", tmp_path)
     assert process.wait(timeout=30) == HUNG
-    assert "last was 'step 12'" in (tmp_path / "hang_rank_3.txt").read_text()
+    assert "the last heartbeat was 'step 12'" in (tmp_path / "hang_rank_3.txt").read_text()
     process.communicate()
 
 
@@ -159,7 +161,7 @@ def test_a_hanging_rank_is_told_from_one_that_waits(tmp_path: Path) -> None:
     reports = [(tmp_path / f"hang_rank_{rank}.txt").read_text() for rank in range(2)]
     assert "the main thread waits for other ranks in " in reports[0]
     assert "the main thread is in <module>" in reports[1]
-    assert all("last was 'step 1', number 2" in report for report in reports)
+    assert all("the last heartbeat was 'step 1', number 2" in report for report in reports)
 
 
 def test_without_a_timeout_it_does_nothing() -> None:
@@ -176,7 +178,7 @@ with watchdog() as dog:
         time.sleep(0.01)
 """
     status, _, errors = run(code, tmp_path)
-    assert status == HUNG and "last was 'saving step 8: writing the state', number 1" in errors
+    assert status == HUNG and "the last heartbeat was 'saving step 8: writing the state', number 1" in errors
 
 
 def test_a_job_that_makes_progress_or_is_done_has_not_hung(tmp_path: Path) -> None:

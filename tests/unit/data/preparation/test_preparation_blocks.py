@@ -116,7 +116,7 @@ def test_a_damaged_block_is_named_and_made_again_where_it_is_removed(
     content = bytearray(block.read_bytes())
     content[len(content) // 3] ^= 1
     block.write_bytes(content)
-    with pytest.raises(DataError, match=f"{block.name}: cannot be read .*remove this file"):
+    with pytest.raises(DataError, match=f"{block.name}: cannot be read .*delete this file"):
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     block.unlink()
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole
@@ -221,7 +221,7 @@ def test_a_block_that_was_copied_over_another_is_named(
     counts = [len(block.units) for block in blocks._blocks]
     small, large = blocks._paths[counts.index(min(counts))], blocks._paths[counts.index(max(counts))]
     shutil.copy(large, small)
-    with pytest.raises(DataError, match=f"{small.name}: cannot be read .it is a copy of .*remove this file"):
+    with pytest.raises(DataError, match=f"{small.name}: cannot be read .the file is a copy of .*delete this file"):
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     small.unlink()
     assert everything(prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET).parent) == whole

@@ -362,7 +362,7 @@ def test_shards_with_one_file_name_are_refused(tmp_path: Path) -> None:
         source("a_c", path, duplicates="keep"),
         CorpusSource(SourceSpec("a", [path], divide=True), duplicates="keep"),
     ]
-    with pytest.raises(DataError, match="a_c_train: both a_c and a, set 'C', would be written"):
+    with pytest.raises(DataError, match="a_c_train: a_c and a, set 'C', would be written"):
         prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
 
 
@@ -383,7 +383,7 @@ def test_no_held_out_split_stands_for_the_other(
     keys, text = load_config(tmp_path / "out" / "data.yml", SHAPE).data, (tmp_path / "out" / "data.yml").read_text()
     for split, paths, names in (("valid", keys.valid_data_paths, valid), ("test", keys.test_data_paths, test)):
         assert paths == [str(tmp_path / "out" / name) for name in names]
-        assert (f": no {split} document, so " in text) == (not names)
+        assert (f": the {split} split has no documents, so " in text) == (not names)
 
 
 def test_small_weights_stay_positive() -> None:
@@ -457,7 +457,7 @@ def test_what_exists_is_kept(tmp_path: Path, corpus: list[CorpusSource]) -> None
     ("full", "kept"),
     [
         ((ShardWriter, "finish"), r"[1-9] blocks are kept in .*out\.blocks"),
-        ((blocks.Blocks, "_write"), "no block is kept"),
+        ((blocks.Blocks, "_write"), "no finished block exists yet"),
     ],
 )
 def test_a_full_disk_says_what_is_kept(
@@ -468,7 +468,10 @@ def test_a_full_disk_says_what_is_kept(
     def no_space(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match=rf"No space left.*free some space.*; {kept}"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(DataError, match=rf"No space left.*free some space.* \({kept}"),
+    ):
         patched.setattr(*full, no_space)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert not (tmp_path / "out").exists()
@@ -488,7 +491,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
             process.kill()
         return result
 
-    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a process was killed"):
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="workers: a worker process was killed"):
         patched.setattr(Pool, "submit", ending)
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(2, progress=False))
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
@@ -498,12 +501,12 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
 @pytest.mark.parametrize(
     ("treatments", "rules", "message"),
     [
-        ([{}, {}], Rules(), "names must be unique"),
+        ([{}, {}], Rules(), "their names must be unique"),
         ([{"weight": -1.0}], Rules(), "positive"),
-        ([{"fraction": 0.0}], Rules(), r"fraction must lie in \(0, 1\]"),
-        ([{"split": "dev"}], Rules(), "'dev' is none of train, valid, test"),
-        ([{"duplicates": "all"}], Rules(), "s: duplicates must be exact or keep, not 'all'"),
-        ([{}], Rules(0.6, 0.6), "and their sum must lie in"),
+        ([{"fraction": 0.0}], Rules(), r"fraction: must be above 0 and at most 1, not 0.0"),
+        ([{"split": "dev"}], Rules(), "split: must be one of train, valid, test, not 'dev'"),
+        ([{"duplicates": "all"}], Rules(), "s: duplicates: must be exact or keep, not 'all'"),
+        ([{}], Rules(0.6, 0.6), "and their sum must be between 0 and 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -516,7 +519,7 @@ def test_what_cannot_be_meant_is_refused(
 
 def test_weights_are_given_to_all_or_none(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", ["text"])
-    with pytest.raises(DataError, match="b: no weight, but other sources have one"):
+    with pytest.raises(DataError, match="b: no weight, but other sources have weights"):
         prepare([source("a", path, weight=1.0), source("b", path)], tmp_path / "out", CHARACTERS, None, QUIET)
 
 

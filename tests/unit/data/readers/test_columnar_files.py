@@ -102,7 +102,7 @@ def test_unusable_rows_are_counted_and_named(tmp_path: Path) -> None:
 
 
 def test_a_table_without_the_text_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; the table has \['content', "):
+    with pytest.raises(DataError, match=r"a\.parquet: the table has no column 'text', only \['content', "):
         read(write(tmp_path / "a.parquet", STACK))
 
 
@@ -121,7 +121,7 @@ def test_an_arrow_stream_cut_between_batches_is_an_error_after_what_comes_before
     path.write_bytes(path.read_bytes()[:-8])
     reader = FileReader(SourceSpec("s", [path], fields={"text": "content"}))
     found: list[str] = []
-    with pytest.raises(DataError, match="no end-of-stream mark"):
+    with pytest.raises(DataError, match="the end-of-stream mark is missing"):
         for chunk in reader.chunks(reader.units()[0]):
             found += [document.text for document in reader.documents(chunk, ReadingProblems())]
     assert found == STACK["content"]

@@ -49,7 +49,7 @@ def test_dots_reach_into_records_and_names_with_dots_come_first(path: str, row: 
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(DataError, match=r"s: unknown fields \['txt'\]; use text, key, set"):
+    with pytest.raises(DataError, match=r"s: unknown fields \['txt'\]; supported fields: text, key, set"):
         documents([], fields={"txt": "text"})
 
 
@@ -141,5 +141,5 @@ def test_only_needed_columns_are_read(spec: dict[str, Any], columns: list[str]) 
 
 
 def test_a_table_without_the_text_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"t: no column 'text'; the table has \['content'\]. .*--text-field"):
+    with pytest.raises(DataError, match=r"t: the table has no column 'text', only \['content'\]. .*--text-field"):
         Fields(SourceSpec("s", [])).columns(["content"], "t")

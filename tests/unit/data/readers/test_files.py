@@ -114,16 +114,16 @@ def test_a_text_is_one_document_or_lines(
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, "no such file"),
-        ("a.csv", b"a,b", "unknown type"),
-        ("a.parquet.gz", b"", "unknown type"),
+        ("a.csv", b"a,b", "unknown file type"),
+        ("a.parquet.gz", b"", "unknown file type"),
         ("enwiki-pages-articles1.xml-p1p41242.bz2", b"", "WikiExtractor --json"),
-        ("jsonl", b"", r"unknown type of file \(no known ending\)"),
-        ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown type of file \(\.csv\.gz\)"),
-        ("a.html.zst", b"", r"unknown type of file \(\.html\.zst\)"),
+        ("jsonl", b"", r"unknown file type \(no known ending\)"),
+        ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown file type \(\.csv\.gz\)"),
+        ("a.html.zst", b"", r"unknown file type \(\.html\.zst\)"),
         ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*: corpus\.v2\.jsonl\.zst"),
         ("corpus.00.bz2", b"", r": corpus\.00\.jsonl\.bz2"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500, mtime=0)[:-9], "read to its end"),
-        ("a.jsonl.zst", b"not zstd at all", "damaged zstd"),
+        ("a.jsonl.zst", b"not zstd at all", "the zstd data is damaged"),
     ],
 )
 def test_files_that_cannot_be_read_are_errors(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -164,7 +164,7 @@ def test_units_tell_size_and_change(tmp_path: Path) -> None:
     assert (before.path, before.size) == (str(path), 14)
     os.utime(path, ns=(1, 1))
     assert reader.units()[0].stamp != before.stamp
-    with pytest.raises(DataError, match=r"a\.jsonl: listed twice in s"):
+    with pytest.raises(DataError, match=r"a\.jsonl: is listed twice in s"):
         FileReader(SourceSpec("s", [tmp_path, path])).units()
 
 
@@ -196,7 +196,9 @@ def test_small_files_of_an_archive_share_a_chunk(tmp_path: Path) -> None:
 
 def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
     assert isinstance(open_reader(SourceSpec("s", [tmp_path])), FileReader)
-    with pytest.raises(DataError, match=r"s: unknown reader 'pile'; known are files, repositories, huggingface"):
+    with pytest.raises(
+        DataError, match=r"s: unknown reader 'pile'; supported readers: files, repositories, huggingface"
+    ):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
     with pytest.raises(DataError, match="s: documents: must be one of file, line, not 'page'"):
         open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]

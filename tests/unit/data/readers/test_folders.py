@@ -55,7 +55,7 @@ def test_names_that_are_not_utf8_are_counted(tmp_path: Path) -> None:
     reader = FileReader(SourceSpec("s", [tmp_path]))
     assert [unit.path for unit in reader.units()] == [str(tmp_path / "good.txt")]
     assert reader.unread() == {"name that is not UTF-8": 2}
-    with pytest.raises(DataError, match=r"bad\\xfe.txt: the name is not UTF-8; rename it"):
+    with pytest.raises(DataError, match=r"bad\\xfe.txt: the name is not valid UTF-8; rename the file"):
         corpus_files([Path(os.fsdecode(folder + b"/bad\xfe.txt"))])
 
 
@@ -112,7 +112,7 @@ def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet", "wiki_00"])
 def test_a_pipe_that_is_named_is_an_error(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: a pipe or device, not a regular file"):
+    with pytest.raises(DataError, match=f"{name}: is a pipe or device, not a regular file"):
         FileReader(SourceSpec("s", [tmp_path / name])).units()
 
 
@@ -130,7 +130,7 @@ def test_a_dangling_link_that_is_named_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_unused_keys_are_refused(tmp_path: Path, key: str, value: object, remedy: str) -> None:
-    with pytest.raises(DataError, match=f"s: the reader files does not use {key}; remove it, or {remedy}"):
+    with pytest.raises(DataError, match=f"s: the reader files does not use {key}; remove {key}, or {remedy}"):
         FileReader(SourceSpec("s", [tmp_path], **{key: value}))  # type: ignore[arg-type]
 
 

@@ -52,10 +52,10 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
     datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in parts.items()}).save_to_disk(tmp_path)
     assert [d.text for d in read(tmp_path)[0]] == TEXTS[:300]
     assert [d.text for d in read(tmp_path, options={"split": "validation"})[0]] == TEXTS[300:]
-    with pytest.raises(DataError, match="no split 'test'; set the option split to train, validation"):
+    with pytest.raises(DataError, match="no split 'test'; set the option split to one of train, validation"):
         read(tmp_path, options={"split": "test"})
     files = open_reader(SourceSpec("f", [tmp_path]))
-    with pytest.raises(DataError, match="has the splits train, validation, .*reader huggingface with the option"):
+    with pytest.raises(DataError, match="contains the splits train, validation, .*reader huggingface with the option"):
         files.units()
     assert len(open_reader(SourceSpec("f", [tmp_path / "validation"])).units()) == 1
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
@@ -83,7 +83,7 @@ def test_a_local_folder_that_changes_has_another_stamp(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ({"options": {"split": "test"}}, "Bad split: test"),
-        ({"fields": {"text": "content"}}, r"no column 'content'; the table has \['text'\]"),
+        ({"fields": {"text": "content"}}, r"no column 'content', only \['text'\]"),
         ({"metadata": Path("m.jsonl")}, "the reader huggingface does not use metadata.*use the reader repositories"),
         ({"documents": "line"}, "the reader huggingface does not use documents"),
         ({"options": {"splits": "test"}}, r"unknown options \['splits'\].*name, split, revision"),
@@ -112,7 +112,7 @@ def test_the_hub_without_a_network_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     for name in ("owner/name", "name", "owner/name-v1.1", "owner/name.en"):
-        with pytest.raises(DataError, match=rf"^{name}: datasets cannot read it \(ConnectionError.*network"):
+        with pytest.raises(DataError, match=rf"^{name}: cannot be read by datasets \(ConnectionError.*network"):
             read(name)
 
 

@@ -112,7 +112,7 @@ def test_unreadable_files_are_named_and_folders_are_errors(tmp_path: Path, monke
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match="r/locked: cannot be listed .*Permission denied"):
+    with pytest.raises(DataError, match="r/locked: the folder cannot be listed .*Permission denied"):
         reader.units()
 
 
@@ -266,5 +266,5 @@ def test_a_part_of_the_python_installation(tmp_path: Path) -> None:
 
 
 def test_a_language_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="code: filters.languages: unknown language .Pyton.; did you mean Python"):
+    with pytest.raises(DataError, match="code: filters.languages: unknown language .Pyton.; did you mean `Python`"):
         open_reader(spec(tmp_path, filters=Filters(languages=("c", "Pyton"))))

@@ -103,7 +103,7 @@ def test_generation_blocks_are_the_assistant_mask_of_transformers(
 def test_prefix_rendering_finds_the_answers_by_hand() -> None:
     text, spans = ChatTemplate(CHATML, SYMBOLS).answers(CHAT)
     assert [text[first:last] for first, last in spans] == ["A small model, naïve 😀.<|im_end|>\n", "Still.<|im_end|>\n"]
-    with pytest.raises(DataError, match="renders a message differently when others follow"):
+    with pytest.raises(DataError, match="renders a message differently if further messages follow"):
         ChatTemplate(FORGETS, {}).answers(CHAT)
     with pytest.raises(DataError, match="does not accept the messages"):
         ChatTemplate("{{ messages[0].content.missing.more }}", {}).render(CHAT)
@@ -247,7 +247,7 @@ def test_label_shards_are_verified(labelled: Path, capsys: pytest.CaptureFixture
     labels.tofile(path)
     assert inspect.main(["verify", str(labelled)]) == 1
     shown = capsys.readouterr().out
-    assert shown.count("FAULT") == 1 and "chats_train_label.bin: content has changed" in shown
+    assert shown.count("FAULT") == 1 and "chats_train_label.bin: the content has changed" in shown
 
 
 def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixtur
         assert inspect.main([*given, "--number", str(number)]) == 0
         shown = capsys.readouterr().out
         facts = json.loads((tmp_path / "facts.json").read_text())
-        assert f"the {facts['tokens_in_loss']} tokens in the loss" in shown and "⟦Be brief" not in shown
+        assert f"mark the {facts['tokens_in_loss']} tokens that count in the loss" in shown and "⟦Be brief" not in shown
         answers = [answer for answer in ("A small model, naïve 😀.", "Still.") if answer in shown]
         assert all(f"⟦{answer}\n" in shown for answer in answers)
         assert facts["tokens_in_loss"] >= sum(map(len, answers)) // 3
@@ -274,5 +274,7 @@ def test_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     train_sentencepiece([message["content"] for message in CHAT] * 20, 300, tmp_path / "tokenizer.model")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "answers"]
     given += ["--tokenizer-type", "SPMTokenizer", "--vocab-file", str(tmp_path / "tokenizer.model"), "--workers", "0"]
-    with pytest.raises(DataError, match=r"SPMTokenizer: does not encode chats; use the model's tokenizer\.json"):
+    with pytest.raises(
+        DataError, match=r"SPMTokenizer: cannot encode chats; use HFTokenizer with the model's tokenizer\.json"
+    ):
         prepare.main([*given, "--chat-template", str(tmp_path / "chat.jinja")])

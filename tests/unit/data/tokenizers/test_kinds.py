@@ -208,14 +208,14 @@ def test_another_separator_is_another_tokenizer(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("SPMTokenzier", "x"), "tokenizer_type: 'SPMTokenzier' is unknown; use SPMTokenizer"),
-        (("SPMTokenizer", None), "vocab_file: missing; SPMTokenizer"),
+        (("SPMTokenzier", "x"), "tokenizer_type: unknown type 'SPMTokenzier'; supported types: SPMTokenizer"),
+        (("SPMTokenizer", None), "vocab_file: is required for SPMTokenizer"),
         (("SPMTokenizer", "absent.model"), r"absent\.model: cannot be read"),
-        (("GPT2BPETokenizer", "vocab.json"), "merge_file: missing; GPT2BPETokenizer"),
+        (("GPT2BPETokenizer", "vocab.json"), "merge_file: is required for GPT2BPETokenizer"),
         (("SPMTokenizer", "tokenizer.json"), r"tokenizer\.json: SPMTokenizer cannot open this file"),
         (("HFTokenizer", "tokenizer.model"), r"tokenizer\.model: HFTokenizer cannot open this file"),
-        (("HFTokenizer", "bare.json"), "is in the vocabulary to end documents"),
-        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .* set tokenizer_type: HFTokenizer"),
+        (("HFTokenizer", "bare.json"), "to end documents"),
+        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported; .* set tokenizer_type to HFTokenizer"),
     ],
 )
 def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -228,9 +228,9 @@ def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple
 @pytest.mark.parametrize(
     ("kind", "eod", "message"),
     [
-        ("HFTokenizer", "<none>", "none of <none> is in the vocabulary"),
+        ("HFTokenizer", "<none>", "the vocabulary has none of <none>"),
         ("HFTokenizer", "t", "end_token: 't' is not a special token"),
-        ("CharLevelTokenizer", "<eod>", "has no symbols, id 0 ends documents"),
+        ("CharLevelTokenizer", "<eod>", "has no symbols, because id 0 ends documents"),
     ],
 )
 def test_a_separator_that_cannot_be_is_an_error(folder: Path, kind: str, eod: str, message: str) -> None:
@@ -265,7 +265,7 @@ def test_a_damaged_file_is_told_as_changed(folder: Path, tmp_path: Path, name: s
 @pytest.mark.parametrize("text", ["a\ud800b", "the value " * 900 + "\udfff", "\udc80\u2581"])
 def test_half_a_character_is_an_error(tokenizer: Tokenizer, text: str) -> None:
     place = next(number for number, letter in enumerate(text) if 0xD800 <= ord(letter) < 0xE000)
-    with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+, at character {place} "):
+    with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+, at character {place}, "):
         tokenizer.encode(text)
 
 

@@ -28,16 +28,16 @@ def test_training_is_repeatable_and_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "remedy"),
     [
-        (TEXTS[:2], 100, "choose a larger vocabulary"),
-        ([string.printable] * 9, 280, "choose a larger vocabulary"),
-        (TEXTS[:2], 50000, "choose a smaller vocabulary or add text"),
+        (TEXTS[:2], 100, "choose a larger vocab_size"),
+        ([string.printable] * 9, 280, "choose a larger vocab_size"),
+        (TEXTS[:2], 50000, "choose a smaller vocab_size, or add text"),
         (["", " \n\n"], 400, "add text"),
     ],
 )
 def test_a_vocabulary_that_the_text_does_not_fit_is_an_error(
     tmp_path: Path, texts: list[str], vocab_size: int, remedy: str
 ) -> None:
-    with pytest.raises(DataError, match=f"cannot train {vocab_size} pieces .*{remedy}"):
+    with pytest.raises(DataError, match=f"cannot train a vocabulary of {vocab_size} pieces .*{remedy}"):
         train_sentencepiece(texts, vocab_size, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 

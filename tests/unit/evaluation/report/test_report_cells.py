@@ -134,4 +134,4 @@ def test_accuracy_of_the_next_token_by_window(tmp_path: Path) -> None:
 def test_missing_times_have_a_reason(tmp_path: Path) -> None:
     (block,) = only_section(tmp_path, "speed", {"speed": speed()})
     (row,) = [row for row in block.tables[0].rows if row.name == "dense"]
-    assert [cell.note for cell in row.cells if cell.absent] == ["the memory of cpu is exhausted"]
+    assert [cell.note for cell in row.cells if cell.absent] == ["cpu ran out of memory"]

@@ -68,7 +68,7 @@ def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> No
     assert (cell.value, cell.low, cell.high) == pytest.approx((math.exp(3.04), low, high), rel=1e-12)
     assert cell.text == f"{math.exp(3.04):.2f}" and cell.detail == f"{low:.2f}–{high:.2f}" and cell.seeds == 3
     assert rows["RoFormer"].in_full == "20.09 (n = 1)" and not rows["RoFormer"].best
-    assert any("t interval over seeds" in note for note in table.notes)
+    assert any("95% t interval" in note for note in table.notes)
     assert [line.split(" (")[0] for line in found[0].provenance[:3]] == [
         f"runs/{seed}, step 120000, seed {seed}" for seed in SEEDS
     ]
@@ -163,7 +163,7 @@ def test_markers_against_the_baseline(tmp_path: Path) -> None:
     (table,) = blocks(tmp_path, "perplexity", results, baseline="base")[0].tables
     marked = {row.name: "†" in row.cells[0].text for row in table.rows}
     assert marked == {"base": False, "better": True, "mixed": False, "averaged": True}
-    assert any("differs from base" in note and "averaged over seeds first" in note for note in table.notes)
+    assert any("differs from base" in note and "first averaged over seeds" in note for note in table.notes)
     unmarked = blocks(tmp_path, "perplexity", results)[0].tables[0]
     assert not any("†" in row.cells[0].text for row in unmarked.rows) and not any(
         "†" in note for note in unmarked.notes
@@ -172,7 +172,7 @@ def test_markers_against_the_baseline(tmp_path: Path) -> None:
 
 def test_an_unknown_baseline_is_an_error(tmp_path: Path) -> None:
     files = write(tmp_path, {"one": perplexity("A", {512: 2.0})})
-    with pytest.raises(EvaluationError, match="baseline `B`: no result has this label; there are A"):
+    with pytest.raises(EvaluationError, match="baseline `B`: not a label; name one of A"):
         build_report(files, tmp_path / "out", baseline="B")
 
 

@@ -87,7 +87,7 @@ def test_variants_and_methods_without_rotation(
     assert cell.angles is None and cell.borders is None and cell.decay.falling_mean == 1.0
     assert ", 16 tokens |               – |" in capsys.readouterr().out
     assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16,16") == 2
-    assert "distinct lengths" in capsys.readouterr().err
+    assert "must be distinct" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", ["-1", "1.5", "x"])

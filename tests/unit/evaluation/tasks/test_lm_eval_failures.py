@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "metric only": (BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom}"), ("KeyError",)),
     "sampling": (
         UNTIL.replace("local_until", "broken").replace("STOPS", '["."]').replace("do_sample: false", "temperature: 1"),
-        ("ask for do_sample",),
+        ("generation_kwargs: do_sample",),
     ),
 }
 

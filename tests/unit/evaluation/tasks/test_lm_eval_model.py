@@ -43,13 +43,13 @@ def test_settings_of_greedy_decoding(settings: dict[str, Any]) -> None:
     ids=str,
 )
 def test_settings_of_sampling_are_errors(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
+    with pytest.raises(EvaluationError, match=f"task task: generation_kwargs: {named}: only greedy"):
         greedy_limits("task", settings)
 
 
 def test_no_room_for_a_prompt(tmp_path: Path) -> None:
     model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)), max_length=48)
-    with pytest.raises(EvaluationError, match="48 new tokens leave no room .*--max-length 48; raise it"):
+    with pytest.raises(EvaluationError, match="48 new tokens leave no room .*--max-length 48; raise --max-length"):
         model.generate_until(requests("generate_until", [("a", {"max_new_tokens": 48})]))
 
 

@@ -38,7 +38,7 @@ def test_a_changed_task(name: str, checkpoint: Path, tmp_path: Path) -> None:
     assert command(checkpoint, folder, task, *options) == 0
     before = output.read_bytes()
     change(folder)
-    with pytest.raises(EvaluationError, match=f"a.json: holds another measurement .*{message}.*--overwrite"):
+    with pytest.raises(EvaluationError, match=f"a.json: contains another measurement .*{message}.*--overwrite"):
         command(checkpoint, folder, task, *options)
     assert output.read_bytes() == before
     assert command(checkpoint, folder, task, *options, "--overwrite") == 0

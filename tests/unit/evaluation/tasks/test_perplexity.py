@@ -168,7 +168,7 @@ def test_overflow_is_infinite(model: CausalMean) -> None:
     [
         ([16], 32, (64,), "window 16: is shorter than the stride 32"),
         ([16, 65], 8, (70, 64), "window 65: is longer than document 1, which has 64 tokens"),
-        ([16], 0, (64,), "stride 0"),
+        ([16], 0, (64,), "stride: must be at least 1"),
         ([1], 1, (64,), "window 1"),
         ([], 8, (64,), "windows: none given"),
         ([16], 8, (), "documents: none given"),
@@ -209,5 +209,5 @@ def test_a_vocabulary_leaves_out_the_other_tokens(model: CausalMean) -> None:
 
 
 def test_a_vocabulary_without_a_token_of_the_documents_is_an_error(model: CausalMean) -> None:
-    with pytest.raises(EvaluationError, match="vocabulary 5: the documents have the token 9"):
+    with pytest.raises(EvaluationError, match="vocabulary 5: the documents contain the token id 9"):
         sliding_window_perplexity(model, [np.arange(10)], [8], 5, vocabulary=5, progress=False)

@@ -227,15 +227,15 @@ def test_a_length_without_room_is_noted_and_other_errors_are_raised() -> None:
 
 
 def test_prompts_need_a_tokenizer() -> None:
-    with pytest.raises(EvaluationError, match="run: has no tokenizer, which the prompts of this task need"):
+    with pytest.raises(EvaluationError, match="run: has no tokenizer, which this task needs for its prompts"):
         run("ruler", subject(), tokenizer=None)
 
 
 @pytest.mark.parametrize(
     ("task", "option", "value", "message"),
     [
-        ("needle", "--depths", "0,101", "not a list of whole percents"),
-        ("ruler", "--tasks", "multi_key,other", "'other' is none of multi_key"),
+        ("needle", "--depths", "0,101", "not a list of whole percentages"),
+        ("ruler", "--tasks", "multi_key,other", "'other' is not one of multi_key"),
         ("passkey", "--lengths", "0", "at least 1"),
     ],
 )

@@ -212,7 +212,7 @@ DRAWN: dict[str, tuple[str, int]] = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_length_without_room_says_how_much_is_needed(name: str) -> None:
-    with pytest.raises(LengthError, match=r"length 60: the prompt has \d+ tokens without any filler"):
+    with pytest.raises(LengthError, match=r"length 60: the prompt has \d+ tokens even without filler"):
         TASKS[name].make_cases(load_tokenizer("CharLevelTokenizer"), 60, 1, 0)
     assert issubclass(LengthError, EvaluationError)
 

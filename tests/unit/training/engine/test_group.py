@@ -64,7 +64,7 @@ def test_every_process_names_those_that_did_not_come() -> None:
     host = socket.gethostname()
     assert str(errors[0]).startswith(
         f"3 of 6 processes did not join within 1 s (`join_timeout`): ranks 2, 3, 5."
-        f" Processes of these hosts joined: {host}. "
+        f" Processes on these hosts joined: {host}. "
     )
     assert NotJoined.status in EXIT_STATUSES
 

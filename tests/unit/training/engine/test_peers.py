@@ -60,7 +60,7 @@ def test_all_others_end_and_name_the_lost_rank(group: Group, lost: int, capfd: p
     assert set(group.statuses.values()) == {FAILED}
     assert all((group.ranks[rank].lost or "").startswith(f"rank {lost} on ") for rank in others)
     said = capfd.readouterr().err
-    assert said.count(f": rank {lost} on ") == 3 and "start all processes again with --auto-resume" in said
+    assert said.count(f": rank {lost} on ") == 3 and "restart all processes with --auto-resume" in said
 
 
 def test_an_orderly_end_is_no_loss(group: Group) -> None:
@@ -76,7 +76,7 @@ def test_a_rank_that_ends_by_its_own_error_names_the_cause(group: Group) -> None
     error = RuntimeError("Connection closed by peer")
     group.ranks[1].explain(error)
     group.ranks[1].leave(orderly=False)
-    assert error.__notes__[0].startswith("rank 3 on ") and "had ended before" in error.__notes__[0]
+    assert error.__notes__[0].startswith("rank 3 on ") and "had already ended" in error.__notes__[0]
     time.sleep(0.5)
     assert 1 not in group.statuses, "it ends by itself"
 

@@ -43,7 +43,9 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_of_another_launcher_gets_the_error_too(no_gpu: None) -> None:
     for keys in ({"num_gpus": 2}, {"distributed_backend": "nccl"}):
-        with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but PyTorch .* can use none here"):
+        with pytest.raises(
+            ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but PyTorch .* cannot use any here"
+        ):
             check_devices(configured(**keys), RANK)
 
 
@@ -67,14 +69,14 @@ def test_a_broken_driver_is_named(broken_driver: None, caplog: pytest.LogCapture
         check_devices(configured(num_gpus=1), RANK)
     with caplog.at_level(logging.WARNING):
         check_devices(configured(), RANK)
-    assert "training on the CPU: a GPU may be present, but PyTorch" in caplog.text
+    assert "training on the CPU: this host may have GPUs, but PyTorch" in caplog.text
 
 
 def test_each_process_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices(configured(num_gpus=2), {"LOCAL_RANK": "1"})
-    with pytest.raises(ConfigError, match=r"num_gpus: the process with local rank 2 sees 2 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"num_gpus: the process with local rank 2 sees only 2 GPU\(s\)"):
         check_devices(configured(num_gpus=4), {"LOCAL_RANK": "2"})
 
 

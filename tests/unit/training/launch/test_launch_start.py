@@ -44,23 +44,23 @@ def test_this_host(keys: dict[str, Any], slots: int) -> None:
 def test_a_missing_hostfile_means_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     """As in GPT-NeoX: its 125M.yml has `hostfile: /mock_path`."""
     assert chosen_hosts(configured(hostfile="/mock_path", num_gpus=2)) == [Host("localhost", 2)]
-    assert "hostfile: /mock_path: no such file; using this host only" in capsys.readouterr().err
+    assert "hostfile: /mock_path: not found; using only this host" in capsys.readouterr().err
     assert start(configured(hostfile="/mock_path"), {}, ["train.py"]) is None, "one process trains where it is"
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hostfile": "nowhere", "num_nodes": 2}, "hostfile: nowhere: no such file"),
+        ({"hostfile": "nowhere", "num_nodes": 2}, "hostfile: nowhere: not found"),
         ({"num_nodes": 2}, "num_nodes: 2 hosts need a hostfile"),
-        ({"text": "a slots=2\nb\n"}, "hosts:2: 'b' is not of the form"),
-        ({"text": "a slots=2\nb slots=99999\n"}, "hosts:2: 'b slots=99999' is not of the form"),
+        ({"text": "a slots=2\nb\n"}, "hosts:2: 'b' must have the form"),
+        ({"text": "a slots=2\nb slots=99999\n"}, "hosts:2: 'b slots=99999' must have the form"),
         ({"text": "a\udcff slots=2\n"}, "hosts: cannot be read as UTF-8 text"),
         ({"text": "a slots=2\na slots=3\n"}, "hosts:2: a is listed twice"),
-        ({"text": "# none\n"}, "names no host"),
-        ({"text": "a slots=2\n", "num_nodes": 3}, "num_nodes: 3, but there are 1 hosts"),
-        ({"text": "a slots=2\n", "num_gpus": 3}, "num_gpus: 3, but a has 2 slots"),
-        ({"text": "a slots=2\n-oProxyCommand=x slots=2\n"}, "hosts:2: '-oProxyCommand=x slots=2' is not of the form"),
+        ({"text": "# none\n"}, "contains no hosts"),
+        ({"text": "a slots=2\n", "num_nodes": 3}, "num_nodes: 3, but .*hosts has 1 hosts"),
+        ({"text": "a slots=2\n", "num_gpus": 3}, "num_gpus: 3, but a has only 2 slots"),
+        ({"text": "a slots=2\n-oProxyCommand=x slots=2\n"}, "hosts:2: '-oProxyCommand=x slots=2' must have the form"),
     ],
 )
 def test_hosts_that_cannot_be_used(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
