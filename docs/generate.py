@@ -3,6 +3,7 @@
 With `--check` it writes nothing, prints the names of outdated pages, and exits with status 1 if there are any.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -415,12 +416,15 @@ def generated() -> Iterator[tuple[Path, str]]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, and name pages that are not current")
+    check = parser.parse_args().check
     stale = [(path, text) for path, text in generated() if path.read_text(encoding="utf-8") != text]
     for path, text in stale:
         print(path.relative_to(ROOT))
-        if "--check" not in sys.argv:
+        if not check:
             path.write_text(text, encoding="utf-8")
-    return int(bool(stale) and "--check" in sys.argv)
+    return int(bool(stale) and check)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class TextGenerator:
     ) -> list[Continuation]:
         """Continue chats by the next answer, to the end of the turn in the tokenizer's chat template.
 
-        Otherwise as `complete`. Raises DataError too without a template, and for messages that it refuses.
+        Otherwise as `complete`. Raises DataError too without a template, and for messages that the template rejects.
         """
         template = self.tokenizer.chat
         if template is None:

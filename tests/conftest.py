@@ -47,7 +47,7 @@ LONGEST = (
     "test_interruptions.py",
     "test_examples.py",
     "test_ablation_tiny.py",
-    "test_backend_flex.py",
+    "test_flex.py",
     "test_model_parallel.py",
     "test_resume.py",
     "test_wheel.py",
@@ -56,35 +56,16 @@ LONGEST = (
 """Files that take minutes with their slow tests: they begin first, so that none runs alone at the end."""
 
 
-THINNED = frozenset(
-    {
-        "test_backend_flex.py::test_its_definition_is_attention",
-        "test_block_switches.py::test_backends_and_cached_decoding_agree_and_parameters_are_counted",
-        "test_block_switches.py::test_gradients_are_those_of_dense_attention_and_an_unchunked_loss",
-        "test_cache.py::test_cached_decoding_is_the_full_forward",
-        "test_compile.py::test_gates_in_several_blocks_of_queries",
-        "test_compile.py::test_one_graph_without_a_break",
-        "test_config_strange.py::test_a_key_takes_a_strange_value_or_refuses_it_by_name",
-        "test_faults.py::test_checkpoints",
-        "test_kernels.py::test_operands_and_their_gradients",
-        "test_kernels.py::test_segments_share_one_launch",
-        "test_neox_resume.py::test_no_bit_is_lost_on_the_way",
-        "test_preparation_blocks.py::test_pieces_of_large_files",
-        "test_signals.py::test_ctrl_c_saves",
-    }
-)
-"""Tests of many alike cases, each of which takes long, outside tests/parity."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow, of the tests in tests/parity and in THINNED, the cases that tests/fast_cases.py leaves out."""
+    """Mark as slow the cases that tests/fast_cases.py leaves out of tests in tests/parity and tests marked `fewest`."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("slow") is None and hasattr(item, "callspec"):
-            name = f"{item.path.name}::{item.originalname}"
-            if item.path.parent.name == "parity" or name in THINNED:
-                tests[name].append(item)
+        chosen = item.path.parent.name == "parity" or item.get_closest_marker("fewest") is not None
+        if not chosen or item.get_closest_marker("slow") is not None:
+            continue
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[f"{item.path.name}::{item.originalname}"].append(item)
     for cases in tests.values():
         pairs = [mark.args for mark in cases[0].iter_markers("pairs")]
         for number in {*range(len(cases))}.difference(fast_cases([case.callspec.params for case in cases], pairs)):

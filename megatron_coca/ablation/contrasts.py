@@ -123,7 +123,7 @@ class Figures:
         """Return the steps of a file with `testing: sequence`; empty until all of its seeds are finished."""
         if self._file.testing != "sequence":
             raise EvaluationError(
-                "contrasts: tested together in this file; use figures.declared(), or set testing: sequence"
+                "contrasts: this file tests all of them together; call figures.declared(), or set `testing: sequence`"
             )
         return in_sequence([(each, self._differences(each)) for each in self._file.contrasts], len(self._file.seeds))
 

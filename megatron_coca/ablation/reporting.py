@@ -55,7 +55,7 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
 
 
 def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], str | None]:
-    """Return the complete result files, and the baseline if it has results."""
+    """Return the result files that are complete, and the baseline if it has results."""
     measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
     # Other models are compared with the baseline's variant "". Its files are called TASK_MODEL.json.
     plain = {path.stem.partition("_")[2] for path in measured}

@@ -20,7 +20,7 @@ from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
 from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES
 from megatron_coca.data.tokenizers.losses import sampled
-from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.support.atomic_write import atomic_dir, require_new
 from megatron_coca.support.plain_text import masked
 
 
@@ -61,7 +61,7 @@ def import_checkpoint(
         DataError: the tokenizer of a native checkpoint is damaged.
     """
     folder = Path(folder)
-    refuse_existing(folder, CheckpointError)
+    require_new(folder, CheckpointError)
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype: {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
     opened = open_checkpoint(source, overrides=overrides)

@@ -77,7 +77,10 @@ def write_huggingface(args: Namespace) -> list[str]:
     try:
         results = args.results.read_text(encoding="utf-8") if args.results is not None else None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"--results {args.results}: cannot be read ({error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"--results {args.results}: cannot be read ({reason}); name a file of UTF-8 text"
+        ) from error
     done = export(
         args.checkpoint,
         args.folder,

@@ -122,7 +122,8 @@ def read_prompts(args: Namespace) -> list[str]:
     try:
         text = sys.stdin.read() if args.file is None else Path(args.file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{place}: cannot be read ({error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: cannot be read ({reason}); name a file of UTF-8 text") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise DataError(f"{place}: no prompt; give one with --prompt or --file")
@@ -137,7 +138,7 @@ def _prompt_of(line: str, place: str) -> str:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error})") from error
+        raise DataError(f"{place}: not JSON ({error}); correct this line") from error
     prompt = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
     if not isinstance(prompt, str):
         raise DataError(f'{place}: no prompt text; write an object such as {{"prompt": "The sea"}}')

@@ -1,4 +1,4 @@
-"""Keys of ZeRO, of tensor, pipeline and sequence parallelism, and of launching the processes."""
+"""Keys for ZeRO, for tensor, pipeline and sequence parallelism, and for launching the processes."""
 
 from typing import Annotated, Any, Literal
 

@@ -303,7 +303,7 @@ class PositionConfig(PositionKeys):
             if choice is not None:
                 yield choice, selected.given if isinstance(selected, Selected) else {}
 
-    def refusal(self, key: str, seq_length: int, head_dim: int) -> str | None:
+    def reason_against(self, key: str, seq_length: int, head_dim: int) -> str | None:
         """Return the reason why the choice of a key does not work with the others in a model of this shape, or None."""
         chosen = {choice.key: (choice, given) for choice, given in self.choices()}
         if key not in chosen:
@@ -317,4 +317,4 @@ class PositionConfig(PositionKeys):
             pos_emb=self.embedding,
             others={name: other.name for name, (other, _) in chosen.items()},
         )
-        return choice.refusal(use)
+        return choice.reason_against(use)

@@ -207,7 +207,7 @@ def _unreadable(path: Path, error: YamlFault | OSError | ValueError) -> str:
         return f"{str(path)!r}: cannot be read: {getattr(error, 'strerror', None) or error}"
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"{path}: no such file" + (f"; did you mean `{path.parent / match[0]}`?" if match else "")
+    return f"{path}: no such file; " + (f"did you mean `{path.parent / match[0]}`?" if match else "correct the path")
 
 
 def read_overrides(overrides: Overrides, problems: list[str]) -> list[Layer]:

@@ -205,7 +205,7 @@ def read_record(path: Path, kind: type[RecordType], noun: str) -> RecordType:
     try:
         return kind.model_validate_json(read_regular(path))
     except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
+        raise EvaluationError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "file"
@@ -217,7 +217,7 @@ def read_yaml_file(path: Path) -> Any:
     try:
         return read_yaml(path)
     except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
+        raise EvaluationError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from error
     except YamlFault as error:
         raise EvaluationError(error.at(str(path))) from error
     except UnicodeDecodeError as error:

@@ -130,7 +130,7 @@ class Choice:
         """Return the names of required options that are not given."""
         return [option.name for option in self.options if option.required and given.get(option.name) is None]
 
-    def refusal(self, use: Use) -> str | None:
+    def reason_against(self, use: Use) -> str | None:
         """Return the reason why the choice cannot be used in this model, or None."""
         if lacking := self.lacking(use.options):
             return f"{self.selector} {self.name} needs {lacking[0]}; set it"
@@ -202,7 +202,7 @@ class FrequencyExtension(Choice):
     measures_length: bool = False
     switches: bool = False
 
-    def refusal(self, use: Use) -> str | None:
+    def reason_against(self, use: Use) -> str | None:
         if self.name != "default" and not use.pos_emb.rotary:
             return (
                 f"rope_type {self.name} is not supported with pos_emb {use.pos_emb.name}, which has no frequencies to"
@@ -212,7 +212,7 @@ class FrequencyExtension(Choice):
             return (
                 f"rope_type {self.name} needs at least {self.least_rotated} rotated features per head; raise rotary_pct"
             )
-        return super().refusal(use)
+        return super().reason_against(use)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class DistanceMap(Choice):
     shifts_positions: bool = False
     counts_tokens: bool = False
 
-    def refusal(self, use: Use) -> str | None:
+    def reason_against(self, use: Use) -> str | None:
         if not use.pos_emb.rotary:
             return (
                 f"{self.name} needs rotary positions, but pos_emb is {use.pos_emb.name}; set relative_positions to null"
@@ -246,7 +246,7 @@ class DistanceMap(Choice):
         if find("rope_scaling", use.others["rope_scaling"]).learned:
             name = use.others["rope_scaling"]
             return f"not supported with rope_type {name}, which is trained with random positions; remove one of them"
-        return super().refusal(use)
+        return super().reason_against(use)
 
 
 @dataclass(frozen=True, kw_only=True)

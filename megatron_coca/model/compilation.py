@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from megatron_coca.attention.backends.gated import QUERY_ROWS
 from megatron_coca.config import Config
-from megatron_coca.config.checks.parallelism import compile_refusal
+from megatron_coca.config.checks.parallelism import reason_against_compiling
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def reason_not_compiled(config: Config, backend: str, device_type: str) -> str |
             "forgetting_gate: torch.compile does not trace the masks that sdpa builds for later query blocks; set "
             "attention_backend=triton"
         )
-    return compile_refusal(config) or missing_compile_tools(device_type)
+    return reason_against_compiling(config) or missing_compile_tools(device_type)
 
 
 def compile_blocks(blocks: nn.ModuleList) -> None:

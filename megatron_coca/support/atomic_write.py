@@ -39,7 +39,7 @@ def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
         flush(path.parent)
 
 
-def refuse_existing(folder: Path, error: Error) -> None:
+def require_new(folder: Path, error: Error) -> None:
     """Raise `error` if `folder` exists."""
     if folder.exists():
         raise error(f"{folder}: exists already; name a new folder, or remove this one")
@@ -62,13 +62,13 @@ def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
     Raises:
         error: `final` exists, cannot be written, or another process is writing it.
     """
-    refuse_existing(final, error)
+    require_new(final, error)
     partial = partial_folder(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         busy = f"{final}: another process is writing it; wait for it, or name another folder"
         with exclusive_lock(lock_file(final), error, busy, temporary=True):
-            refuse_existing(final, error)  # another process may have written the folder before the lock was acquired
+            require_new(final, error)  # another process may have written the folder before the lock was acquired
             try:
                 remove(partial)
                 partial.mkdir()

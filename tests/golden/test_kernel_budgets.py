@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for NVIDIA GPUs that need not be there, within benchmarks/kernels/budgets.json."""
+"""Every Triton kernel, compiled for NVIDIA GPUs without having one, is within benchmarks/kernels/budgets.json."""
 
 import os
 import subprocess

@@ -112,7 +112,7 @@ def test_a_killed_ablation_goes_on_to_the_same_results(file: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_second_runner_is_refused_and_a_terminated_one_saves(file: Path, tmp_path: Path) -> None:
+def test_a_second_runner_is_an_error_and_a_terminated_one_saves(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     content = yaml.safe_load(file.read_text())
     file.write_text(yaml.dump(content | {"base": [*content["base"], "train_iters=1000"]}, sort_keys=False))

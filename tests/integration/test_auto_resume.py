@@ -60,8 +60,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda folder: (folder / native.MANIFEST).write_text('{"format": 2, "files": {"meta.json": 3}}'),
         "damaged (lists no files)",
     ),
-    "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: cannot be read"),
-    "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: cannot be read"),
+    "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: not found"),
+    "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: not found"),
 }
 
 

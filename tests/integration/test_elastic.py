@@ -75,7 +75,7 @@ def test_bf16_keeps_its_float32_weights(live: Any, open_run: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_batch_that_would_change_is_refused(live: Any, tmp_path: Path) -> None:
+def test_a_batch_that_would_change_is_an_error(live: Any, tmp_path: Path) -> None:
     keys = PLAIN | {"save": str(tmp_path), "auto_resume": True, "train_batch_size": None, "train_iters": 2}
     live(keys)
     assert "batch (saved 2, now 4)" in live(keys | {"train_iters": 4}, ranks=2, expected=2).output

@@ -113,7 +113,7 @@ def test_a_start_token_is_named_and_put_on_request(
     config = load_config([], MODEL | {"vocab_size": 97, "tokenizer_type": "HFTokenizer"})
     checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     assert main(arguments(checkpoint, text, "--output", tmp_path / "plain.json")) == 0
-    assert "puts <bos> before every text; add --start-token '<bos>'" in caplog.text
+    assert "adds <bos> before every text; add --start-token '<bos>'" in caplog.text
     caplog.clear()
     begun = arguments(checkpoint, text, "--output", tmp_path / "begun.json", "--start-token", "<bos>")
     assert main(begun) == 0 and "--start-token" not in caplog.text
@@ -169,7 +169,7 @@ def test_another_measurement_is_not_overwritten_unasked(
     assert read(output).protocol.stride == 16
 
 
-def test_what_is_refused_is_noted_and_the_others_go_on(
+def test_an_unsupported_variant_is_noted_and_the_others_go_on(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--variant", "T5", "pos_emb=rpe", "--variant", "plain", "--output", tmp_path]
@@ -301,7 +301,7 @@ LIMITED = {
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_a_window_beyond_the_positions_of_a_model_is_refused_and_the_others_go_on(
+def test_a_window_beyond_the_positions_of_a_model_is_an_error_and_the_others_go_on(
     name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys, dtype, at, reason = LIMITED[name]
@@ -334,7 +334,7 @@ def test_a_window_beyond_the_positions_of_a_model_is_refused_and_the_others_go_o
     assert "not supported" in capsys.readouterr().out
 
 
-def test_an_analysis_beyond_the_positions_of_a_model_is_refused(text: Path, tmp_path: Path) -> None:
+def test_an_analysis_beyond_the_positions_of_a_model_is_an_error(text: Path, tmp_path: Path) -> None:
     keys = {"pos_emb": "learned", "max_position_embeddings": 40}
     run = write_checkpoint(tmp_path / "run", load_config([], MODEL | keys))
     given = [

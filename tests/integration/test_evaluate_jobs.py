@@ -90,7 +90,7 @@ def test_many_writers_of_one_file(tmp_path: Path, whole: dict[str, bytes]) -> No
     assert (tmp_path / "one.json").read_bytes() == whole["perplexity_plain.json"]
 
 
-def test_without_an_output_it_is_refused(arguments: list[str]) -> None:
+def test_without_an_output_it_is_an_error(arguments: list[str]) -> None:
     with pytest.raises(EvaluationError, match="--jobs: needs --output"):
         jobs.shares(cli.parser().parse_args([*arguments, "--jobs", "2"]), 2)
 

@@ -23,7 +23,7 @@ from tests.parity.exported import LLAMA, random_checkpoint
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers what an upload of small files asks, keeps what is committed and gives it; with `status` it refuses."""
+    """Answers the requests of an upload, keeps committed files and returns them; with `status`, this error."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -125,8 +125,8 @@ def test_an_export_is_uploaded_whole_with_its_card(
     facts = yaml.safe_load(head)
     assert (facts["license"], facts["base_model"]) == ("apache-2.0", "me/base: one")
     assert "## Results\n\n| window | perplexity |\n|---|---|\n| 64 | 12.5 |\n\n## Loading" in text
-    (sources,) = [line for line in text.splitlines() if line.startswith("| methods of |")]
-    assert sources == "| methods of | CoCA, Zhu et al. 2024, the form the paper trains; Peng et al. 2023 |"
+    (sources,) = [line for line in text.splitlines() if line.startswith("| method sources |")]
+    assert sources == "| method sources | CoCA, Zhu et al. 2024, in the form that the paper trains; Peng et al. 2023 |"
 
 
 def test_a_model_of_the_hub_without_safetensors(hub: Hub, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_evaluated(
         assert "hf://no/such: cannot be downloaded" in capsys.readouterr().err
 
 
-def test_an_upload_that_is_refused_keeps_the_folder(hub: Hub, tmp_path: Path) -> None:
+def test_a_failed_upload_keeps_the_folder(hub: Hub, tmp_path: Path) -> None:
     checkpoint, folder = random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "exported"
     hub.status = 401
     with pytest.raises(CheckpointError, match=r"--push me/model: .*(?s:.)*hf auth login.*hf upload me/model"):

@@ -176,7 +176,7 @@ def truncate_optimizer(run: Path) -> None:
 
 CHECKPOINT_FAULTS = {
     "truncated weights": (lambda run: truncate(run / "global_step12" / native.WEIGHTS), "model.safetensors: has "),
-    "truncated optimizer": (truncate_optimizer, "the checkpoint was written with"),
+    "truncated optimizer": (truncate_optimizer, "rank_00000.safetensors: has "),
     "lost random state": (
         lambda run: (run / "global_step12/rng/rank_0.pt").unlink(),
         "rank_0.pt: not found; copy the checkpoint",
@@ -199,6 +199,7 @@ CHECKPOINT_FAULTS = {
 }
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize("name", CHECKPOINT_FAULTS)
 def test_checkpoints(name: str, attempt: Attempt, run_copy: Path, tmp_path: Path) -> None:
     damage, message = CHECKPOINT_FAULTS[name]
@@ -294,7 +295,7 @@ def test_a_full_disk(live: Any, small_disk: Path, tmp_path: Path, open_run: Any,
 def test_the_folder_is_locked_before_a_checkpoint_is_chosen(
     attempt: Attempt, run_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else another run may write newer ones meanwhile, which this one would set aside."""
+    """Otherwise another run could write newer checkpoints in between, and this run would move them away."""
     free = []
 
     def look(config: Any) -> Any:

@@ -27,7 +27,7 @@ from megatron_coca.support.processes import PROGRAM
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
 
-pytestmark = pytest.mark.slow  # test_run_stages.py has them in one run, test_trained_parts.py what each of them trains
+pytestmark = pytest.mark.slow  # fast: test_run_stages.py and test_trained_parts.py
 
 CONFIGS = ROOT / "configs/finetune/small"
 RUNS = Path("runs/finetune")

@@ -22,7 +22,7 @@ PLAIN = {
     "eval_interval": 4,
 }
 EXECUTE = ("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])")
-"""Options of a Python that becomes the command that follows."""
+"""Options with which Python becomes the command that follows them."""
 
 
 class Host(NamedTuple):

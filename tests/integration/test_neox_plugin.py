@@ -269,7 +269,7 @@ CONVERTER = "tools/ckpts/convert_neox_to_hf.py"
 
 
 @pytest.mark.parametrize("division", ["as in the file", "one stage"])
-def test_upstreams_converter_refuses_what_the_plugin_trained(
+def test_upstreams_converter_rejects_what_the_plugin_trained(
     division: str, checkout: Checkout, runs: Runs, tmp_path: Path
 ) -> None:
     """It ends in an error about the name. The same weights under plain names are converted in silence."""

@@ -93,6 +93,7 @@ def stopped(live: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize(
     "write",
     [
@@ -132,7 +133,7 @@ def test_an_optimizer_begins_anew_at_their_step(stopped: Path, live: Any, open_r
     assert native.read_meta(tmp_path / "run/global_step6")["counters"]["step"] == 2
 
 
-def test_what_cannot_be_taken_over_is_refused(stopped: Path, live: Any, tmp_path: Path) -> None:
+def test_unsupported_states_are_errors(stopped: Path, live: Any, tmp_path: Path) -> None:
     theirs = write_as_neox(stopped / f"stopped/global_step{STOP}", tmp_path / "theirs", 1, 2)
     keys = PLAIN | {"load": str(theirs), "save": str(tmp_path / "run")}
     for changes, reason in {

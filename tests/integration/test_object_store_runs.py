@@ -209,7 +209,7 @@ def of_another_run(folder: Path, save: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
+def test_another_run_is_an_error(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     url = "s3://bucket/taken"
     first = native.step_folder(uninterrupted, 2)
     RemoteFolder(url).upload(of_another_run(first, tmp_path / "another"))

@@ -18,7 +18,7 @@ PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_lo
 def test_packed_documents_train_and_resume(
     live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path, zero_stage: int
 ) -> None:
-    """Stopped and resumed ends in the bits of never stopped; another choice about documents is not resumed."""
+    """A resumed run ends in the same bits as one that never stopped. It cannot change how documents are separated."""
     once, stopped = ({"save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("once", "stopped"))
     keys = PACKED | {"zero_stage": zero_stage}
     for output in (live(keys | once).output, live(keys | stopped | {"exit_interval": 5}).output):

@@ -144,7 +144,7 @@ class Trained:
 
 
 def compared(keys: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a run reports, with a refused step and an evaluation in between."""
+    """What a run reports, with a skipped step and an evaluation in between."""
     run = Trained(keys)
     steps = run.steps(0, STEPS - 1)
     before = run.bits()
@@ -226,7 +226,7 @@ def assert_equal_runs(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> Non
         tolerance = RELATIVE["bf16" if keys.get("precision") == "bfloat16" else "fp32"]
         for rank in ranks:
             found, expected = rank[name], alone[name]
-            assert found["agreed"] and found["untouched"], f"{name}: ranks differ, or a refused step changed weights"
+            assert found["agreed"] and found["untouched"], f"{name}: ranks differ, or a skipped step changed weights"
             for step, one in zip(found["steps"], expected["steps"], strict=True):
                 assert step == pytest.approx(one, rel=tolerance), f"{name}: loss, gradient norm, skipped"
             assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=tolerance), name

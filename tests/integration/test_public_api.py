@@ -53,7 +53,7 @@ def test_overrides_as_texts_and_as_a_mapping_are_alike(whole: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_layers=3", "pos_emb=rotary", "rotary_pct=1.0", "vocab_size=600", "seq_length=16"])
-def test_overrides_that_make_another_model_are_refused(whole: Any, key: str) -> None:
+def test_overrides_that_make_another_model_are_errors(whole: Any, key: str) -> None:
     with pytest.raises(CheckpointError, match=f"cannot be evaluated with another .*{key.partition('=')[0]}"):
         load_model(whole.folder, [key])
 

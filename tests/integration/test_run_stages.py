@@ -165,7 +165,7 @@ def test_other_numbers_of_processes_across_a_border(live: Any, open_run: Any, tm
     assert len(set(run.losses)) == STEPS
 
 
-def test_wrong_stages_are_refused_by_name(live: Any, tmp_path: Path) -> None:
+def test_errors_name_wrong_stages(live: Any, tmp_path: Path) -> None:
     refused = live({"stages": [{"until": 20}, {"num_layers": 3}], "save": str(tmp_path)}, expected=2)
     assert "stages[0].until: step 20 leaves no steps for the later stages" in refused.output
     refused = live({"stages": STAGES}, expected=2)

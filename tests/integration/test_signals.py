@@ -85,6 +85,7 @@ def test_a_kill_after_a_validation_does_not_report_it_twice(
     assert open_run(tmp_path).records == whole.records
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize(("point", "ranks"), [("backward", 1), ("evaluation", 1), ("own files", 1), ("step", 2)])
 def test_ctrl_c_saves(point: str, ranks: int, live: Any, tmp_path: Path) -> None:
     """Also where one rank alone gets it."""

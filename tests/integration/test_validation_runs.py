@@ -65,6 +65,6 @@ def test_every_layout_reports_the_same(live: Any, tmp_path: Path) -> None:
         assert losses[0] == losses[1] and len(losses[0]) == 6, name
 
 
-def test_what_cannot_be_reported_is_refused(live: Any) -> None:
+def test_impossible_reports_are_errors(live: Any) -> None:
     told = live({"eval_windows": ["4x"]}, expected=2).output
     assert "eval_windows: '4x' is neither a number of tokens above 1 nor a multiple of seq_length" in told

@@ -32,9 +32,9 @@ def write(prefix: Path, ordered: np.ndarray, vocabulary: int, before: int = 0, a
 
 
 def write_for_us(prefix: Path, wanted: np.ndarray, vocabulary: int, seed: int) -> None:
-    """Such that our trainer, with this seed, reads `wanted` [count, length] from first to last."""
+    """Write a shard from which our trainer, with this seed, reads `wanted` [count, length] in order."""
     count, length = wanted.shape
-    write(prefix, wanted, vocabulary, after=length)  # of the final size; what it holds is read by nobody
+    write(prefix, wanted, vocabulary, after=length)  # of the final size; nobody reads its content
     blend = Blend([Shard(prefix)], [1.0], length, seed)
     (places,) = blend.by_source(np.arange(count))
     offset = int(places.starts.min())

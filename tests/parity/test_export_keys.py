@@ -1,4 +1,4 @@
-"""Exports cannot lie: every key of the network and its positions has its effect in an export, or is refused by name."""
+"""Exports cannot lie: every key of the network and its positions has its effect in an export, or an error names it."""
 
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ GATES = {"nope": {"pos_emb": "none", "forgetting_gate": "fox"}}
         *((export, types, "layer_types: layers of type nope have weights") for types in (SINKS, SHARED, GATES)),
     ],
 )
-def test_layers_that_differ_are_refused(write: Any, types: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_layers_that_differ_are_errors(write: Any, types: dict[str, Any], message: str, tmp_path: Path) -> None:
     """A model with every fourth layer without positions was once written as a stock GPT-NeoX."""
     config = load_config(
         [],

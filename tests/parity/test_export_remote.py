@@ -146,7 +146,7 @@ MAPPED = ("coca", "coca_strict", "rotary")
 def cases() -> dict[str, dict[str, Any]]:
     """Pairs: each extension and each map with one form, each form with one shape, CoCA with both.
 
-    Formulas are compared row by row in test_export_formulas.py.
+    test_modelling_file.py compares the source of each formula.
     """
     found = {f"coca, {name}": shape | {"pos_emb": "coca"} for name, shape in SHAPES.items()}
     for number, form in enumerate((*FORMS[1:], *PLAIN)):
@@ -355,7 +355,7 @@ def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
         ("relative_positions", {"type": "rerope"}, "window is missing"),
     ],
 )
-def test_what_the_modelling_file_refuses(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_errors_of_the_modelling_file(key: str, value: Any, message: str, tmp_path: Path) -> None:
     folder = export(random_checkpoint(tmp_path / "run", **CASES["coca, neox"]), tmp_path / "exported").folder
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     config.position[key] = value
@@ -363,7 +363,7 @@ def test_what_the_modelling_file_refuses(key: str, value: Any, message: str, tmp
         AutoModelForCausalLM.from_config(config, trust_remote_code=True)(tokens(5))
 
 
-def test_stock_scaling_is_refused_and_no_code_without_trust(tmp_path: Path) -> None:
+def test_stock_scaling_is_an_error_and_no_code_without_trust(tmp_path: Path) -> None:
     folder = export(random_checkpoint(tmp_path / "run", **CASES["coca, neox"]), tmp_path / "exported").folder
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)

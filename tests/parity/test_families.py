@@ -538,7 +538,7 @@ def test_the_card_extends_the_model_as_its_class_reads_it(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("case", UNREAD)
-def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
+def test_an_unknown_key_that_changes_the_model_is_an_error(case: str, tmp_path: Path) -> None:
     changes, message = UNREAD[case]
     build("gemma3").save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -553,7 +553,7 @@ BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hid
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_absent_key_has_the_default_of_the_class(name: str) -> None:
-    """Or it is refused, as a width is."""
+    """Or it is an error, as a width is."""
     kind, changes = CASES[name]
     shape = {key: value for key, value in SHAPE.items() if key not in OWN_NAMES.get(kind, ())}
     written = getattr(transformers, f"{kind}Config")(**shape | changes)

@@ -116,7 +116,7 @@ def test_the_llama_layout_says_coca_itself() -> None:
     assert load_checkpoint(AUTHORS / "coca_llama").config.position.pos_emb == "coca"
 
 
-def test_an_override_that_changes_the_shape_is_refused() -> None:
+def test_an_override_that_changes_the_shape_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="num_layers .saved 2, now 3."):
         load_model(AUTHORS / "coca_llama", {"num_layers": 3})
 

@@ -287,7 +287,7 @@ def test_methods_from_outside_are_carried(kind: str, tmp_path: Path) -> None:
     ],
     ids=["reason", "stock", "lambda", "undefined", "clash", "library", "module"],
 )
-def test_what_cannot_be_carried_is_refused(source: str, message: str, tmp_path: Path) -> None:
+def test_formulas_that_no_file_can_contain_are_an_error(source: str, message: str, tmp_path: Path) -> None:
     checkpoint = of_the_user(source, OUTSIDE["extension"][1], tmp_path)
     with pytest.raises(CheckpointError, match=message):
         export(checkpoint, tmp_path / "exported", {"imports": [tmp_path / "mine.py"]})

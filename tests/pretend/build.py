@@ -21,7 +21,7 @@ LIBRARY = "libcuda.so.1"
 COMPILER = ["gcc", "-std=gnu17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 STOOD_IN = re.compile(r"(__cuda|cuda|cublas|cudnn|cusolver|nccl|cusparse(?!Lt))[A-Z]")
-"""Whose entry points are answered. The others are the real ones: NVRTC, which needs no device, cuFFT, CUPTI."""
+"""Names of entry points that are answered here. Others are real: NVRTC, which needs no device, cuFFT, CUPTI."""
 
 KINDS = (
     # (names, body of the entry point); the first that fits counts

@@ -55,7 +55,7 @@ from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
 from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.text_rules import token_ids
-from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.support.atomic_write import atomic_dir, require_new
 
 MODELLING_FILE = TEMPLATE.name
 
@@ -340,7 +340,7 @@ def export(
     config = opened.configure(overrides)
     kind = _kind(opened, config)
     modelling = _modelling_file(config) if kind == OURS else None
-    refuse_existing(folder, CheckpointError)
+    require_new(folder, CheckpointError)
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads, config.model.head_dim)

@@ -238,9 +238,7 @@ def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> 
         for name in states[0]:
             location = NeoxLocation(layer, name)
             if location not in known:
-                raise CheckpointError(
-                    f"{files.path(layer, 0)}: has the weight {name}, but the model does not; correct {CONFIGS}"
-                )
+                raise CheckpointError(f"{files.path(layer, 0)}: the model has no weight {name}; fix {CONFIGS}")
             weight = known[location]
             if weight.used and weight.ours is not None:
                 locations.setdefault(weight.ours, []).append(location)

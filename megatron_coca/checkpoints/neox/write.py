@@ -34,7 +34,7 @@ from megatron_coca.checkpoints.unsupported import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
 from megatron_coca.config.source import Overrides
-from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.support.atomic_write import atomic_dir, require_new
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def export(
         DataError: the tokenizer of the overrides or of the checkpoint cannot be opened.
     """
     config, ranks = opened.configure(overrides), model_parallel_size
-    refuse_existing(folder, CheckpointError)
+    require_new(folder, CheckpointError)
     if reasons := _reasons(config, ranks, pipe_parallel_size):
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot represent the model: {'; '.join(reasons)}")
     weights = opened.weights()

@@ -71,7 +71,7 @@ def _tensor_and_sequence(settings: Settings) -> str | None:
     )
 
 
-def compile_refusal(settings: Settings) -> str | None:
+def reason_against_compiling(settings: Settings) -> str | None:
     """Return `key: reason` for the key that prevents the compilation of the blocks, or None."""
     model, parallel = settings.model, settings.parallel
     for key in ("model_parallel_size", "sequence_parallel_size"):
@@ -85,7 +85,7 @@ def compile_refusal(settings: Settings) -> str | None:
 
 
 def _torch_compile(settings: Settings) -> str | None:
-    reason = compile_refusal(settings) if settings.model.torch_compile is True else None
+    reason = reason_against_compiling(settings) if settings.model.torch_compile is True else None
     return None if reason is None else f"not supported with {reason}; set torch_compile=false"
 
 

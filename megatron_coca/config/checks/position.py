@@ -58,7 +58,7 @@ def _rotary_dims(settings: Settings) -> str | None:
 def _choice(key: str, settings: Settings) -> str | None:
     """Check the declared requirements of the choice in every layer type."""
     for name, position in types_of(settings).items():
-        reason = position.refusal(key, settings.model.seq_length, settings.model.of_type(name).head_dim)
+        reason = position.reason_against(key, settings.model.seq_length, settings.model.of_type(name).head_dim)
         if reason is not None:
             return reason if name == GLOBAL else f"layers of type {name}: {reason}"
     return None

@@ -45,8 +45,8 @@ class ShardState:
 
 @dataclass
 class Findings:
-    """Findings about a source: the records that did not become documents, the sets that occurred, and the tokenizer's
-    losses in a sample of passages.
+    """Findings about a source: records that did not become documents, the sets found in it,
+    and the text that the tokenizer fails to reproduce in a sample of passages.
     """
 
     problems: ReadingProblems = field(default_factory=ReadingProblems)

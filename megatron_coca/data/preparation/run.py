@@ -31,7 +31,7 @@ from megatron_coca.data.preparation.preparation_plan import (
 )
 from megatron_coca.data.preparation.workers import TokenizedChunk
 from megatron_coca.data.shards import LABELS_SUFFIX, ShardWriter
-from megatron_coca.support.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.support.atomic_write import atomic_dir, require_new
 from megatron_coca.support.console import Progress
 
 
@@ -68,7 +68,7 @@ def prepare(
     output = Path(output)
     if (output / manifest.MANIFEST).is_file():
         remove_blocks(output)  # left over if an earlier call was killed after the folder was complete
-    refuse_existing(output, DataError)
+    require_new(output, DataError)
     inputs = find_inputs(sources)
     with atomic_dir(output, DataError) as folder:
         try:
@@ -107,7 +107,7 @@ def prepare_part(
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
-    refuse_existing(output, DataError)
+    require_new(output, DataError)
     with _work_is_kept(output):
         settings = settings_of(sources, tokenizer, rules, notes)
         blocks = Blocks(sources, find_inputs(sources), output, tokenizer, rules, settings)

@@ -33,8 +33,8 @@ RESULT_TYPES: dict[str, type[Result]] = {
 }
 """The type of a result file, by its field `task`."""
 
-KNOWN_FILES = frozenset({"report.json", "cell.json", "curve.json"})
-"""Files next to results that are ignored without a warning: reports of earlier versions, and an ablation's records."""
+KNOWN_FILES = frozenset({"cell.json", "curve.json"})
+"""An ablation's records next to results, which are ignored without a warning."""
 REMEDY = "measure it again, or remove the file"
 
 
@@ -86,7 +86,7 @@ def _task(file: Path) -> str | None:
     try:
         content = json.loads(read_regular(file))
     except OSError as error:
-        raise EvaluationError(f"{file}: cannot be read ({error.strerror})") from error
+        raise EvaluationError(f"{file}: cannot be read ({error.strerror}); check path and permissions") from error
     except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{file}: is damaged: not JSON ({error}); {REMEDY}") from error
     task = content.get("task") if isinstance(content, dict) else None

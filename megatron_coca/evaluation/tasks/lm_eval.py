@@ -7,13 +7,10 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_validator
-
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.evaluation.chats import ChatRecord, chat_record
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import (
-    OPEN,
     Cost,
     Entry,
     EvaluationError,
@@ -52,12 +49,6 @@ class Score(Record):
     stderr: float | None  # None if the harness reports no standard error
     higher_is_better: bool | None
 
-    @field_validator("value")
-    @classmethod
-    def _measured(cls, value: float | None, info: ValidationInfo) -> float | None:
-        """Replace `NOT_MEASURED` from earlier versions in metrics named after a length, which are never negative."""
-        return None if value == NOT_MEASURED and str(info.data.get("metric")).isdecimal() else value
-
 
 class TaskScores(Entry):
     """Scores of one task of the harness, or means over the tasks of one group."""
@@ -67,7 +58,7 @@ class TaskScores(Entry):
     num_fewshot: int | None  # number of examples; None for a group if its tasks differ
     samples: int  # number of scored documents
     config_sha256: str  # hash of the configuration in the task's file, without paths; empty for a task in a group
-    inputs_sha256: str | None = None  # hash of code, local data and subtasks; None in files of earlier versions
+    inputs_sha256: str  # hash of code, local data and subtasks
     documents_sha256: str | None  # hash of the documents in order; None for a group
     prompts_sha256: str | None  # hash of each document's first prompt, including examples; None for a group
     cut: int = 0  # samples with a prompt that exceeded the limit and lost its beginning
@@ -80,8 +71,6 @@ class TaskScores(Entry):
 
 
 class HarnessProtocol(Record):
-    model_config = OPEN
-
     text: str
     lm_eval: str  # version of the harness
     max_length: int | None  # None: no limit
@@ -89,9 +78,8 @@ class HarnessProtocol(Record):
     limit: int | None
     seed: int
     tokens_per_batch: int
-    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+    dynamic_length: DynamicLength = "total"
     start: int | None = None  # token id put before every text
-    # The defaults of the following fields describe the behaviour before the fields existed.
     rolling_window: int | None = None  # window of rolling log-likelihoods; None: max_length
     adds: bool = False  # whether the tokens that the model's own library adds are put around every text
     closes: int | None = None  # the token added after every text, if the tokenizer's settings ask for one
@@ -178,7 +166,7 @@ def _changed(earlier: TaskScores, manager: Any) -> str | None:
     """Return which part of a task or group has changed since its scores were measured, or None."""
     if earlier.config_sha256 != config_hash(manager, earlier.task):
         return "the configuration"
-    if earlier.inputs_sha256 not in (None, inputs_hash(manager, earlier.task)):
+    if earlier.inputs_sha256 != inputs_hash(manager, earlier.task):
         return "a code, data or task file"
     return None
 

@@ -195,7 +195,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hostfile: {path}: cannot be read as UTF-8 text ({error})") from error
+        raise ConfigError(f"hostfile: {path}: cannot be read as UTF-8 text ({error}); check the file") from error
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:

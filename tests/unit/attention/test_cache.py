@@ -76,6 +76,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize("keys", [*FORMS, *EXTENDED, *MAPPED, *COMBINED], ids=str)
 @torch.no_grad()
 def test_cached_decoding_is_the_full_forward(keys: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ def test_positions_can_be_given_row_by_row() -> None:
 
 
 @torch.no_grad()
-def test_documents_and_a_cache_are_refused_together() -> None:
+def test_documents_with_a_cache_are_an_error() -> None:
     model = make()
     with pytest.raises(ValueError, match="one document"):
         model(tokens(4), documents=torch.zeros(2, 4, dtype=torch.int64), cache=model.new_cache())

@@ -1,4 +1,4 @@
-"""Gated attention units: the paper's formula, gradients, documents, decoding, cost, and what refuses them."""
+"""Gated attention units: the paper's formula, gradients, documents, decoding, cost, and wrong combinations."""
 
 import math
 from typing import Any
@@ -154,12 +154,12 @@ def test_initial_weights() -> None:
         ({"gau_key_width": 1}, "features per head"),
     ],
 )
-def test_refusals(keys: dict[str, Any], message: str) -> None:
+def test_contradicting_switches_are_errors(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(**keys)
 
 
-def test_exports_refuse_it_by_key() -> None:
+def test_exports_name_its_key_in_an_error() -> None:
     reasons = list(lost_keys(configured(attention_config=[[["gau"], 3]]), frozenset()))
     assert any(reason.startswith("layer_types") and "gau" in reason for reason in reasons)
 

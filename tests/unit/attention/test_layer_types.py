@@ -1,4 +1,4 @@
-"""Layers that differ: what their keys mean, caches of a window, and what refuses them."""
+"""Layers that differ: what their keys mean, caches of a window, and unsupported combinations."""
 
 from typing import Any
 

@@ -119,7 +119,7 @@ def test_what_a_key_is_for(changes: dict[str, Any], part: str) -> None:
     assert getattr(after, part) < getattr(before, part) and after.total < before.total
 
 
-def test_gpus_that_cannot_be_divided_are_refused() -> None:
+def test_gpus_that_cannot_be_divided_are_errors() -> None:
     with pytest.raises(ConfigError, match="does not divide 9 processes"):
         estimate(configured(model_parallel_size=2), 9, 1.0, 1.0)
 

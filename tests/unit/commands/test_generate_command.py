@@ -161,7 +161,7 @@ def test_a_start_token_is_named_and_put_on_request(tmp_path: Path, capsys: pytes
     write_checkpoint(tmp_path / "run", config, tokenizer=beginning_tokenizer(tmp_path))
     given = ["--checkpoint", str(tmp_path / "run"), "--prompt", "ab", *TEN]
     assert generate.main(given) == 0
-    assert "puts <bos> before every text; add --start-token '<bos>'" in capsys.readouterr().err
+    assert "adds <bos> before every text; add --start-token '<bos>'" in capsys.readouterr().err
     assert generate.main([*given, "--start-token", "<bos>"]) == 0
     shown = capsys.readouterr()
     assert shown.err == "" and shown.out == expected(str(tmp_path / "run"), "ab", start_token="<bos>") + "\n"

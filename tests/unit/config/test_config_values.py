@@ -327,6 +327,6 @@ def test_quickstart_files_differ_in_position_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["pi", "ntk", "dynamic_ntk"])
-def test_extension_of_a_model_without_frequencies_is_refused(name: str) -> None:
+def test_extension_of_a_model_without_frequencies_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match="no frequencies to scale"):
         load_config([CONFIGS / "350M" / "alibi.yml", CONFIGS / "extend" / f"{name}.yml"])

@@ -112,7 +112,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         ),
     ],
 )
-def test_wrong_stages_are_refused_by_name(stages: list[dict[str, Any]], expected: str) -> None:
+def test_errors_name_wrong_stages(stages: list[dict[str, Any]], expected: str) -> None:
     found = problems(*stages)
     assert found[0].startswith(expected) and len(found) == (2 if "leaves no steps" in expected else 1)
 

@@ -66,9 +66,7 @@ def test_order_depends_on_seed_only(shards: list[Shard]) -> None:
         ([1.0, 1.0], 0, "seq_length: must be at least 1"),
     ],
 )
-def test_impossible_blends_are_refused(
-    shards: list[Shard], weights: list[float], seq_length: int, message: str
-) -> None:
+def test_impossible_blends_are_errors(shards: list[Shard], weights: list[float], seq_length: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Blend(shards, weights, seq_length, seed=0)
 

@@ -102,7 +102,7 @@ def test_the_papers_mixture(builtin: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_complete_corpus_is_reused_and_another_is_refused(builtin: Path, tmp_path: Path) -> None:
+def test_a_complete_corpus_is_reused_and_another_is_an_error(builtin: Path, tmp_path: Path) -> None:
     root = builtin.parent.parent
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*")}
     assert ensure_builtin(root) == builtin / "manifest.json"

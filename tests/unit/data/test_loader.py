@@ -78,6 +78,6 @@ def test_an_error_while_reading_ahead_is_raised_at_its_step(shards: list[Shard])
     ("arguments", "message"),
     [((10, 4, 0, 1), "10 is not a multiple"), ((8, 4, 2, 2), "below the number of ranks, 2, not 2")],
 )
-def test_impossible_batches_are_refused(shards: list[Shard], arguments: tuple[int, ...], message: str) -> None:
+def test_impossible_batches_are_errors(shards: list[Shard], arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Loader(Blend(shards, [3, 1], 16, seed=5), *arguments)

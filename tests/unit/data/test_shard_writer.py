@@ -44,7 +44,7 @@ def test_many_documents_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [[10], [-1], [3, 99]])
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) -> None:
+def test_ids_outside_the_vocabulary_are_errors(tmp_path: Path, ids: list[int]) -> None:
     with pytest.raises(DataError, match="outside the vocabulary of 10"):
         ShardWriter(tmp_path / "s", 10).add(ids)
 

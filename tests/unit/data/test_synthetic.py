@@ -135,7 +135,7 @@ def test_the_loss_counts_answers_or_all_tokens() -> None:
     assert [batch.loss_mask.sum() for batch in batches if batch.loss_mask is not None] == [32, 32]
 
 
-def test_a_sample_without_room_is_refused() -> None:
+def test_a_sample_without_room_is_an_error() -> None:
     with pytest.raises(DataError, match="seq_length: 22 is too short for the task recall; set it to at least 23"):
         SyntheticSamples(TaskSettings(), 22, 0)
     assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
@@ -205,6 +205,6 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
         ("eval_windows=[1L]", "not supported with eval_windows"),
     ],
 )
-def test_contradictions_are_refused(change: str, message: str) -> None:
+def test_contradictions_are_errors(change: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([MODEL], [change])

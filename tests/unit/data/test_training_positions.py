@@ -202,7 +202,7 @@ def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extension
         ),
     ],
 )
-def test_contradictions_are_refused(changes: list[str], message: str) -> None:
+def test_contradictions_are_errors(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config("randomized", *changes)
 
@@ -230,7 +230,7 @@ def test_gates_read_no_positions(gate: str) -> None:
     assert settings.training_positions is not None and settings.position.forgetting_gate == gate
 
 
-def test_gpt_neox_refuses_them_with_the_reason() -> None:
+def test_gpt_neox_rejects_them_with_the_reason() -> None:
     given = {"type": "randomized", "max": "16L"}
     known = dict.fromkeys((*NEW_CHOICES, *FIELDS), str)
     (problem,) = problems_of({"training_positions": given}, known)

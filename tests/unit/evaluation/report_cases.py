@@ -193,6 +193,7 @@ def harness(label: str, base: float, accuracies: Sequence[str] = ("copa", "boolq
             "num_fewshot": 0,
             "samples": 100,
             "config_sha256": "11",
+            "inputs_sha256": "12",
             "documents_sha256": "22",
             "prompts_sha256": "33",
             "scores": [

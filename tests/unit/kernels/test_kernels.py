@@ -80,6 +80,7 @@ def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: to
     return [x.detach().double() for x in (*out, *torch.autograd.grad(out, packed, cotangents))]
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("dirty_memory")
 @pytest.mark.parametrize(("form", "rotated", "head_dim", "own_tables"), [*PAIRWISE, *REST])
 def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, own_tables: bool) -> None:
@@ -91,6 +92,7 @@ def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, ow
         assert (mine - true).abs().max() <= 2 * (other - true).abs().max()
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("dirty_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_segments_share_one_launch(form: str) -> None:
@@ -126,7 +128,7 @@ def test_operands_keep_a_nan() -> None:
             assert out.isnan().all(), form
 
 
-def test_operands_refuse_with_the_reason() -> None:
+def test_operands_reject_with_the_reason() -> None:
     """Cases for PyTorch's operations: learned tables, float64, tables of another length."""
     q, table = torch.zeros(1, 2, 5, 8), torch.zeros(5, 4)
     tables = (table, table, table, table)
@@ -177,7 +179,7 @@ def test_the_backend_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install triton" in (TritonBackend().supports(Needs("cuda")) or "")
 
 
-def test_the_backend_refuses_inputs_that_it_did_not_promise() -> None:
+def test_the_backend_rejects_inputs_that_it_did_not_promise() -> None:
     """Dropout or bands beyond `supports` are an error, never left out of the result."""
     x = torch.zeros(1, 1, 4, 16)
     inputs = AttentionInputs((Segment(x, x),), x, 1.0, dropout=0.5)
@@ -188,7 +190,7 @@ def test_the_backend_refuses_inputs_that_it_did_not_promise() -> None:
     assert Band() == CAUSAL, "the default band is one that it serves"
 
 
-def test_attention_refuses_arguments_that_contradict_each_other() -> None:
+def test_attention_rejects_arguments_that_contradict_each_other() -> None:
     """Each message names the argument and its valid values."""
     x, wide = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 512)
     with pytest.raises(ValueError, match="head_dim 512 is not supported"):

@@ -167,6 +167,7 @@ def test_logits_are_those_of_the_formulas(name: str) -> None:
     torch.testing.assert_close(model(ids)[0], plain_logits(model, config, ids[0]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_backends_and_cached_decoding_agree_and_parameters_are_counted(name: str) -> None:
@@ -185,6 +186,7 @@ def test_backends_and_cached_decoding_agree_and_parameters_are_counted(name: str
 DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections", "scales", "sinks", "learned factors"]
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize(
     "name",
     [
@@ -234,7 +236,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_refusals(key: str) -> None:
+def test_contradicting_switches_are_errors(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}:"):
         configured(**REFUSED[key])
 

@@ -88,19 +88,19 @@ def test_prompts_and_weights_stay_as_they_are() -> None:
         (torch.zeros(1, 3, dtype=torch.int64), 0, "max_new_tokens: must be at least 1, not 0"),
     ],
 )
-def test_what_cannot_be_generated_from_is_refused(ids: Tensor, number: int, message: str) -> None:
+def test_wrong_prompts_are_errors(ids: Tensor, number: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(make(), ids, number)
 
 
-def test_an_unknown_length_is_refused() -> None:
+def test_an_unknown_length_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="dynamic_length: unknown value 'longest'; supported values: current, prompt, total"
     ):
         generate(make(), prompts(), 4, dynamic_length="longest")  # type: ignore[arg-type]
 
 
-def test_a_model_in_training_mode_is_refused() -> None:
+def test_a_model_in_training_mode_is_an_error() -> None:
     with pytest.raises(ValueError, match="model.eval"):
         generate(make().train(), prompts(), 4)
 

@@ -89,7 +89,7 @@ ZERO3 = {"zero_optimization": {"stage": 3}}
 
 
 @pytest.mark.parametrize("keys", [ZERO3, {"model_parallel_size": 2}])
-def test_selective_is_refused_where_deepspeed_changes_kept_products(keys: dict[str, Any]) -> None:
+def test_selective_is_an_error_where_deepspeed_changes_kept_products(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="checkpoint_policy: selective cannot store the matrix products"):
         load_config([], KEYS | keys | CHOICES["selective"] | {"pos_emb": "coca"})
     load_config([], KEYS | keys | CHOICES["full"] | {"pos_emb": "coca"})
@@ -145,7 +145,7 @@ def test_waiting_is_noticed() -> None:
             wait(torch.ones(3))
 
 
-def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_compiling_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "missing_compile_tools", lambda device_type: "no C++ compiler was found")
     with pytest.raises(
         BackendError, match="torch_compile: no C\\+\\+ compiler was found; otherwise set torch_compile=false"

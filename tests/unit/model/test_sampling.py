@@ -203,7 +203,7 @@ def test_uniform_numbers() -> None:
     ],
     ids=str,
 )
-def test_values_outside_their_range_are_refused(settings: dict[str, Any]) -> None:
+def test_values_outside_their_range_are_errors(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))}: .* is out of range"):
         Sampling(**settings)
 

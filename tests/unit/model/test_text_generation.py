@@ -126,7 +126,7 @@ def test_the_end_of_a_document_ends_the_text() -> None:
     assert (row.text, row.finish, row.tokens) == ("bx", "eod", [98, ord("x"), BYTES.eod])
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_an_error() -> None:
     with pytest.raises(ValueError, match="empty stop string"):
         Continuation(BYTES, [97], ("",))
 

@@ -96,7 +96,7 @@ def test_a_command_has_one_spelling() -> None:
     """The scripts of the top level and of tools/ run the same subcommands; only the pages' list of them names them."""
     fronts = "train|evaluate|tools/(?:ablate|convert_to_huggingface|convert_to_neox|generate|prepare_data)"
     spelled = re.compile(rf"(?:\bpython |`)(?:{fronts})\.py\b")
-    named = {"README.md": 1, "docs/launch.md": 1, "docs/architecture.md": 1, "docs/faults.md": 1}
+    named = {"README.md": 1, "docs/architecture.md": 1, "docs/faults.md": 1}
     for folder, pattern in (
         ("configs", "*.y*ml"),
         ("configs", "*.j2"),

@@ -168,7 +168,7 @@ def test_the_oracle_imports_nothing_of_the_package() -> None:
 
 @pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.config", f"{PACKAGE}.data"])
 def test_config_and_data_load_no_torch(module: str) -> None:
-    """Also not through a library or the package's own file; what says which modules did is printed."""
+    """Nor through another library, or through the package's own file."""
     code = f"import sys, {module}; print([name for name in ('torch', 'megatron', 'deepspeed') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -22,7 +22,7 @@ def test_what_is_allowed_was_measured() -> None:
         assert not budget.measured or budget.allowed.keys() <= budget.measured.keys(), name
 
 
-def test_a_counter_of_the_wrong_form_is_refused() -> None:
+def test_a_counter_of_the_wrong_form_is_an_error() -> None:
     known = budgets.read().model_dump()
     known["scenarios"]["step: coca"] = {"allowed": {"launches": "few"}, "measured": {}}
     with pytest.raises(ValidationError, match=r"step: coca.*allowed.*launches"):

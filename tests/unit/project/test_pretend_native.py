@@ -122,7 +122,7 @@ def test_a_graph_is_captured_over_joined_streams_and_replayed_as_one_launch(cuda
     assert counted["launch", "scale"] == 2
 
 
-def test_an_unknown_device_is_refused(cuda: ctypes.CDLL) -> None:
+def test_an_unknown_device_is_an_error(cuda: ctypes.CDLL) -> None:
     code = f"import ctypes; ctypes.CDLL({cuda._name!r}).cuDeviceGetName(ctypes.create_string_buffer(64), 64, 0)"
     child = [sys.executable, "-c", code]
     done = subprocess.run(child, env={"PRETEND_CAP": "75"}, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from megatron_coca.support.atomic_write import (
     exclusive_lock,
     lock_file,
     partial_folder,
-    refuse_existing,
+    require_new,
     write_file,
 )
 
@@ -47,7 +47,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
 def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(WriteError, match="out: exists already; name a new folder, or remove this one"):
-        refuse_existing(tmp_path / "out", WriteError)
+        require_new(tmp_path / "out", WriteError)
     with pytest.raises(WriteError, match="exists already"), atomic_dir(tmp_path / "out", WriteError):
         pass
     assert os.listdir(tmp_path) == ["out"]

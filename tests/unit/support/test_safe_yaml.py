@@ -95,7 +95,7 @@ def test_what_is_within_the_limits_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [r'a: ["x\0y"]', r'"k\uD800": 1', r'a: {b: "\uDFFF"}'])
-def test_characters_that_no_name_may_hold_are_refused(tmp_path: Path, text: str) -> None:
+def test_characters_that_no_name_may_hold_are_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.yml"
     path.write_text(text)
     with pytest.raises(safe_yaml.YamlFault, match=r"the character U\+[0-9A-F]{4} is not allowed"):

@@ -91,7 +91,7 @@ def test_the_peer_has_a_process_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"norm": "rmsnorm"}, {"num_kv_heads": 2}])
-def test_a_shape_that_the_peer_lacks_is_refused(keys: dict[str, Any]) -> None:
+def test_a_shape_that_the_peer_lacks_is_an_error(keys: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=f"{next(iter(keys))}=.*not supported by transformers' GPT-NeoX; leave out --peer"
     ):

@@ -140,6 +140,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CorpusSource]
     return [CorpusSource(SourceSpec("large", paths), duplicates="keep")]
 
 
+@pytest.mark.fewest
 @pytest.mark.parametrize(("parts", "made"), [(1, [0]), (3, [1]), (2, [1, 0]), (5, [4, 0, 3])])
 def test_pieces_of_large_files(tmp_path: Path, large: list[CorpusSource], parts: int, made: list[int]) -> None:
     whole = everything(prepare(large, tmp_path / "whole", CHARACTERS, RULES, QUIET).parent)

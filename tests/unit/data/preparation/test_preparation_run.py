@@ -249,7 +249,7 @@ def test_a_folder_made_while_the_inputs_are_listed_is_kept(
     assert not partial_folder(tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
 
 
-def test_two_at_once_are_refused(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once_are_an_error(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     complete = atomic_write.complete_folder
@@ -353,7 +353,7 @@ def test_a_listed_set_that_never_comes_is_told(tmp_path: Path) -> None:
     assert record["inputs"][0]["sets_missing"] == ["Pile-cc"]
 
 
-def test_shards_with_one_file_name_are_refused(tmp_path: Path) -> None:
+def test_shards_with_one_file_name_are_errors(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
     with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would be written"):
         prepare([CorpusSource(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
@@ -509,7 +509,7 @@ def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
         ([{}], Rules(0.6, 0.6), "and their sum must be between 0 and 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_meaningless_options_are_errors(
     tmp_path: Path, treatments: list[dict[str, Any]], rules: Rules, message: str
 ) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", ["text"])

@@ -48,7 +48,7 @@ def test_dots_reach_into_records_and_names_with_dots_come_first(path: str, row: 
     assert documents([row], fields={"text": path + "z"})[1].counts == {"missing field": 1}
 
 
-def test_unknown_fields_are_refused() -> None:
+def test_unknown_fields_are_errors() -> None:
     with pytest.raises(DataError, match=r"s: unknown fields \['txt'\]; supported fields: text, key, set"):
         documents([], fields={"txt": "text"})
 

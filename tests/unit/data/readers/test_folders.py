@@ -129,7 +129,7 @@ def test_a_dangling_link_that_is_named_is_an_error(tmp_path: Path) -> None:
         ("options", {"split": "train"}, "use the reader huggingface"),
     ],
 )
-def test_unused_keys_are_refused(tmp_path: Path, key: str, value: object, remedy: str) -> None:
+def test_unused_keys_are_errors(tmp_path: Path, key: str, value: object, remedy: str) -> None:
     with pytest.raises(DataError, match=f"s: the reader files does not use {key}; remove {key}, or {remedy}"):
         FileReader(SourceSpec("s", [tmp_path], **{key: value}))  # type: ignore[arg-type]
 

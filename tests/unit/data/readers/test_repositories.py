@@ -234,7 +234,7 @@ def test_filters_of_files(tmp_path: Path) -> None:
         ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: invalid"),
     ],
 )
-def test_invalid_specs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
+def test_invalid_specs_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"all/r/a.py": "x", "bad.jsonl": '{"repository": "r"}\n{"stars": 3}\n'})
     (tmp_path / "empty").mkdir()
@@ -265,6 +265,6 @@ def test_a_part_of_the_python_installation(tmp_path: Path) -> None:
     assert not problems.total and set(problems.filtered) <= {"unknown file type", "empty file", "generated"}
 
 
-def test_a_language_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_language_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="code: filters.languages: unknown language .Pyton.; did you mean `Python`"):
         open_reader(spec(tmp_path, filters=Filters(languages=("c", "Pyton"))))

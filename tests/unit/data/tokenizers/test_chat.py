@@ -161,7 +161,7 @@ def test_prepared_labels_by_hand(folder: Path, ours: Tokenizer, tmp_path: Path, 
     assert manifest["inputs"][0]["problems"] == {"missing field": 1}
 
 
-def test_wrong_preparations_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_wrong_preparations_are_errors(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "last"]
     given += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "0"]
@@ -268,7 +268,7 @@ def test_a_sample_shows_what_counts(labelled: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.count("⟦") >= 2
 
 
-def test_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     (tmp_path / "chat.jinja").write_text(CHATML)
     train_sentencepiece([message["content"] for message in CHAT] * 20, 300, tmp_path / "tokenizer.model")

@@ -140,10 +140,10 @@ def test_folders_are_searched_and_other_files_cause_a_warning(tmp_path: Path, ca
     write_costs(file, "rotary")
     (tmp_path / "foreign.json").write_text('{"task": "painting"}')
     (tmp_path / ".hidden.json").write_text("[]")
-    (tmp_path / "report.json").write_text("{}")
+    (tmp_path / "cell.json").write_text("{}")
     found = read_results([tmp_path, file])
     assert [each.file for each in found] == [str(file)]
-    assert caplog.text.count("foreign.json") == 1 and "hidden" not in caplog.text and "report.json" not in caplog.text
+    assert caplog.text.count("foreign.json") == 1 and "hidden" not in caplog.text and "cell.json" not in caplog.text
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"task": "painting"}', '{"task": ["passkey"]}'])

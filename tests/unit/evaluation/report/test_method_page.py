@@ -146,7 +146,7 @@ def test_what_cannot_be_built_is_left_out_with_its_reason(tmp_path: Path, rotary
         assert reason in capsys.readouterr().out.split("left out: rotary with types: ")[1]
 
 
-def test_an_overlay_alone_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_an_overlay_alone_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     overlay = write(tmp_path, "yarn.yml", "rope_scaling: {rope_type: yarn, factor: 4}\n")
     with pytest.raises(ConfigError, match="put it after a model's file"):
         inspect.main(["method", overlay, "--output", str(tmp_path / "page.html")])

@@ -119,7 +119,7 @@ def test_a_checkpoint_needs_the_user_to_name_its_file(example: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("keys", "named"), [(SLOW, "rope_scaling divide_slow"), (ROOT_BIAS, "pos_emb root")], ids=["extension", "bias"]
 )
-def test_exports_carry_it_or_refuse_it_by_name(example: Path, keys: dict[str, Any], named: str) -> None:
+def test_exports_contain_it_or_name_it_in_an_error(example: Path, keys: dict[str, Any], named: str) -> None:
     """Logits of what is carried are compared in tests/parity/test_modelling_file.py."""
     config = configured(example, keys)
     saved, own = write_checkpoint(example.parent / "saved", config, tokenizer=None), {"imports": [str(example)]}

@@ -83,6 +83,7 @@ def steps(config: Config) -> dict[str, Tensor]:
     return {"loss": torch.stack(losses).detach(), "evaluated": value} | gradients
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("backend", "case"), GRID)
 def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
@@ -96,6 +97,7 @@ def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.fewest
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("backend", ["sdpa", "merge"])
 def test_gates_in_several_blocks_of_queries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_layers_that_differ_are_a_graph_for_each_type() -> None:
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_every_backend_is_traced_or_refused() -> None:
+def test_every_backend_is_traced_or_an_error() -> None:
     assert set(CASES) | set(compilation.UNCOMPILED) == set(BACKENDS)
     for backend in compilation.UNCOMPILED:
         reason = compilation.reason_not_compiled(configured(), backend, "cuda")
@@ -136,14 +138,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
+def test_an_unsupported_case_is_an_error_and_left_out_by_auto(name: str) -> None:
     keys, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         configured(torch_compile=True, **keys)
     assert compilation.reason_not_compiled(configured(**keys), "sdpa", "cuda") is not None
 
 
-def test_blocks_of_queries_that_are_not_traced_are_refused() -> None:
+def test_blocks_of_queries_that_are_not_traced_are_errors() -> None:
     """They compile on no device or only on one: dense contractions, and the mask of later blocks on CUDA."""
     with pytest.raises(
         BackendError, match="torch_compile: attn_logit_softcapping: opt_einsum computes its attention scores"

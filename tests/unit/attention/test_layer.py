@@ -105,6 +105,6 @@ def test_layers_that_differ() -> None:
     assert int((near[0, 0, 8] > 0).sum()) == 4 and int((everywhere[0, 0, 8] > 0).sum()) == 9
 
 
-def test_positions_of_the_embedding_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pos_emb: learned is added to the embedding"):
+def test_positions_of_the_embedding_are_not_supported() -> None:
+    with pytest.raises(ConfigError, match="pos_emb: learned positions are added to the embedding"):
         Attention(load_config(SHAPE | {"pos_emb": "learned"}))

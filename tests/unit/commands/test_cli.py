@@ -1,4 +1,4 @@
-"""Every command shows its help with an example, and answers help, typing errors and refused configurations at once."""
+"""Every command shows its help with an example, and answers help, typing errors and invalid configurations at once."""
 
 import json
 import re
@@ -111,7 +111,7 @@ def test_help_has_an_example(line: list[str], answers: dict[str, Answer]) -> Non
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_imports_no_slow_library(case: str, answers: dict[str, Answer]) -> None:
+def test_errors_import_no_slow_library(case: str, answers: dict[str, Answer]) -> None:
     line, message = REFUSED[case]
     status, shown, slow = answers[" ".join(line)]
     assert status == 2 and message in shown and "Traceback" not in shown and not slow, (shown, slow)

@@ -57,7 +57,7 @@ def test_an_export_of_the_folder_itself_keeps_everything(source: Path, tmp_path:
 
 
 def test_padding_is_never_generated(source: Path, tmp_path: Path) -> None:
-    """The original knows nothing of rows that padding added; its other settings stay."""
+    """The original's settings do not exclude rows that padding added, so the export adds that. Other settings stay."""
     ours = load_tokenizer("HFTokenizer", source, eod="</s>")
     run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
     folder = export(run, tmp_path / "kept", tokenizer=source).folder

@@ -66,14 +66,14 @@ def make_inputs(
     "bands", [NEAR_AND_FAR, THREE, (Band(0, 4),), (Band(first_keys=2),), (Band(0, 1, chunk=4),)], ids=str
 )
 @pytest.mark.parametrize("documents", [False, True])
-def test_sdpa_refuses_bands_that_it_would_leave_out(bands: tuple[Band, ...], documents: bool) -> None:
+def test_sdpa_rejects_bands_that_it_would_leave_out(bands: tuple[Band, ...], documents: bool) -> None:
     inputs = make_inputs(bands, 12)
     inputs = inputs.replace(documents=packed(((5, 7), (12,)))) if documents else inputs
     with pytest.raises(ValueError, match="sdpa .*it takes a single query and key.* attention_backend to reference"):
         SdpaBackend().attend(inputs)
 
 
-def test_dense_scores_are_refused_beyond_a_length() -> None:
+def test_dense_scores_beyond_a_length_are_an_error() -> None:
     """In training when the model is built, in evaluation when it is called; one query may follow more keys."""
     assert "limited to 8,192 tokens, not 8,193" in (ReferenceBackend().supports(Needs("cpu", length=8193)) or "")
     assert ReferenceBackend().supports(Needs("cpu", length=8192)) is None

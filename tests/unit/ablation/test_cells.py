@@ -21,7 +21,7 @@ def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
     files = {"a-s1-0/cell.json": {"seed": 1}, "a-s1-0/recall_a.json": {"x": [0.1, "Infinity", "\u00e9"], "n": 10**12}}
     files["a-s1-0/truncated/perplexity_a.json"] = {"second task": True}
     before = {name: write(results / name, content) for name, content in files.items()}
-    write(results / "report" / "report.json", {})
+    write(results / "report" / "tables.json", {})
     assert pack(results) == archive_of(results) == tmp_path / "study.jsonl.zst"
     for name in files:
         (results / name).unlink()

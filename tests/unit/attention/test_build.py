@@ -71,7 +71,7 @@ def test_what_goes_first_for_some_needs(needs: Needs, expected: str) -> None:
     assert select_backend("auto", needs)[0] == expected
 
 
-def test_gradients_that_vary_are_refused() -> None:
+def test_gradients_that_vary_are_errors() -> None:
     needs = Needs("cuda", bias="buckets", deterministic=True)
     refused = {name for name in BACKENDS if varies(name, needs)}
     assert refused == {"flex"} and not any(varies(name, replace(needs, deterministic=False)) for name in BACKENDS)

@@ -1,6 +1,8 @@
 """The guide "A reader of data" in CONTRIBUTING.md, carried out: its CSV reader prepares a corpus from a recipe."""
 
 import importlib
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +16,20 @@ from megatron_coca.data.preparation.preparation_plan import Execution
 from megatron_coca.data.preparation.recipe import Recipe, read_recipe
 from megatron_coca.data.readers import READERS
 from megatron_coca.data.readers.source import KEY_READERS
-from tests.documents import blocks
+from tests.documents import ROOT, blocks
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
+
+
+def source_of_the_guide() -> str:
+    (source,) = [block for block in blocks("CONTRIBUTING.md", "python") if "class CsvReader(Reader)" in block]
+    return source
 
 
 @pytest.fixture
 def csv_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps 1 and 2 of the guide: the module that the page shows, and its rows in the two tables."""
-    (source,) = [block for block in blocks("CONTRIBUTING.md", "python") if "class CsvReader(Reader)" in block]
-    (tmp_path / "csv_of_the_guide.py").write_text(source)
+    (tmp_path / "csv_of_the_guide.py").write_text(source_of_the_guide())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(READERS, "csv", importlib.import_module("csv_of_the_guide").CsvReader)
     monkeypatch.setitem(KEY_READERS, "fields", (*KEY_READERS["fields"], "csv"))
@@ -63,3 +69,17 @@ def test_a_damaged_file_and_a_foreign_key_are_errors(tmp_path: Path) -> None:
         prepared(recipe(tmp_path, 'title,body\na,"never closed\n'), tmp_path)
     with pytest.raises(DataError, match="csv does not use sets"):
         prepared(recipe(tmp_path, "title,body\na,b\n", sets=["one"]), tmp_path)
+
+
+def test_the_package_imports_it(tmp_path: Path) -> None:
+    """In the place that the guide names, it must not import what is being imported."""
+    shutil.copytree(
+        ROOT / "megatron_coca", tmp_path / "megatron_coca", ignore=shutil.ignore_patterns("__pycache__", "configs")
+    )
+    readers = tmp_path / "megatron_coca" / "data" / "readers"
+    (readers / "csv_files.py").write_text(source_of_the_guide())
+    table = (readers / "__init__.py").read_text()
+    table = table.replace("\n\nREADERS", "\nfrom megatron_coca.data.readers.csv_files import CsvReader\n\nREADERS")
+    (readers / "__init__.py").write_text(table.replace('    "files":', '    "csv": CsvReader,\n    "files":'))
+    code = "from megatron_coca.data.readers import READERS; assert 'csv' in READERS"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PATH": ""}, check=True)

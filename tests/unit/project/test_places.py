@@ -1,0 +1,27 @@
+"""The tests of a package's folder are found in the folder of the same name."""
+
+from pathlib import Path
+
+from tests.conftest import LONGEST
+
+ROOT = Path(__file__).parents[3]
+OTHERS = {"project", "tools"}
+"""Folders of tests that do not belong to the package."""
+
+
+def test_folders_of_tests_are_folders_of_the_package() -> None:
+    tests = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    assert len(folders) > 20
+    for folder in folders:
+        assert folder.parts[0] in OTHERS or (ROOT / "megatron_coca" / folder).is_dir(), folder
+
+
+def test_every_package_has_tests() -> None:
+    for package in (ROOT / "megatron_coca").iterdir():
+        if (package / "__init__.py").exists():
+            assert list((ROOT / "tests" / "unit" / package.name).rglob("test_*.py")), package.name
+
+
+def test_files_that_begin_first_exist() -> None:
+    assert {*LONGEST} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
