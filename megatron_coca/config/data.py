@@ -19,10 +19,17 @@ TokenizerType = Literal[
 class SyntheticConfig(ConfigGroup):
     """A synthetic task as training data. docs/recall.md describes the tasks."""
 
-    task: Literal["recall", "multi_query", "copy", "reverse", "ngram"] = key("recall", "Name of the task.")
-    facts: Count = key(8, "recall: number of facts in a sample; multi_query: maximum number of facts in a sample.")
-    keys: Count = key(16, "recall, multi_query: number of different keys, at least `facts`.")
-    values: Count = key(16, "recall, multi_query: number of different values.")
+    task: Literal["recall", "ordered_recall", "multi_query", "copy", "reverse", "ngram"] = key(
+        "recall", "Name of the task."
+    )
+    facts: Count = key(
+        8, "recall, ordered_recall: number of facts in a sample; multi_query: maximum number of facts in a sample."
+    )
+    keys: Count = key(16, "recall, ordered_recall, multi_query: number of different keys in the vocabulary.")
+    values: Count = key(16, "recall, ordered_recall, multi_query: number of different values.")
+    updates: Count | None = key(
+        None, "ordered_recall: number of values that each key of a sample gets, one after the other; required."
+    )
     ngram: int = Field(default=3, ge=2, description="ngram: length of the repeated n-gram in tokens.")
     filler_tokens: Count = key(
         32,

@@ -4,7 +4,7 @@ Every task generates the tokens of a sample and a mask of the inputs that are fo
 hashes of (seed, split, sample number), so that a resumed run reads the same samples.
 
 Token ids come in this order: filler, one token for each pair of a key and a value (a fact), keys, values. Tasks without
-facts have only filler and one separator.
+facts have only filler and one separator. `ordered_recall` has further question tokens after the values.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +32,15 @@ class TaskSettings:
     filler_tokens: int = 32
     text: bool = False
     loss: str = "answers"
+    updates: int | None = None
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids of the task."""
-        return self.filler_tokens + (self.keys * self.values + self.keys + self.values if self.has_facts else 1)
+        if not self.has_facts:
+            return self.filler_tokens + 1
+        ordered = self.keys + self.facts if self.task == ORDERED else 0
+        return self.filler_tokens + self.keys * self.values + self.keys + self.values + ordered
 
     @property
     def has_facts(self) -> bool:
@@ -54,6 +58,14 @@ class TaskSettings:
     def value(self, values: np.ndarray) -> np.ndarray:
         """Return the tokens that answer with values."""
         return self.filler_tokens + self.keys * self.values + self.keys + values
+
+    def first(self, keys: np.ndarray) -> np.ndarray:
+        """Tokens that ask for the first value of a key (`ordered_recall`)."""
+        return self.filler_tokens + self.keys * self.values + self.keys + self.values + keys
+
+    def back(self, facts: np.ndarray) -> np.ndarray:
+        """Tokens that ask for the value of the last fact (1), the one before it (2), ... (`ordered_recall`)."""
+        return self.first(np.array(self.keys)) + facts - 1
 
 
 class Draws:
@@ -130,6 +142,81 @@ def recall_question(
     return tokens, settings.value(values[:, 0]), places[:, 0]
 
 
+QUESTIONS = ("latest", "first", "back")
+"""Kinds of questions of `ordered_recall`, drawn with the same probability."""
+
+
+def ordered_recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+    """Facts that give keys new values, and questions about their order; facts and questions are in random places.
+
+    Every key of a sample is told `updates` times, each time with another value. After at least one fact a question asks
+    for the latest value of a key, for its first value, or for the value that was told k facts before, whatever its key.
+    Questions have one token that asks and one that answers.
+    """
+    samples, width = filler.shape
+    facts, rows = settings.facts, np.arange(filler.shape[0])[:, None]
+    keys, values = _told(settings, draws, samples)
+    slots = np.sort(draws.subset(2 * facts, width - facts), axis=1)
+    asks = np.zeros((samples, 2 * facts), dtype=bool)  # the first slot is that of a fact
+    np.put_along_axis(asks, 1 + draws.subset(facts, 2 * facts - 1), True, axis=1)
+    places = slots + np.cumsum(asks, axis=1) - asks  # a question takes one token more than its slot
+    told, asked = (places[chosen].reshape(samples, facts) for chosen in (~asks, asks))
+    before = np.cumsum(~asks, axis=1)[asks].reshape(samples, facts)  # facts before each question
+    asking, source, _ = _order_questions(settings, draws, keys, before)
+    tokens = filler.copy()
+    tokens[rows, told] = settings.fact(keys, values)
+    tokens[rows, asked] = asking
+    tokens[rows, asked + 1] = settings.value(np.take_along_axis(values, source, axis=1))
+    return tokens, _answers(tokens.shape, rows, asked)
+
+
+def ordered_question(
+    settings: TaskSettings, filler: np.ndarray, draws: Draws
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Evaluation inputs of `ordered_recall`: all facts in random places, and one question at the end.
+
+    Returns the inputs, the answers and the places of the facts as `recall_question`, and the kind of each question, its
+    index in `QUESTIONS`, int64 [samples].
+    """
+    samples, length = filler.shape
+    keys, values = _told(settings, draws, samples)
+    places = np.sort(draws.subset(settings.facts, length - 1), axis=1)
+    asking, source, kinds = _order_questions(settings, draws, keys, np.full((samples, 1), settings.facts))
+    tokens = filler.copy()
+    tokens[np.arange(samples)[:, None], places] = settings.fact(keys, values)
+    tokens[:, -1] = asking[:, 0]
+    answers, where = (np.take_along_axis(of, source, axis=1)[:, 0] for of in (values, places))
+    return tokens, settings.value(answers), where, kinds[:, 0]
+
+
+def _told(settings: TaskSettings, draws: Draws, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values in the order in which they are told, int64 [samples, facts]. The values of a key differ."""
+    facts, updates = settings.facts, settings.updates or 1
+    of_sample = draws.subset(facts // updates, settings.keys)
+    of_key = np.stack([draws.subset(updates, settings.values) for _ in range(facts // updates)], axis=1)
+    which = draws.subset(facts, facts) % (facts // updates)  # every key `updates` times, in random order
+    earlier = np.tril(np.ones((facts, facts), dtype=bool), -1)
+    update = ((which[:, :, None] == which[:, None, :]) & earlier).sum(axis=2)
+    keys = np.take_along_axis(of_sample, which, axis=1)
+    return keys, of_key[np.arange(samples)[:, None], which, update]
+
+
+def _order_questions(
+    settings: TaskSettings, draws: Draws, keys: np.ndarray, before: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw questions after `before` facts, int64 [samples, questions]: the token that asks, the index of the fact with
+    the answer, and the kind, each of that shape.
+    """
+    count = before.shape[1]
+    kinds, chosen = draws.integers(count, len(QUESTIONS)), draws.integers(count, before)
+    key = np.take_along_axis(keys, chosen, axis=1)
+    same = keys[:, None, :] == key[:, :, None]  # [samples, questions, facts]
+    same &= np.arange(keys.shape[1]) < before[:, :, None]
+    latest, first = keys.shape[1] - 1 - same[:, :, ::-1].argmax(axis=2), same.argmax(axis=2)
+    asking = np.choose(kinds, [settings.key(key), settings.first(key), settings.back(before - chosen)])
+    return asking, np.choose(kinds, [latest, first, chosen]), kinds
+
+
 def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
     """Generate between 1 and `facts` facts at random positions, and questions on all of them at the end, in random
     order.
@@ -181,6 +268,7 @@ def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
 
 TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Made]] = {
     "recall": recall,
+    "ordered_recall": ordered_recall,
     "multi_query": multi_query,
     "copy": copy,
     "reverse": reverse,
@@ -188,7 +276,8 @@ TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Made]] = {
 }
 """Functions by task name: (settings, filler int64 [samples, length + 1], random numbers) -> (tokens, answer mask)."""
 
-FACT_TASKS = frozenset({"recall", "multi_query"})
+ORDERED = "ordered_recall"
+FACT_TASKS = frozenset({"recall", ORDERED, "multi_query"})
 
 
 class SyntheticSamples:
@@ -208,8 +297,7 @@ class SyntheticSamples:
     def __init__(
         self, settings: TaskSettings, seq_length: int, seed: int, split: str = "train", text: Blend | None = None
     ) -> None:
-        least = {"recall": 3 * settings.facts, "multi_query": 3 * settings.facts, "ngram": 2 * settings.ngram}
-        needed = least.get(settings.task, 3)
+        needed = {"ngram": 2 * settings.ngram}.get(settings.task, 3 * settings.facts if settings.has_facts else 3)
         if seq_length + 1 < needed:
             raise DataError(
                 f"seq_length: {seq_length} is too short for the task {settings.task}; set it to at least {needed - 1}"
@@ -220,7 +308,7 @@ class SyntheticSamples:
     @property
     def description(self) -> dict[str, Any]:
         """The settings as a mapping, which is part of the identity of a run's data."""
-        return asdict(self.settings)
+        return {name: value for name, value in asdict(self.settings).items() if value is not None}
 
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
         """Generate samples by global number, int64 [n]. The result has no document boundaries."""

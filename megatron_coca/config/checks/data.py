@@ -4,7 +4,7 @@ from functools import partial
 
 from megatron_coca.config.base import shown
 from megatron_coca.config.checks.recording import Check
-from megatron_coca.config.data import split_shares
+from megatron_coca.config.data import SyntheticConfig, split_shares
 from megatron_coca.config.schema import Settings
 
 SETS = ("train", "valid", "test")
@@ -56,12 +56,30 @@ def _positions(settings: Settings) -> str | None:
     return f"not supported with pos_emb {embedding.name} and attention across documents; set reset_attention_mask=true"
 
 
+def _updates(task: SyntheticConfig) -> str | None:
+    if task.task != "ordered_recall":
+        return f"updates has no effect with task {task.task}; remove it" if task.updates is not None else None
+    if task.updates is None:
+        return "ordered_recall needs updates, the number of values of each key; set synthetic.updates"
+    if task.facts % task.updates:
+        return f"{task.facts} facts are no multiple of updates={task.updates}; change one of them"
+    if task.facts // task.updates > task.keys:
+        return (
+            f"{task.facts // task.updates} different keys are needed, but there are {task.keys}; raise synthetic.keys"
+        )
+    if task.updates > task.values:
+        return f"each key needs {task.updates} different values, but there are {task.values}; raise synthetic.values"
+    return None
+
+
 def _synthetic(settings: Settings) -> str | None:
     task, data = settings.data.synthetic, settings.data
     if task is None:
         return None
     if task.task in ("recall", "multi_query") and task.facts > task.keys:
         return f"{task.facts} facts need {task.facts} different keys, but synthetic.keys is {task.keys}; raise it"
+    if problem := _updates(task):
+        return problem
     if not task.text and (data.data_path is not None or data.train_data_paths is not None):
         return "does not read the data paths that are set; remove them, or set synthetic.text=true to mix in their text"
     packed = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_coca.data.synthetic import QUESTIONS
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import (
     SHARES,
@@ -24,7 +26,7 @@ from megatron_coca.evaluation.report.metrics import Metric, whole
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import LengthTable, ReportOptions
 from megatron_coca.evaluation.tasks.recall import RecallEntry, retrieving_head, scores_of
-from megatron_coca.evaluation.tasks.retrieval import RetrievalProtocol
+from megatron_coca.evaluation.tasks.retrieval import RetrievalProtocol, Tally
 
 RETRIEVAL_COMPARABLE: Comparable = {
     "cases": "protocol.cases",
@@ -149,6 +151,11 @@ RECALL_COMPARABLE: Comparable = {
 UNSHIFTED = replace(PASSKEY, key=lambda length: (length, 0))
 
 
+def of_question(kind: str, entry: RecallEntry) -> Tally | None:
+    """Return the tally of one kind of question of ordered recall."""
+    return (entry.questions or {}).get(kind)
+
+
 @shared.grouped("recall", RECALL_COMPARABLE)
 def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Return accuracy by length, distance of the fact and shift of all positions, and scores of retrieving heads."""
@@ -160,6 +167,12 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         LengthTable(f"Recall by length, with 95% intervals ({INTERVALS})", HEAD, {"{}": UNSHIFTED}),
         LengthTable(caption, HEAD, by_side(UNSHIFTED), "-split"),
     )
+    if any(
+        entry.questions for series in group.measured for each in series.replicates for entry in each.entries.values()
+    ):
+        caption = "Recall by the kind of question: the latest value of a key, its first value, the value k facts before"
+        kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(of_question, kind)) for kind in QUESTIONS}
+        specs += (LengthTable(caption, HEAD, kinds, "-questions"),)
     tables = shared.length_tables(name, specs, group, options)
     caption = f"Recall by length with 95% intervals: {INTERVALS}. The horizontal line is chance."
     panel = PANEL | {"level": protocol.chance}

@@ -19,7 +19,7 @@ from megatron_coca.config.data import DataConfig
 from megatron_coca.data import Blend, Shard, TaskSettings
 from megatron_coca.data.remote_shards import local_prefix
 from megatron_coca.data.shards import sampled_digest
-from megatron_coca.data.synthetic import Draws, recall_question
+from megatron_coca.data.synthetic import ORDERED, QUESTIONS, Draws, ordered_question, recall_question
 from megatron_coca.evaluation.attention_maps import observed, row_scores
 from megatron_coca.evaluation.options import TRAINED, subject_options
 from megatron_coca.evaluation.results import Cost, Entry, EvaluationError, Record, Result, Show, measured
@@ -38,8 +38,16 @@ PROTOCOL = (
     "passkey prompt with its answer stub, right if the likeliest token is the first of the key, and the score of the "
     "fact is the log-sum-exp over the tokens of the key's first mention"
 )
+ORDERED_PROTOCOL = (
+    "ordered recall: facts in random places between filler give each key several values one after the other; the last "
+    "token of an input of exactly l tokens asks for the latest value of a key, for its first value, or for the value "
+    "told k facts before (back), drawn uniformly; right if the likeliest of all tokens is the value; a model that does "
+    "not see the order can only choose among the values of the key; inside, beyond, shifts and scores as in recall"
+)
 MULTIPLES = (1, 2, 4, 8, 16)
-"""Default lengths as multiples of the training length."""
+"""Default lengths, as multiples of the training length."""
+PROTOCOLS = {"recall": PROTOCOL, ORDERED: ORDERED_PROTOCOL}
+"""By the synthetic task of the model's training."""
 
 
 class HeadScores(Record):
@@ -61,6 +69,7 @@ class RecallEntry(Tally, Entry):
     inside: Tally | None
     beyond: Tally | None
     heads: list[HeadScores]
+    questions: dict[str, Tally] | None = None  # of ordered recall: by what is asked for
 
     @property
     def key(self) -> tuple[int, int]:
@@ -72,7 +81,7 @@ class RecallProtocol(Record):
     cases: int
     diagnosed: int  # number of cases for which heads are scored
     seed: int | Literal["trained"]  # "trained": the seed of the model's training
-    prompts: str  # "synthetic recall" with its sizes, or "passkey"
+    prompts: str  # "synthetic recall" or "synthetic ordered_recall" with its sizes, or "passkey"
     chance: float | None  # accuracy of a random value; None for passkeys
     prompts_sha256: str | None = None  # hash of sample passkey prompts
     text_sha256: str | None = None  # hash of samples of the filler shards; earlier files contain neither hash
@@ -85,12 +94,15 @@ class RecallResult(Result):
 
 
 class Questions(NamedTuple):
-    """Inputs int64 [n, length], answers int64 [n], and each input's fact at tokens [first, last), int64 [n]."""
+    """Inputs int64 [n, length] and answers int64 [n]. The fact of each is at tokens [first, last), int64 [n]. `kinds`
+    int64 [n] are indices in `QUESTIONS`, zeros if there is only one kind.
+    """
 
     ids: np.ndarray
     answers: np.ndarray
     first: np.ndarray
     last: np.ndarray
+    kinds: np.ndarray
 
     @property
     def distances(self) -> np.ndarray:
@@ -118,8 +130,11 @@ def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskS
             filler = text.batch(np.arange(args.cases))[:, :length]
         else:
             filler = draws.integers(length, settings.filler_tokens)
+        if settings.task == ORDERED:
+            ids, answers, places, kinds = ordered_question(settings, filler, draws)
+            return [Questions(ids, answers, places, places + 1, kinds)]
         ids, answers, places = recall_question(settings, filler, draws)
-        return [Questions(ids, answers, places, places + 1)]
+        return [Questions(ids, answers, places, places + 1, np.zeros_like(places))]
 
     paths = data.test_data_paths or []
     if settings.text and not paths:
@@ -164,7 +179,7 @@ def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
         made = []
         for group in groups.values():
             ids, first, last = (np.stack(part) for part in zip(*group, strict=True))
-            made.append(Questions(ids, ids[np.arange(len(ids)), first], first, last))
+            made.append(Questions(ids, ids[np.arange(len(ids)), first], first, last, np.zeros_like(first)))
         return made
 
     return make
@@ -174,9 +189,9 @@ def run(args: Namespace, show: Show) -> int:
     evaluation = Evaluation(subject_options(args), "recall", show)
     trained = evaluation.opened.trained
     task, length = trained.data.synthetic, trained.model.seq_length
-    if task is not None and task.task != "recall":
+    if task is not None and task.task not in PROTOCOLS:
         raise EvaluationError(
-            f"--checkpoint {args.checkpoint}: was trained on {task.task}, not recall; name a run trained on recall"
+            f"--checkpoint {args.checkpoint}: was trained on {task.task}; name a run of {' or '.join(PROTOCOLS)}"
         )
     lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
     if task is not None and min(lengths) <= task.facts:
@@ -186,9 +201,12 @@ def run(args: Namespace, show: Show) -> int:
     settings = TaskSettings(**task.model_dump()) if task is not None else None
     make = passkey_questions(args, evaluation) if settings is None else synthetic_questions(args, evaluation, settings)
     chance = None if settings is None else 1 / settings.values
-    name = "passkey" if settings is None else f"synthetic recall, {settings.facts} facts, {settings.keys} keys"
+    name = "passkey"
+    if settings is not None:
+        told = "" if settings.updates is None else f", {settings.updates} values of each key told"
+        name = f"synthetic {settings.task}, {settings.facts} facts, {settings.keys} keys{told}"
     protocol = RecallProtocol(
-        text=PROTOCOL,
+        text=PROTOCOL if settings is None else PROTOCOLS[settings.task],
         cases=args.cases,
         diagnosed=args.diagnosed,
         seed=args.seed,
@@ -233,7 +251,7 @@ def measure(
 
     Raises FloatingPointError if a log-likelihood is not finite.
     """
-    model, scores, distances, nll = subject.model, [], [], 0.0
+    model, scores, distances, kinds, nll = subject.model, list[float](), list[int](), list[int](), 0.0
     for batch in batches(questions, tokens_per_batch):
         ids = torch.from_numpy(batch.ids).to(subject.device)
         positions = None if shift == 0 else torch.arange(shift, shift + ids.shape[1])
@@ -243,6 +261,7 @@ def measure(
         nll -= float(logs.gather(1, answers).sum())
         scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
         distances += batch.distances.tolist()
+        kinds += batch.kinds.tolist()
     if not math.isfinite(nll):  # otherwise the largest invalid logit would count as an answer
         raise FloatingPointError(
             f"the log-likelihood of an answer is {nll}: the computation overflowed its dtype; use float32 or bfloat16"
@@ -256,7 +275,17 @@ def measure(
         inside=tally([score for distance, score in cases if distance <= trained]),
         beyond=tally([score for distance, score in cases if distance > trained]),
         heads=head_scores(model, questions, diagnosed, tokens_per_batch) if diagnosed else [],
+        questions=by_question(kinds, scores) if any(kinds) else None,
     )
+
+
+def by_question(kinds: Sequence[int], scores: Sequence[float]) -> dict[str, Tally]:
+    """Return the tally of each kind of question that was asked."""
+    of_kinds = {
+        name: [score for kind, score in zip(kinds, scores, strict=True) if QUESTIONS[kind] == name]
+        for name in QUESTIONS
+    }
+    return {name: found for name, of_kind in of_kinds.items() if (found := tally(of_kind)) is not None}
 
 
 def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:

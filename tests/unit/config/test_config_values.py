@@ -30,7 +30,7 @@ STUDIES |= {f"books_{name}.yml" for name in ("rates", "grid", "power", "power_ra
 SHIPPED = sorted(
     path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS and path.name not in STUDIES
 )
-OVERLAYS = {"coca"}  # of finetune: the network is that of a folder
+OVERLAYS = {"coca", "ordered"}  # of finetune: the network is that of a folder; of recall: the model is in model.yml
 COMPLETE = {"100M", "350M", "quickstart", "finetune", "small", "bases", "recall"}
 METHODS = {
     "roformer": "rotary",

@@ -9,7 +9,7 @@ import pytest
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import DataError, Loader, SyntheticSamples, TaskSettings
 from megatron_coca.data.shards import ShardWriter
-from megatron_coca.data.synthetic import TASKS, Draws
+from megatron_coca.data.synthetic import QUESTIONS, TASKS, Draws, ordered_question
 from megatron_coca.training.corpus import differing_data, open_corpus
 
 MODEL = "configs/recall/model.yml"
@@ -47,6 +47,49 @@ def test_facts_of_recall_are_at_all_distances() -> None:
     assert {int(value) for value in tokens[:, :-1][mask]} == set(range(288, 304))
 
 
+def answer_by_order(settings: TaskSettings, facts: list[tuple[int, int]], token: int) -> int:
+    """The value that a question of ordered recall asks for, after `facts` (keys and values in their order)."""
+    first_key = settings.filler_tokens + settings.keys * settings.values
+    offset = token - first_key
+    if offset < settings.keys:
+        return [value for key, value in facts if key == offset][-1]
+    offset -= settings.keys + settings.values
+    if offset < settings.keys:
+        return next(value for key, value in facts if key == offset)
+    return facts[-1 - (offset - settings.keys)][1]
+
+
+@pytest.mark.parametrize(("facts", "updates"), [(8, 4), (6, 2), (4, 4), (5, 1)])
+def test_questions_of_ordered_recall_are_answered_by_the_order_of_the_facts(facts: int, updates: int) -> None:
+    settings, tokens, mask = read("ordered_recall", facts=facts, updates=updates)
+    asked_kinds = set()
+    for row, asked in zip(tokens, mask, strict=True):
+        told: list[tuple[int, int]] = []
+        for place, token in enumerate(row.tolist()):
+            if place < len(asked) and asked[place]:
+                assert row[place + 1] == settings.value(np.array(answer_by_order(settings, told, token)))
+                asked_kinds.add((token - 32 - 256 >= 16) + (token - 32 - 256 >= 48))
+            elif 32 <= token < 32 + 256:
+                told.append(divmod(token - 32, 16))
+        assert len(told) == facts == asked.sum()
+        of_keys = [[value for key, value in told if key == chosen] for chosen in {key for key, _ in told}]
+        assert len(of_keys) == facts // updates
+        assert all(len(set(values)) == len(values) == updates for values in of_keys), "each key has different values"
+    assert asked_kinds == {0, 1, 2}
+
+
+def test_evaluation_asks_for_the_order_of_all_facts() -> None:
+    settings = TaskSettings("ordered_recall", updates=4)
+    draws = Draws(np.arange(600), 0, "evaluation 100")
+    tokens, answers, places, kinds = ordered_question(settings, draws.integers(100, 32), draws)
+    for row, answer, place, kind in zip(tokens, answers, places, kinds, strict=True):
+        told = [divmod(token - 32, 16) for token in row.tolist() if 32 <= token < 288]
+        assert answer == settings.value(np.array(answer_by_order(settings, told, int(row[-1]))))
+        assert settings.value(np.array((row[place] - 32) % 16)) == answer, "the place is that of the fact"
+        assert QUESTIONS[kind] == ("latest", "first", "back")[int(row[-1] >= 320) + int(row[-1] >= 336)]
+    assert (np.bincount(kinds) > 150).all() and set(tokens[kinds == 2, -1]) == set(range(336, 344))
+
+
 @pytest.mark.parametrize(("task", "step"), [("copy", 1), ("reverse", -1)])
 def test_copies_follow_the_separator(task: str, step: int) -> None:
     _, tokens, mask = read(task)
@@ -65,7 +108,8 @@ def test_the_last_ngram_occurred_before() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_samples_depend_on_seed_split_and_number_alone(task: str) -> None:
     def samples(seed: int, split: str, numbers: np.ndarray) -> np.ndarray:
-        return SyntheticSamples(TaskSettings(task), 64, seed, split).read(numbers).tokens
+        updates = 4 if task == "ordered_recall" else None
+        return SyntheticSamples(TaskSettings(task, updates=updates), 64, seed, split).read(numbers).tokens
 
     whole = samples(1, "train", NUMBERS)
     assert (samples(1, "train", NUMBERS[::-1])[::-1] == whole).all()
@@ -150,7 +194,12 @@ def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("synthetic.facts=17", "17 facts need 17 different keys, but synthetic.keys is 16"),
-        ("synthetic.task=recal", "`recal` is not one of recall | multi_query | copy | reverse | ngram; did you mean"),
+        ("synthetic.updates=2", "updates has no effect with task recall; remove it"),
+        ("synthetic={task: ordered_recall}", "set synthetic.updates"),
+        ("synthetic={task: ordered_recall, facts: 8, updates: 3}", "8 facts are no multiple of updates=3"),
+        ("synthetic={task: ordered_recall, facts: 8, updates: 1, keys: 4}", "8 different keys are needed"),
+        ("synthetic={task: ordered_recall, facts: 8, updates: 8, values: 4}", "8 different values, but there are 4"),
+        ("synthetic.task=recal", "`recal` is not one of recall | ordered_recall | .*; did you mean"),
         ("train_data_paths=[a]", "does not read the data paths that are set; remove them, or set synthetic.text=true"),
         ("reset_attention_mask=true", "not supported with reset_attention_mask"),
         ("eval_windows=[1L]", "not supported with eval_windows"),

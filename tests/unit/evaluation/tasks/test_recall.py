@@ -88,6 +88,25 @@ def test_cells_by_length_and_shift_and_the_same_file_again(checkpoint: Path, tmp
     assert {file.stem for file in (report / "figures").iterdir()} == {"recall-1", "recall-1-heads"}
 
 
+def test_ordered_recall_counts_each_kind_of_question(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    task = {"task": "ordered_recall", "facts": 6, "updates": 3}
+    write_checkpoint(
+        tmp_path / "run", load_config([], SHAPE | KEYS | {"synthetic": task, "vocab_size": 342}), tokenizer=None
+    )
+    options = ("--lengths", "32,64", "--shifts", "0", "--diagnosed", "4")
+    result = evaluate(tmp_path / "run", tmp_path / "one.json", *options)
+    protocol = result["protocol"]
+    assert protocol["prompts"] == "synthetic ordered_recall, 6 facts, 16 keys, 3 values of each key told"
+    assert protocol["text"].startswith("ordered recall")
+    for entry in result["results"]:
+        kinds = entry["questions"]
+        assert set(kinds) == {"latest", "first", "back"} and sum(kind["count"] for kind in kinds.values()) == 48
+        assert sum(kind["correct"] for kind in kinds.values()) == entry["correct"]
+    text = build_report([tmp_path / "one.json"], tmp_path / "report", papers=False)
+    assert "Recall by the kind of question" in text and "model, back" in text
+
+
 def test_questions_drawn_by_the_seed_of_training(checkpoint: Path, tmp_path: Path) -> None:
     """Fillers too; the same as with that seed as a number, and comparable over seeds in a report."""
     torch.manual_seed(0)
