@@ -151,7 +151,7 @@ def test_an_outage_has_a_status_of_its_own_and_loses_nothing(train: Train, tmp_p
     url = f"s3://bucket/away{ranks}"
     keys = {"save": url, "checkpoint_cache": str(tmp_path), "object_store_timeout": 3.0}
     away = train(keys, [AWAY], ranks, expected=69)
-    assert f"could not be uploaded ({url}: " in away.output and "Traceback" not in away.output
+    assert "could not be uploaded" in away.output and f"{url}: " in away.output and "Traceback" not in away.output
     last = native.steps(tmp_path / f"s3/bucket/away{ranks}")[-1]
     assert f"resuming at step {last}" in train(keys, ranks=ranks).output
     assert RemoteFolder(url).steps() == [2, 4, 6]

@@ -111,14 +111,15 @@ def test_killed_at_random_it_ends_with_the_same_bytes(
 @pytest.mark.slow
 def test_jobs_of_an_array_that_are_killed(corpus: Path, tmp_path: Path) -> None:
     """Two jobs, each killed at random moments until it ends, and then the merge, killed as well."""
-    chosen, kills = random.Random(2), 0
+    chosen, kills, begin = random.Random(2), 0, time.monotonic()
     finished(small_blocks(corpus, tmp_path / "whole"))
+    whole = time.monotonic() - begin
     for part in (["--part", "1/2"], ["--part", "2/2"], []):
         for attempt in range(100):
             line = small_blocks(corpus, tmp_path / "out", "--workers", 1, *part)
             process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
             try:
-                assert process.wait(chosen.uniform(0.5, 1.5) + attempt / 10) == 0
+                assert process.wait(whole * (chosen.uniform(0.2, 0.7) + attempt / 20)) == 0
                 break
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
@@ -126,7 +127,7 @@ def test_jobs_of_an_array_that_are_killed(corpus: Path, tmp_path: Path) -> None:
                 kills += 1
                 if (tmp_path / "out").exists():  # killed after its work
                     break
-    assert kills > 5
+    assert kills > 2
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
