@@ -2,9 +2,10 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_serializer
 
 from megatron_coca.config.base import MAX_COUNT, ConfigGroup, Count, NotNegative, PathName, Positive, key
 
@@ -38,6 +39,11 @@ class SyntheticConfig(ConfigGroup):
     )
     text: bool = key(False, "Fill samples with text from the data paths instead of random tokens.")
     loss: Literal["answers", "all"] = key("answers", "Tokens that the loss includes: only the answers, or all tokens.")
+
+    @model_serializer(mode="wrap")
+    def _without_updates(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Leave `updates` out if it is not set: archived studies record their data without it."""
+        return {name: value for name, value in handler(self).items() if name != "updates" or value is not None}
 
 
 class TrainingPositions(ConfigGroup):

@@ -163,16 +163,16 @@ def recall_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
     chance = "" if protocol.chance is None else f" A random value is correct in {protocol.chance:.3f} of the cases."
     text = f"Protocol: {protocol.text}; {protocol.prompts}; {protocol.cases} cases, seed {protocol.seed}.{chance}"
     caption = "Recall of facts within the training length before the question (inside) and of earlier facts (beyond)"
-    specs = (
+    specs = [
         LengthTable(f"Recall by length, with 95% intervals ({INTERVALS})", HEAD, {"{}": UNSHIFTED}),
         LengthTable(caption, HEAD, by_side(UNSHIFTED), "-split"),
-    )
+    ]
     if any(
         entry.questions for series in group.measured for each in series.replicates for entry in each.entries.values()
     ):
         caption = "Recall by the kind of question: the latest value of a key, its first value, the value k facts before"
         kinds = {f"{{}}, {kind}": replace(UNSHIFTED, tally=partial(of_question, kind)) for kind in QUESTIONS}
-        specs += (LengthTable(caption, HEAD, kinds, "-questions"),)
+        specs.append(LengthTable(caption, HEAD, kinds, "-questions"))
     tables = shared.length_tables(name, specs, group, options)
     caption = f"Recall by length with 95% intervals: {INTERVALS}. The horizontal line is chance."
     panel = PANEL | {"level": protocol.chance}
