@@ -27,7 +27,7 @@ SLOW_MINUTES ?= 40
 test-slow: .venv/ready-dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not gpu and not serial" --minutes $(SLOW_MINUTES) --order "$$(git rev-parse HEAD)" --durations 20 || \
 	  { [ $$? = 1 ] && echo "again, one at a time:" && timeout 900 env $(PYTEST) --last-failed --last-failed-no-failures none -m "slow and not gpu and not serial"; }
-	timeout 300 env $(PYTEST) -m "serial and slow and not gpu" $(SERIAL)
+	timeout 600 env $(PYTEST) -m "serial and slow and not gpu" $(SERIAL)
 
 # All tests that need no GPU.
 test-all: .venv/ready-dev lint
