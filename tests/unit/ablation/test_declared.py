@@ -85,7 +85,7 @@ def test_the_plan_has_the_power_of_each_contrast() -> None:
 def test_a_sequence_is_not_read_as_corrected_together_nor_the_reverse() -> None:
     with pytest.raises(EvaluationError, match="tested in sequence"):
         Figures(declared("recall"), []).declared()
-    with pytest.raises(EvaluationError, match="tested together"):
+    with pytest.raises(EvaluationError, match="tests all of them together"):
         Figures(declared("recall", testing="together"), []).sequence()
     with pytest.raises(ValueError, match="expected and deviation: .*set both, or neither"):
         DeclaredContrast(label="a", other="b", expected=0.1)
