@@ -65,6 +65,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         factor_bias=bool(biased),
         gates=_gates(position, model),
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
+        norms_rotated=model.qk_norm_after_rotation,
     )
 
 

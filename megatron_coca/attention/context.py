@@ -94,11 +94,14 @@ class RotaryFrequencies:
         inverse_frequencies: theta_j, [d/2], in radians per position.
         multiplier: factor on cos and sin, as in Hugging Face. Its square multiplies the logits of rotated features.
         decay: whether queries and keys get xPos's exponential factors.
+        both: whether the multiplier applies to queries and to keys, instead of its square to the queries. This makes
+            no difference unless operands are normalised.
     """
 
     inverse_frequencies: Tensor
     multiplier: float = 1.0
     decay: bool = False
+    both: bool = False
 
     @property
     def dim(self) -> int:
@@ -159,8 +162,9 @@ def segment_tables(
     if at_query is at_key and factor is None and rotary.multiplier == 1.0 and not rotary.decay:
         tables = rotary_tables(at_query, theta, dtype)
         return SegmentTables(tables, tables, band)
-    query_scale: Tensor | float = rotary.multiplier**2 * (1.0 if factor is None else factor[..., None])
-    key_scale: Tensor | float = 1.0
+    of_query, of_key = (rotary.multiplier, rotary.multiplier) if rotary.both else (rotary.multiplier**2, 1.0)
+    query_scale: Tensor | float = of_query * (1.0 if factor is None else factor[..., None])
+    key_scale: Tensor | float = of_key
     if rotary.decay:
         # Reading the maximum from the device would make the host wait. Maps preserve the order of positions.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1

@@ -217,9 +217,13 @@ class SelfAttention(ShardedModule):
         dropout: float = 0.0,
         qkv_bias: bool | None = None,
         norms: Mapping[str, nn.Module] | None = None,
+        clip: float | None = None,
+        norms_rotated: bool = False,
     ) -> None:
         """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
-        before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`.
+        before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`. With
+        `norms_rotated`, these are applied to the operands Q' and K' instead. `clip` limits the absolute value of
+        queries, keys and values.
         """
         super().__init__()
         self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
@@ -231,6 +235,7 @@ class SelfAttention(ShardedModule):
         )
         self.dense = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         norms = norms or {}
+        self.clip, self.norms_rotated = clip, norms_rotated
         self.qk_layernorm = norms.get("qk_layernorm")
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
         self.position_bias = method.layer_bias()
@@ -272,6 +277,8 @@ class SelfAttention(ShardedModule):
             of_layer["factor"] = self.share.of_heads(self.position_factor())
         if self.position_gates is not None:
             of_layer["gates"] = self.share.gather(self.position_gates(hidden)[..., None])[..., 0].transpose(1, 2)
+        if self.norms_rotated:
+            of_layer["norms"] = (self.query_layernorm, self.key_layernorm)
         if cache is None:
             return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, **of_layer)
         return self.method.prepare_cached(q, k, v, context, cache.append, **of_layer)
@@ -281,6 +288,10 @@ class SelfAttention(ShardedModule):
         v [batch, kv_heads, length, head_dim].
         """
         norms = self.qk_layernorm, self.query_layernorm, self.key_layernorm
+        if self.clip is not None:
+            parts = (projected,) if isinstance(projected, Tensor) else projected
+            limited = tuple(part.clamp(-self.clip, self.clip) for part in parts)
+            projected = limited[0] if isinstance(projected, Tensor) else (limited[0], limited[1], limited[2])
         if isinstance(projected, Tensor) and self.queries_per_key == 1 and not any(norms):
             packed = projected.unflatten(-1, (-1, 3 * self.head_dim))
             q, k, v = self.share.gather(packed).chunk(3, dim=-1)  # one exchange instead of three
@@ -291,7 +302,7 @@ class SelfAttention(ShardedModule):
     def _normalized(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
-        if self.query_layernorm is not None and self.key_layernorm is not None:
+        if self.query_layernorm is not None and self.key_layernorm is not None and not self.norms_rotated:
             q, k = self.query_layernorm(q), self.key_layernorm(k)
         return q, k, v
 

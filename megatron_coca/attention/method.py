@@ -135,6 +135,7 @@ class PositionMethod:
         factor_bias: whether a learned bias is added to the product of that factor and the logit scaling.
         gates: function that builds a layer's module of forgetting gates, or None.
         queries_per_key: number of query heads per key head.
+        norms_rotated: whether layers normalise Q' and K'.
     """
 
     name: str
@@ -158,6 +159,7 @@ class PositionMethod:
     factor_bias: bool = False
     gates: Callable[[], HeadGates] | None = None
     queries_per_key: int = 1
+    norms_rotated: bool = False
 
     @property
     def scale(self) -> float:
@@ -233,13 +235,17 @@ class PositionMethod:
         factor: Tensor | None = None,
         sinks: Tensor | None = None,
         gates: Tensor | None = None,
+        norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> AttentionInputs:
         """Compute backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
         The layer's own parameters, if any, are `bias`, `factor` (the factor on the logits, [heads], or with its bias
-        [heads, 2]), `sinks` [heads] and `gates` (the log gates of the keys, [batch, heads, length]).
+        [heads, 2]), `sinks` [heads] and `gates` (the log gates of the keys, [batch, heads, length]). `norms` are
+        applied to Q' and K', [..., head_dim].
         """
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
+        if norms is not None:
+            made = iter([norms[number % 2](operand) for number, operand in enumerate(made)])
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
         if factor is not None:
             # Applied to Q', not to q, because the scores of CoCA are quadratic in q.
@@ -264,7 +270,7 @@ class PositionMethod:
 
         `append` adds tensors of the new tokens to the cache and returns the tensors of all cached tokens. The tensors
         are K' of every segment (or k, if the context has the tables of all keys), v, and log gates. `of_layer` are
-        `bias`, `factor` and `sinks`.
+        `bias`, `factor`, `sinks` and `norms`.
         """
         new = [] if gates is None else [gates[..., None]]
         if not context.of_new_keys:
@@ -360,7 +366,8 @@ class PositionEncoding(ShardedModule):
         if self.clex is not None:
             return RotaryFrequencies(self.clex.inverse_frequencies(extended), 1.0, decay)
         measured = length if rotary.depends_on_length else rotary.original_length
-        return RotaryFrequencies(_frequencies_on(rotary, measured, device), rotary.multiplier(length), decay)
+        theta, both = _frequencies_on(rotary, measured, device), self.method.norms_rotated
+        return RotaryFrequencies(theta, rotary.multiplier(length), decay, both)
 
 
 def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:

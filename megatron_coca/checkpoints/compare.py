@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.config import KEYS, Config
+from megatron_coca.config import KEYS, Config, ModelConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
@@ -28,10 +28,17 @@ FIXED_BY_WEIGHTS = frozenset(
 ) | {
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
+    *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width", "residual_scale", "clip_qkv"),
+    *("qk_norm_after_rotation", "use_bias_in_output_head"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change."""
-NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
+NORM_EPSILONS = {
+    "layernorm": "layernorm_epsilon",
+    "rmsnorm": "rms_norm_epsilon",
+    "scalenorm": "scalenorm_epsilon",
+    "non_parametric_layernorm": "layernorm_epsilon",
+    "non_parametric_rmsnorm": "rms_norm_epsilon",
+}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
     r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates)\..+"
@@ -102,8 +109,7 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
     Raises CheckpointError, which names all keys that differ but must not.
     """
     fixed = set(FIXED_BY_WEIGHTS)
-    if saved.model.norm in NORM_EPSILONS:
-        fixed.add(NORM_EPSILONS[saved.model.norm])
+    fixed |= epsilons(saved.model)
     if saved.position.embedding.rotary and wanted.position.embedding.rotary:
         fixed.add("rotary_pct")
     differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
@@ -133,6 +139,12 @@ def _learned_difference(key: str, before: PositionConfig, after: PositionConfig,
     return f"{key} ({trained} was trained with other options, another base or another training length)"
 
 
+def epsilons(model: ModelConfig) -> set[str]:
+    """Return the keys of the epsilons that the norms of a model read."""
+    of_qk = {"layernorm": "layernorm", "layernorm_by_head": "layernorm"}.get(model.qk_norm or "", "rmsnorm")
+    return {NORM_EPSILONS[model.norm]} | ({NORM_EPSILONS[of_qk]} if model.qk_norm is not None else set())
+
+
 def comparable(config: Config) -> dict[str, Any]:
     """Return a description of the function that a model computes.
 
@@ -158,12 +170,12 @@ def comparable(config: Config) -> dict[str, Any]:
         if not kind.embedding.rotary:
             own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
         positions.append(own)
-    epsilon = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon"}.get(model.norm, "scalenorm_epsilon")
     keys = (
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
-        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
-        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
+        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
+        *("hidden_dropout", "attention_dropout", "embedding_dropout", "opt_pos_emb_offset", "residual_scale"),
+        *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", *sorted(epsilons(model))),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
     shown["activation"] = "silu" if model.activation == "swish" else model.activation

@@ -40,7 +40,7 @@ TOLERANCE = 1e-3
 different orders, so small models differ by up to 1e-5. A wrong key changes the logits by more than 1e-2.
 """
 IMPORT = "this project's import"
-VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight")
+VOCABULARY = ("embedding.word_embeddings.weight", "final_linear.weight", "final_linear.bias")
 """Our names of the weights that have a row for each token."""
 
 
@@ -69,7 +69,7 @@ def first(weights: Weights, layers: int, rows: int) -> Weights:
     entries = {name: _cut(name, weights.entries[name], rows) for name in kept}
     return Weights(
         entries,
-        lambda name: weights.read(name)[: rows if name in VOCABULARY else None],
+        lambda name: weights.read(name)[:rows] if name in VOCABULARY else weights.read(name),
         weights.source,
         weights.origins,
     )

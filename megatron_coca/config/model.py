@@ -22,6 +22,8 @@ Activation = Literal[
     "geglu",
     "geglu_tanh",
     "relu",
+    "relu_squared",
+    "xielu",
     "softsign",
     "swish",
     "mish",
@@ -31,7 +33,7 @@ Activation = Literal[
     "bilinear",
     "glu",
 ]
-Norm = Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm"]
+Norm = Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "non_parametric_rmsnorm", "scalenorm"]
 InitMethod = Literal[
     "normal",
     "scaled_normal",
@@ -103,7 +105,11 @@ class ModelConfig(ConfigGroup):
         None, "Features of the gate and the values of a gated attention unit; null: 2 hidden_size."
     )
     gau_key_width: Size = key(128, "Features of the queries and keys of a gated attention unit; must divide gau_width.")
-    activation: Activation = key("gelu", "Activation of the MLP.")
+    activation: Activation = key(
+        "gelu",
+        "Activation of the MLP. relu_squared is max(x, 0)^2, as in Nemotron; xielu has two learned parameters for each"
+        " layer, as in Apertus.",
+    )
     bias_gelu_fusion: bool = key(
         False, "With activation gelu: use the tanh approximation, as GPT-NeoX's fused kernel does."
     )
@@ -114,6 +120,7 @@ class ModelConfig(ConfigGroup):
         "Use biases for queries, keys and values. Set this key only if the output projection differs.",
     )
     use_bias_in_mlp: bool = key(True, "Use biases in the MLP.")
+    use_bias_in_output_head: bool = key(False, "Use a bias in the output head, as in GPT-J. Only with no_weight_tying.")
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
     gpt_j_tied: bool = key(False, "With gpt_j_residual: use the same norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")
@@ -123,16 +130,29 @@ class ModelConfig(ConfigGroup):
         " OLMo 2; sandwich: both, as in Gemma 2.",
     )
     zero_centered_norms: bool = key(
-        False, "With norm rmsnorm: multiply by 1 + weight instead of weight, as in Gemma. Weights are initially 0."
+        False,
+        "With norm rmsnorm or layernorm: multiply by 1 + weight instead of weight, as in Gemma and Nemotron. Weights"
+        " are initially 0.",
     )
-    qk_norm: Literal["head", "projection"] | None = key(
+    qk_norm: Literal["head", "projection", "layernorm", "layernorm_by_head"] | None = key(
         None,
-        "RMSNorm on queries and on keys before rotation (with CoCA: on T, before u is computed). head: for every head,"
-        " with one weight per feature, as in Qwen 3; projection: for all heads together, as in OLMo 2.",
+        "Norm on queries and on keys before rotation (with CoCA: on T, before u is computed). head: RMSNorm of every"
+        " head, with one weight per feature, as in Qwen 3; projection: RMSNorm of all heads together, as in OLMo 2;"
+        " layernorm: LayerNorm of every head, with one weight and bias per feature, as in Phi; layernorm_by_head:"
+        " LayerNorm of every head, with a weight for every head and feature, as in StableLM.",
+    )
+    qk_norm_after_rotation: bool = key(
+        False, "Apply qk_norm to the rotated queries and keys, as in Hunyuan. Only with pos_emb rotary."
+    )
+    clip_qkv: Positive | None = key(
+        None, "Limit the features of queries, keys and values to this absolute value, as in OLMo 1."
     )
     use_embedding_norm: bool = key(False, "Use a norm after the embedding, as in BLOOM.")
     embedding_scale: Positive = key(1.0, "Factor on the embedding, rounded to the dtype of the embedding, as in Gemma.")
     softmax_scale: Positive | None = key(None, "Factor on the attention scores; null: 1 / sqrt(features per head).")
+    residual_scale: Positive = key(
+        1.0, "Factor on the outputs of attention and MLP before the residual sum, as in Granite."
+    )
     attn_logit_softcapping: Positive | None = key(
         None, "Replace each attention score s by c tanh(s / c), with c the value of this key, as in Gemma 2."
     )
@@ -149,6 +169,9 @@ class ModelConfig(ConfigGroup):
     rms_norm_epsilon: Positive = key(1.0e-8, "Epsilon of rmsnorm.")
     scalenorm_epsilon: Positive = key(1.0e-8, "Epsilon of scalenorm.")
     hidden_dropout: Probability = key(0.0, "Dropout probability after embedding, attention and MLP.")
+    embedding_dropout: Probability = follows(
+        "hidden_dropout", "Dropout probability after the embedding. Set this key only if it differs."
+    )
     attention_dropout: Probability = key(0.0, "Dropout probability of attention weights.")
     init_method: InitMethod = key("normal", "Initialization of weight matrices.")
     output_layer_init_method: InitMethod = key(

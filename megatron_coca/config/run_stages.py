@@ -18,6 +18,7 @@ STAGE_GROUPS = frozenset({"data", "batch", "schedule"})
 STAGE_KEYS = (
     COMPUTE_KEYS
     | {"seq_length", "max_position_embeddings", "training_positions", "hidden_dropout", "attention_dropout"}
+    | {"embedding_dropout"}
     | {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width", "layer_types"}
     | {"attention_chunk_size"}
     | {"optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "weight_decay", "gradient_clipping"}

@@ -40,6 +40,8 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
 """The weights that write to the residual stream; `output_layer_init_method` initialises them."""
+ZEROED = ("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias", "final_linear.bias")
+"""Biases that are initially 0. PyTorch draws them from a uniform distribution."""
 
 
 @torch.no_grad()
@@ -60,7 +62,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
                 continue
             if parameter.dim() >= 2 and ".qk_layernorm." not in name:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
-            elif name.endswith(("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias")):
+            elif name.endswith(ZEROED):
                 parameter.zero_()
         for part in learned:
             part.reset_parameters()

@@ -13,7 +13,12 @@ from megatron_coca.config import Config, ModelConfig, PositionConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.config.optimization import TrainablePart
 
-NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
+NORM_VECTORS: dict[str, int] = {
+    "layernorm": 2,
+    "rmsnorm": 1,
+    "non_parametric_layernorm": 0,
+    "non_parametric_rmsnorm": 0,
+}
 """Number of learned vectors of size hidden_size in one norm, including its bias. ScaleNorm is not in this table: it has
 a single scalar.
 """
@@ -80,7 +85,7 @@ def parameter_count(config: Config) -> ParameterCount:
         * norm_parameters(model)
         + model.num_layers * _qk_norm_parameters(model),
         position=_position(config),
-        head=table if model.no_weight_tying else 0,
+        head=table + model.padded_vocab_size * model.use_bias_in_output_head if model.no_weight_tying else 0,
     )
 
 
@@ -204,13 +209,17 @@ def _qk_norm_parameters(model: ModelConfig) -> int:
     """Count the parameters of the query and key norms of one layer."""
     if model.use_qk_layernorm:
         return 1 if model.norm == "scalenorm" else norm_parameters(model) * model.attention_width // model.hidden_size
-    heads = {None: 0, "head": 2, "projection": model.num_attention_heads + model.num_kv_heads}[model.qk_norm]
-    return heads * model.head_dim
+    if model.norm == "non_parametric_rmsnorm" and model.qk_norm in ("head", "projection"):
+        return 0
+    every = model.num_attention_heads + model.num_kv_heads
+    vectors = {None: 0, "head": 2, "projection": every, "layernorm": 4, "layernorm_by_head": every}[model.qk_norm]
+    return vectors * model.head_dim
 
 
 def _mlp(model: ModelConfig) -> int:
     width, h = packed_mlp_width(model), model.hidden_size
-    return h * (width + model.ffn_hidden_size) + (width + h if model.use_bias_in_mlp else 0)
+    learned = 4 if model.activation == "xielu" else 0
+    return h * (width + model.ffn_hidden_size) + (width + h if model.use_bias_in_mlp else 0) + learned
 
 
 def norm_parameters(model: ModelConfig) -> int:
@@ -302,7 +311,7 @@ def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
     tokens = micro * model.seq_length / sequence
     block = tokens * _kept_by_block(config, size, tensor)
     hidden = tokens * model.hidden_size * size
-    ends = tokens * model.hidden_size * (2 * size + _norm_extra(model, size)) + hidden * bool(model.hidden_dropout)
+    ends = tokens * model.hidden_size * (2 * size + _norm_extra(model, size)) + hidden * bool(model.embedding_dropout)
     if not model.checkpoint_activations:
         return Activations(block, 0.0, ends)
     group = min(model.checkpoint_num_layers, model.num_layers)

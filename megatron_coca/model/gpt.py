@@ -81,8 +81,8 @@ class OutputHead(nn.Linear):
     The loss is computed in this module's forward pass, because ZeRO stage 3 gathers the module's weights only there.
     """
 
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__(width, vocabulary, bias=False)
+    def __init__(self, width: int, vocabulary: int, bias: bool = False) -> None:
+        super().__init__(width, vocabulary, bias=bias)
 
     def forward(
         self,
@@ -97,7 +97,7 @@ class OutputHead(nn.Linear):
         """
         if labels is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap, self.bias)
 
 
 class GPT(ShardedModule):
@@ -125,7 +125,11 @@ class GPT(ShardedModule):
         self.positions = PositionEncoding(first, dict(others))
         self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
         self.norm = build_norm(model)
-        self.final_linear = OutputHead(model.hidden_size, self.vocab_size) if model.no_weight_tying else None
+        self.final_linear = (
+            OutputHead(model.hidden_size, self.vocab_size, model.use_bias_in_output_head)
+            if model.no_weight_tying
+            else None
+        )
 
     def forward(
         self,

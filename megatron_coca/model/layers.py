@@ -103,7 +103,7 @@ class Embedding(nn.Module):
         super().__init__()
         rows, width = model.padded_vocab_size, model.hidden_size
         self.word_embeddings = RowEmbedding(rows, width, _weight=torch.empty(rows, width))
-        self.position_embeddings, self.dropout, self.scale = positions, model.hidden_dropout, model.embedding_scale
+        self.position_embeddings, self.dropout, self.scale = positions, model.embedding_dropout, model.embedding_scale
         self.offset = model.opt_pos_emb_offset
         self.embedding_layernorm = build_norm(model) if model.use_embedding_norm else None
 
@@ -148,14 +148,34 @@ class ZeroCenteredRMSNorm(nn.RMSNorm):
         return F.rms_norm(wide, self.normalized_shape, 1.0 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
+class ZeroCenteredLayerNorm(nn.LayerNorm):
+    """LayerNorm multiplied by 1 + weight (Nemotron)."""
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 0, so that the norm multiplies by 1, and the bias to 0."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
+
+
 def _rms_norm(model: ModelConfig, width: int) -> nn.RMSNorm:
+    if model.norm == "non_parametric_rmsnorm":
+        return nn.RMSNorm(width, model.rms_norm_epsilon, elementwise_affine=False)
     kind = ZeroCenteredRMSNorm if model.zero_centered_norms else nn.RMSNorm
     return kind(width, model.rms_norm_epsilon)
 
 
+def _layer_norm(model: ModelConfig) -> nn.LayerNorm:
+    kind = ZeroCenteredLayerNorm if model.zero_centered_norms else LayerNorm
+    return kind(model.hidden_size, model.layernorm_epsilon, bias=model.use_bias_in_norms)
+
+
 NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "layernorm": lambda m: LayerNorm(m.hidden_size, m.layernorm_epsilon, bias=m.use_bias_in_norms),
+    "layernorm": _layer_norm,
     "rmsnorm": lambda m: _rms_norm(m, m.hidden_size),
+    "non_parametric_rmsnorm": lambda m: _rms_norm(m, m.hidden_size),
     "scalenorm": lambda m: ScaleNorm(m.hidden_size, m.scalenorm_epsilon),
     "non_parametric_layernorm": lambda m: LayerNorm(m.hidden_size, m.layernorm_epsilon, elementwise_affine=False),
 }
@@ -178,11 +198,24 @@ class HeadRMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
+class HeadLayerNorm(nn.Module):
+    """LayerNorm over each head of x [..., heads, head_dim], with a separate weight for every head and feature."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, head_dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
 QK_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, bias=m.use_bias_in_norms),
     "rmsnorm": lambda m: HeadRMSNorm(*_heads(m), m.rms_norm_epsilon),
     "scalenorm": lambda m: ScaleNorm(m.head_dim, m.scalenorm_epsilon),
     "non_parametric_layernorm": lambda m: LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
+    "non_parametric_rmsnorm": lambda m: _rms_norm(m, m.head_dim),
 }
 """The norm that `use_qk_layernorm` adds, by the value of `norm`. Queries and keys share one norm, as in GPT-NeoX.
 LayerNorm uses the mean and variance of all heads together; RMSNorm and ScaleNorm normalise each head separately.
@@ -210,17 +243,45 @@ def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
         return {"qk_layernorm": QK_NORMS[model.norm](model)}
     if model.qk_norm == "head":
         return {name: _rms_norm(model, model.head_dim) for name in ("query_layernorm", "key_layernorm")}
+    if model.qk_norm == "layernorm":
+        return {
+            name: LayerNorm(model.head_dim, model.layernorm_epsilon) for name in ("query_layernorm", "key_layernorm")
+        }
+    heads = {"query_layernorm": model.num_attention_heads, "key_layernorm": model.num_kv_heads}
     if model.qk_norm == "projection":
-        heads = {"query_layernorm": model.num_attention_heads, "key_layernorm": model.num_kv_heads}
         return {name: AllHeadsNorm(_rms_norm(model, count * model.head_dim)) for name, count in heads.items()}
+    if model.qk_norm == "layernorm_by_head":
+        return {name: HeadLayerNorm(count, model.head_dim, model.layernorm_epsilon) for name, count in heads.items()}
     return {}
 
 
 Activation = Callable[[Tensor], Tensor]
 
+
+class XIELU(nn.Module):
+    """The expanded integral of the ELU (Huang and Schlag 2024, arXiv:2411.13010), as in Apertus.
+
+    With a = softplus(weight[0]), c = beta + softplus(weight[1]) and (beta, eps) = weight[2:]: a x^2 + beta x for
+    x > 0, else c (expm1(min(x, eps)) - x) + beta x. beta and eps are not trained.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        beta, slope = 0.5, 0.8
+        trained = torch.tensor([slope, slope - beta]).expm1().log()
+        self.weight = nn.Parameter(torch.cat((trained, torch.tensor([beta, -1e-6]))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive, negative = F.softplus(self.weight[:2]).unbind()
+        beta, eps = self.weight[2:].detach().unbind()
+        below = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + negative)
+        return torch.where(x > 0, positive * x * x, below) + beta * x
+
+
 UNGATED: dict[str, Activation] = {
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
     "silu": F.silu,
     "swish": F.silu,
     "mish": F.mish,
@@ -270,6 +331,8 @@ class MLP(nn.Module):
 
 def build_activation(model: ModelConfig) -> Activation:
     """Return the configured activation function. For a gated activation, this is the activation of the gate."""
+    if model.activation == "xielu":
+        return XIELU()
     if model.activation == "gelu" and model.bias_gelu_fusion:
         return partial(F.gelu, approximate="tanh")  # GPT-NeoX's fused kernel uses this approximation
     return GATED.get(model.activation) or UNGATED[model.activation]
@@ -292,6 +355,8 @@ def build_attention(
         model.attention_dropout,
         qkv_bias=model.use_bias_in_qkv,
         norms=qk_norms(model),
+        clip=model.clip_qkv,
+        norms_rotated=model.qk_norm_after_rotation,
     )
 
 
@@ -308,6 +373,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer_type = layer_type
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
+        self.residual_scale = model.residual_scale
         before, after = model.norm_position != "post", model.norm_position != "pre"
         self.input_layernorm = build_norm(model) if before else nn.Identity()
         self.attention = build_attention(model, method, backend, layer_type)
@@ -340,7 +406,8 @@ class Block(nn.Module):
         return self._drop(self.mlp_output_layernorm(self.mlp(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:

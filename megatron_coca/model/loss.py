@@ -37,6 +37,7 @@ def linear_cross_entropy(
     chunk: int | Literal["auto"] | None,
     kernel: str = "auto",
     cap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time
     (None: all tokens at once).
@@ -46,7 +47,7 @@ def linear_cross_entropy(
     The softmax, the losses, their sum, and the weight gradient summed over chunks are in float32, or in float64 if
     `hidden` is float64. `kernel` is a value of `loss_kernel`. The chunk size "auto" is 1,024 tokens; with the Triton
     kernel it is larger if more tokens fit into 1 GiB of logits. `cap` is passed to `soft_capped`; it requires the
-    kernel "torch".
+    kernel "torch". `bias` [vocabulary] is added to the logits.
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -59,9 +60,14 @@ def linear_cross_entropy(
         chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
     size = min(chunk or len(labels), len(labels))
     if trained:
-        return _SummedLoss.apply(hidden, weight, labels, size, kernel, cap) / count
+        return _SummedLoss.apply(hidden, weight, labels, size, kernel, cap, bias) / count
     chunks = zip(hidden.split(size), labels.split(size), strict=True)
-    return sum(_losses(soft_capped(states @ weight.t(), cap), targets)[0].sum() for states, targets in chunks) / count
+    logits = ((_logits(states, weight, bias), targets) for states, targets in chunks)
+    return sum(_losses(soft_capped(part, cap), targets)[0].sum() for part, targets in logits) / count
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return states @ weight.t() if bias is None else F.linear(states, weight, bias)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,15 +106,23 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str, cap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        size: int,
+        kernel: str,
+        cap: float | None,
+        bias: Tensor | None,
     ) -> Tensor:
         wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
+        bias_grad = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
         weight_grad = torch.empty(weight.shape if trained else (0,), dtype=wide, device=weight.device)
         total, hidden_grad = torch.zeros((), dtype=wide, device=weight.device), torch.empty_like(hidden)
         for start in range(0, len(labels), size):
             tokens = slice(start, start + size)
             states = hidden[tokens]
-            logits = states @ weight.t()
+            logits = _logits(states, weight, bias)
             capped = None if cap is None else soft_capped(logits.to(wide), cap)
             logits = logits if capped is None else capped.to(logits.dtype)
             losses, logit_grad = LOSS_KERNELS[kernel](logits, labels[tokens])
@@ -116,24 +130,27 @@ class _SummedLoss(torch.autograd.Function):
                 logit_grad = (logit_grad * (1 - (capped / cap).square())).to(logit_grad.dtype)
             total = total + losses.sum()
             torch.mm(logit_grad, weight, out=hidden_grad[tokens])
+            if bias_grad is not None:
+                bias_grad += logit_grad.sum(0, dtype=wide)
             if trained:
                 _add_product(weight_grad, logit_grad.t(), states, start == 0)
         ctx.dtype = weight.dtype
-        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
+        hidden_grad, weight_grad, bias_grad = ctx.saved_tensors
         # The factor is a matrix, so that the products are computed in float32. PyTorch would round a scalar to half
         # precision.
         factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
         torch.mul(hidden_grad, factor, out=rounded)
+        of_bias = None if bias_grad is None else (bias_grad * factor[0]).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
-            return rounded, None, None, None, None, None
+            return rounded, None, None, None, None, None, of_bias
         weight_rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
-        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None, None
+        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None, None, of_bias
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -53,8 +53,17 @@ NETWORK_KEYS = (
     *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
 )
 """Network keys that the modelling file supports. All of them are always written."""
-QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
-"""`qk_norm` -> the end of the parameter name of the query and key norms."""
+LATER_KEYS = (
+    *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
+)
+"""Network keys that the modelling file supports too. They are written only if they are not at their defaults."""
+QK_NORMS = {
+    "head": (".weight",),
+    "projection": (".norm.weight",),
+    "layernorm": (".weight", ".bias"),
+    "layernorm_by_head": (".weight",),
+}
+"""`qk_norm` -> the ends of the parameter names of the query and key norms."""
 
 THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -340,6 +349,7 @@ def _exported_position(config: Json, source: Path, names: Collection[str]) -> di
 def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     section = _section(config, NETWORK)
     network = {name: section[name] for name in NETWORK_KEYS}
+    network |= {name: section[name] for name in LATER_KEYS if name in section}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(
@@ -364,7 +374,7 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
     names: list[str] = []
     if (kind := network["qk_norm"]) is not None:
-        names = [f"{module}_layernorm{QK_NORMS[kind]}" for module in ("query", "key")]
+        names = [f"{module}_layernorm{end}" for module in ("query", "key") for end in QK_NORMS[kind]]
     elif network["use_qk_layernorm"]:
         names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]
     position = network["norm_position"]
@@ -375,6 +385,8 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     return (
         *weight_map.dense(network["norm"], gated, places, names),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
+        *(weight_map.XIELU if network["activation"] == "xielu" else ()),
+        weight_map.Row("final_linear.bias", ("lm_head.bias",)),
         *weight_map.LEARNED_POSITIONS,
     )
 
@@ -383,7 +395,9 @@ NEOX_UNNEEDED = re.compile(
     r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"
     r"|gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
 )
-UNNEEDED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+UNNEEDED = re.compile(
+    r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|(transformer\.)?h\.\d+\.attn\.(attention\.)?(masked_bias|bias|causal_mask)"
+)
 LLAMA_UNNEEDED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 READERS: dict[str, Reader] = {

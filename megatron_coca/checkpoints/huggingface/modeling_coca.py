@@ -41,6 +41,7 @@ from megatron_coca.model.layers import (
     LearnedPositions,
     ScaleNorm,
     SinusoidalPositions,
+    ZeroCenteredLayerNorm,
     ZeroCenteredRMSNorm,
     build_activation,
     build_norm,
@@ -83,7 +84,12 @@ def network_of(config: CocaDenseConfig) -> Options:
     if not config.network:
         raise ValueError(f"config.json: `network` is missing for this {config.model_type}; export the model again")
     heads = {"num_attention_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
-    return Options(config.network, hidden_size=config.hidden_size, head_dim=config.head_dim, **heads)
+    sizes = {"hidden_size": config.hidden_size, "head_dim": config.head_dim, **heads}
+    return Options(LATER | config.network, **sizes)
+
+
+LATER = {"qk_norm_after_rotation": False, "clip_qkv": None, "residual_scale": 1.0, "use_bias_in_output_head": False}
+"""Network keys that are missing in config.json if they have these values."""
 
 
 class Rotary(NamedTuple):
@@ -179,6 +185,7 @@ class Positions:
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
         self.limited = self.window is not None or self.chunk is not None
         self.softcap = config.network["attn_logit_softcapping"]
+        self.norms_rotated = bool(config.network.get("qk_norm_after_rotation"))
         factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
         options.pop("type", None)
         self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
@@ -232,6 +239,9 @@ class Positions:
         rotary = self.rotary._replace(device=where.queries.device)
         lengths = where.lengths.tolist() if self.by_length else [rotary.original_length]
         theta = {length: self._theta(rotary, length).to(rotary.device) for length in set(lengths)}
+        if self.norms_rotated:  # norms remove the multiplier, but not its effect on their epsilon
+            rows = torch.stack([theta[length] for length in lengths])[:, None]
+            return RotaryFrequencies(rows, multiplier(rotary, lengths[0]), self.form.decay, True), factor
         squares = [multiplier(rotary, length) ** 2 for length in lengths]
         if set(squares) != {1.0}:
             square = squares[0] if len(lengths) == 1 else where.queries.new_tensor(squares, dtype=torch.double)[:, None]
@@ -323,6 +333,7 @@ class CocaDenseAttention(LlamaAttention):
         for name, count in heads.items():
             setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * self.head_dim, bias=bias))
         self.scaling = network.softmax_scale or self.scaling
+        self.clip, self.norms_rotated = network.clip_qkv, network.qk_norm_after_rotation
         norms = qk_norms(network)
         self.names = (*norms, *norms)[:2]  # names of the query norm and the key norm
         for name, norm in norms.items():
@@ -348,6 +359,9 @@ class CocaDenseAttention(LlamaAttention):
             mask = self._additive_mask(mask, shared, q.dtype)
         queries = [form.query_operand(q, segment.query, shared.factor) for segment in shared.segments]
         keys = [form.key_operand(k, segment.key) for segment in shared.segments]
+        if self.norms_rotated:
+            pairs = [self.normed(*pair) for pair in zip(queries, keys, strict=True)]
+            queries, keys = [query for query, _ in pairs], [key for _, key in pairs]
         q, k = (operands[0] if len(operands) == 1 else torch.cat(operands, dim=-1) for operands in (queries, keys))
         return q, k, v, mask
 
@@ -389,9 +403,13 @@ class CocaDenseAttention(LlamaAttention):
     ) -> tuple[Tensor, Any]:
         """Compute attention as LLaMA's layer does, but with the position values that `CocaDenseModel` passes."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k = self.normed(self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape))
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if self.clip is not None:
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
+        q, k = q.view(shape), k.view(shape)
+        q, k = (q, k) if self.norms_rotated else self.normed(q, k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        v = v.view(shape).transpose(1, 2)
         own = shared[self.layer_type]
         q, k, v, mask = self.prepare(q, k, v, attention_mask, own, past_key_values, kwargs.get("cache_position"))
         function: Any = self.own_function(own, mask, q.dtype)
@@ -448,6 +466,7 @@ class CocaDenseLayer(LlamaDecoderLayer):
         super().__init__(config, layer_idx)
         network = network_of(config)
         self.parallel, self.dropout = network.gpt_j_residual, network.hidden_dropout
+        self.residual_scale = network.residual_scale
         self.one_norm = self.parallel and network.gpt_j_tied
         self.self_attn = CocaDenseAttention(config, layer_idx)
         self.mlp = (GatedMLP if network.activation in GATED else PlainMLP)(config)
@@ -474,7 +493,8 @@ class CocaDenseLayer(LlamaDecoderLayer):
         return self._drop(self.mlp_output_layernorm(self.mlp(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.dropout, self.training)
+        x = nn.functional.dropout(x, self.dropout, self.training)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -498,7 +518,7 @@ class InitWeights:
             nn.init.ones_(module.g)
         if isinstance(module, HeadRMSNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, ZeroCenteredRMSNorm):
+        if isinstance(module, ZeroCenteredRMSNorm | ZeroCenteredLayerNorm):
             module.reset_parameters()
 
 
@@ -572,7 +592,7 @@ class CocaDenseModel(InitWeights, LlamaModel):
         if self.position_embeddings is not None:
             reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot read the largest position
             embeds = embeds + self.position_embeddings(queries, reached).to(embeds.dtype)
-        return nn.functional.dropout(embeds, network["hidden_dropout"], self.training)
+        return nn.functional.dropout(embeds, network.get("embedding_dropout", network["hidden_dropout"]), self.training)
 
     def _check(self, cache: Any) -> None:
         """Raise ValueError if the configured attention function would compute wrong results."""
@@ -612,7 +632,8 @@ class CocaDenseForCausalLM(InitWeights, LlamaForCausalLM):
     def __init__(self, config: CocaDenseConfig) -> None:
         super().__init__(config)
         self.model = CocaDenseModel(config)
-        self.lm_head = DenseHead(config.hidden_size, config.vocab_size, bias=False)
+        bias = bool(config.network.get("use_bias_in_output_head"))
+        self.lm_head = DenseHead(config.hidden_size, config.vocab_size, bias=bias)
         self.lm_head.scale = config.network["final_logit_scale"]
         self.lm_head.cap = config.network["final_logit_softcapping"]
         self.post_init()

@@ -17,7 +17,7 @@ from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, U
 from megatron_coca.checkpoints.identity import pickles_identity, tensors_identity
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
-from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config import Config
 
 GENERATION = "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -97,21 +97,19 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
     return present | {name: folder / file for name, file in listed.items()}
 
 
-def open_weights(folder: Path, model: ModelConfig) -> Weights:
-    """Open the weights of `model` under our names, in the dtype on disk and in the order of the files.
+def open_weights(folder: Path, trained: Config) -> Weights:
+    """Open the weights of a model under our names, in the dtype on disk and in the order of the files. `trained` is its
+    configuration.
 
     Raises CheckpointError if a weight is missing, or if the folder has a weight that the model does not have.
     """
-    config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
+    model, config, (kind, files) = trained.model, read_json(folder / CONFIG), find_weights(folder)
     kind_of_model = str(config["model_type"])
     if family := families.FAMILIES.get(kind_of_model):
         table, unneeded = family.rows(model), UNNEEDED
     else:
         table, unneeded = READERS[kind_of_model].rows(config, files), READERS[kind_of_model].unneeded
-    heads, tied = (
-        weight_map.Heads(model.num_attention_heads, model.num_kv_heads, model.head_dim),
-        not model.no_weight_tying,
-    )
+    heads, tied = weight_map.heads_of(trained), not model.no_weight_tying
 
     def open_files(names: Iterable[str]) -> Weights:
         chosen = set(names)
@@ -160,7 +158,7 @@ def open_folder(folder: Path) -> OpenedCheckpoint:
         tokenizer_folder=None,
         step=None,
         identify=partial(_identity, folder, trained),
-        weights=partial(open_weights, folder, trained.model),
+        weights=partial(open_weights, folder, trained),
         also_free=frozenset({"pos_emb"}),
         guessed=guessed,
     )

@@ -84,7 +84,9 @@ def _first_written(written: Written, part: Excerpt) -> Weights:
     entries = {name: written.tensors.entries[name] for name in kept}
     entries |= {name: entries[name]._replace(shape=(rows, *entries[name].shape[1:])) for name in kept if name in cut}
     return Weights(
-        entries, lambda name: written.tensors.read(name)[: rows if name in cut else None], written.folder
+        entries,
+        lambda name: written.tensors.read(name)[:rows] if name in cut else written.tensors.read(name),
+        written.folder,
     ).to(torch.float32)
 
 
@@ -95,8 +97,11 @@ def _first_settings(settings: Mapping[str, Any], keys: tuple[str, str], part: Ex
         name: value[:layers] if isinstance(value, list) and len(value) == count and "layer" in name else value
         for name, value in settings.items()
     }
+    if "attention_types" in settings:  # of GPT-Neo
+        kept["attention_types"] = [[kept["attention_layers"], 1]]
     kept |= {keys[0]: layers, keys[1]: part.config.model.padded_vocab_size, "dtype": "float32"}
-    kept |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    # Ids beyond the kept rows are errors in some classes. Not every class accepts a missing id.
+    kept |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     if "layers" in (position := settings.get("position") or {}):
         kept["position"] = {**position, "layers": position["layers"][:layers]}
     return kept

@@ -12,17 +12,29 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.weights import WeightEntry, Weights
+from megatron_coca.config import Config
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Number of query heads and key heads in a packed projection, and the number of rows per head if it is known."""
+    """Number of query heads and key heads in a packed projection, and the number of rows per head if it is known.
+
+    `rotated` is the number of rotated rows per head, which are the first ones; None if all rows rotate.
+    """
 
     query: int
     key: int
     width: int | None = None
+    rotated: int | None = None
+
+
+def heads_of(config: Config) -> Heads:
+    """Return the heads of a model. All layers that rotate have the same share of rotated features."""
+    model, shares = config.model, [kind.rotary_pct for kind in config.layer_types.values() if kind.embedding.rotary]
+    rotated = int(model.head_dim * (shares[0] if shares else 1.0))
+    return Heads(model.num_attention_heads, model.num_kv_heads, model.head_dim, rotated)
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Packing:
     wanted: Callable[[Sequence[Shape], Heads], Sequence[Shape]] = lambda shapes, heads: shapes
 
 
-def _join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
     """Pack q, k and v as SelfAttention does: [q | k | v] for each head, or all q, all k, all v with fewer key heads."""
     if heads.query != heads.key:
         return torch.cat(list(parts), dim=0)
@@ -49,7 +61,7 @@ def _join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
     return torch.cat(per_head, dim=1).reshape(-1, *parts[0].shape[1:])
 
 
-def _split_heads(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
+def split_heads(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
     width = len(packed) // (heads.query + 2 * heads.key)
     if heads.query != heads.key:
         return packed.split([heads.query * width, heads.key * width, heads.key * width])
@@ -57,7 +69,7 @@ def _split_heads(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
     return [part.reshape(-1, *packed.shape[1:]) for part in per_head.unbind(1)]
 
 
-def _shapes_by_head(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
+def shapes_by_head(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
     rows, *others = shapes[0] or (0,)
     width = heads.width or rows // heads.query
     return [(count * width, *others) for count in (heads.query, heads.key, heads.key)]
@@ -69,18 +81,24 @@ STACKED = Packing(
     lambda packed, heads, count: packed.chunk(count),
     lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
 )
-BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
+BY_HEAD = Packing(join_heads, split_heads, shapes_by_head)
 
 
-def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from rotary pairs (0, 1), (2, 3), ... to rotary pairs (i, i + head_dim / 2)."""
-    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
+def in_halves(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+    """Reorder the rows of each head from rotary pairs (0, 1), (2, 3), ... to rotary pairs (i, i + rotated / 2)."""
+    return _reordered(rows, heads, rotated, (-1, 2))
 
 
-def _in_pairs(rows: Tensor, heads: int) -> Tensor:
-    halves = rows.view(heads, 2, -1, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
+def in_pairs(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+    """Reorder the rows of each head from rotary pairs (i, i + rotated / 2) to rotary pairs (0, 1), (2, 3), ..."""
+    return _reordered(rows, heads, rotated, (2, -1))
+
+
+def _reordered(rows: Tensor, heads: int, rotated: int | None, shape: tuple[int, int]) -> Tensor:
+    each = rows.view(heads, -1, *rows.shape[1:])
+    first, rest = each[:, :rotated], each[:, len(each[0]) if rotated is None else rotated :]
+    turned = first.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turned, rest), dim=1).reshape(rows.shape)
 
 
 def _shape_fused(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
@@ -99,35 +117,36 @@ def _join_groups(parts: Sequence[Tensor], heads: Heads) -> Tensor:
     (rows,) = parts
     groups = rows.view(heads.key, heads.query // heads.key + 2, -1, *rows.shape[1:])
     kinds = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
-    return _join_heads([kind.reshape(-1, *rows.shape[1:]) for kind in kinds], heads)
+    return join_heads([kind.reshape(-1, *rows.shape[1:]) for kind in kinds], heads)
 
 
 def _split_groups(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
-    parts = (part.view(heads.key, -1, *packed.shape[1:]) for part in _split_heads(packed, heads, 3))
+    parts = (part.view(heads.key, -1, *packed.shape[1:]) for part in split_heads(packed, heads, 3))
     return [torch.cat(list(parts), dim=1).reshape(packed.shape)]
 
 
 def _join_fused(parts: Sequence[Tensor], heads: Heads) -> Tensor:
     """Pack the rows of a matrix that contains all queries, then all keys, then all values."""
     width = len(parts[0]) // (heads.query + 2 * heads.key)
-    return _join_heads(parts[0].split([heads.query * width, heads.key * width, heads.key * width]), heads)
+    return join_heads(parts[0].split([heads.query * width, heads.key * width, heads.key * width]), heads)
 
 
 def _split_fused(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
-    return [torch.cat(list(_split_heads(packed, heads, 3)))]
+    return [torch.cat(list(split_heads(packed, heads, 3)))]
 
 
 def _join_neighbours(parts: Sequence[Tensor], heads: Heads) -> Tensor:
     q, k, v = parts
-    return _join_heads([_in_halves(q, heads.query), _in_halves(k, heads.key), v], heads)
+    q, k = in_halves(q, heads.query, heads.rotated), in_halves(k, heads.key, heads.rotated)
+    return join_heads([q, k, v], heads)
 
 
 def _split_neighbours(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
-    q, k, v = _split_heads(packed, heads, count)
-    return [_in_pairs(q, heads.query), _in_pairs(k, heads.key), v]
+    q, k, v = split_heads(packed, heads, count)
+    return [in_pairs(q, heads.query, heads.rotated), in_pairs(k, heads.key, heads.rotated), v]
 
 
-NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, _shapes_by_head)
+NEIGHBOURS = Packing(_join_neighbours, _split_neighbours, shapes_by_head)
 """As BY_HEAD, but for a model that rotates pairs of neighbouring features."""
 FUSED = Packing(_join_fused, _split_fused, _shape_fused)
 GROUPED = Packing(_join_groups, _split_groups, _shape_fused)
@@ -152,7 +171,7 @@ class Row:
     packing: Packing = SINGLE
 
 
-def _layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
+def layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
     """Return the rows for the weights and biases of a block. `modules` maps our name to their name and the packing."""
     return [
         Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
@@ -168,7 +187,7 @@ MODULES = (
 """Our names of the modules in a block."""
 
 
-def _modules(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]:
+def modules_of(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]:
     """Map each of `MODULES` to its name in `theirs`, which are in the same order, and to its packing.
 
     `packings` maps the last part of our name to the packing; the default is SINGLE.
@@ -179,9 +198,9 @@ def _modules(theirs: str, **packings: Packing) -> dict[str, tuple[str, Packing]]
 
 GPT_NEOX: tuple[Row, ...] = (
     Row("embedding.word_embeddings.weight", ("gpt_neox.embed_in.weight",)),
-    *_layer_rows(
+    *layer_rows(
         "gpt_neox.layers.{i}",
-        _modules(
+        modules_of(
             "input_layernorm post_attention_layernorm attention.query_key_value attention.dense mlp.dense_h_to_4h"
             " mlp.dense_4h_to_h"
         ),
@@ -223,6 +242,7 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
     "rmsnorm": ("weight",),
     "scalenorm": ("g",),
     "non_parametric_layernorm": (),
+    "non_parametric_rmsnorm": (),
 }
 """Parameters of each norm, with the same names here and in `dense`. A layernorm may have no bias."""
 
@@ -257,7 +277,7 @@ def like_llama(norms: Mapping[str, str], packing: Packing = BY_HEAD) -> tuple[Ro
     """Return LLaMA's table with other block norms and another packing of queries, keys and values."""
     rows = [row for row in llama("k_proj") if not row.ours.startswith("blocks.") or "layernorm" not in row.ours]
     rows = [replace(row, packing=packing) if "query_key_value" in row.ours else row for row in rows]
-    return (*rows, *_layer_rows("model.layers.{i}", {ours: (theirs, SINGLE) for ours, theirs in norms.items()}))
+    return (*rows, *layer_rows("model.layers.{i}", {ours: (theirs, SINGLE) for ours, theirs in norms.items()}))
 
 
 _PHI3 = {
@@ -266,7 +286,7 @@ _PHI3 = {
 }
 PHI3 = (
     *(row for row in like_llama(PRE) if not any(f".{ours}." in row.ours for ours in _PHI3)),
-    *_layer_rows("model.layers.{i}", _PHI3),
+    *layer_rows("model.layers.{i}", _PHI3),
 )
 
 
@@ -275,7 +295,7 @@ def transformer(
 ) -> tuple[Row, ...]:
     """Return the table for a model that has weight names with the prefix `transformer.`: GPT-2, MPT, BLOOM, Falcon."""
     rows = [Row("embedding.word_embeddings.weight", (f"transformer.{embedding}.weight",))]
-    rows += _layer_rows(f"transformer.{layers}.{{i}}", modules)
+    rows += layer_rows(f"transformer.{layers}.{{i}}", modules)
     rows += [
         Row(f"{ours}.{kind}", (f"transformer.{theirs}.{kind}",)) for ours, theirs in ends for kind in ("weight", "bias")
     ]
@@ -285,7 +305,7 @@ def transformer(
 GPT2 = transformer(
     "h",
     "wte",
-    _modules(
+    modules_of(
         "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj",
         query_key_value=FUSED_TURNED,
         **dict.fromkeys(("dense", "linear1", "linear2"), TURNED),
@@ -296,7 +316,7 @@ GPT2 = transformer(
 MPT = transformer(
     "blocks",
     "wte",
-    _modules("norm_1 norm_2 attn.Wqkv attn.out_proj ffn.up_proj ffn.down_proj", query_key_value=FUSED),
+    modules_of("norm_1 norm_2 attn.Wqkv attn.out_proj ffn.up_proj ffn.down_proj", query_key_value=FUSED),
     ("norm", "norm_f"),
 )
 _BLOOM = (
@@ -304,12 +324,12 @@ _BLOOM = (
     " mlp.dense_4h_to_h"
 )
 _BLOOM_EMBEDDING_NORM = ("embedding.embedding_layernorm", "word_embeddings_layernorm")
-BLOOM = transformer("h", "word_embeddings", _modules(_BLOOM), _BLOOM_EMBEDDING_NORM, ("norm", "ln_f"))
+BLOOM = transformer("h", "word_embeddings", modules_of(_BLOOM), _BLOOM_EMBEDDING_NORM, ("norm", "ln_f"))
 
 
 def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
     """Return Falcon's table for parallel or sequential blocks with one or two norms."""
-    modules = _modules(_BLOOM, query_key_value=GROUPED)
+    modules = modules_of(_BLOOM, query_key_value=GROUPED)
     if norms == 1:
         del modules["post_attention_layernorm"]
     elif parallel:
@@ -317,6 +337,8 @@ def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
     return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
+XIELU = (Row("blocks.{i}.mlp.activation.weight", ("model.layers.{i}.mlp.act_fn.weight",)),)
+"""Row for the parameters of an activation, in folders with our modelling file."""
 _POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
 LEARNED_POSITIONS = (
     Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),

@@ -19,6 +19,7 @@ from megatron_coca.checkpoints.files import CheckpointError, read_json, write_js
 from megatron_coca.checkpoints.huggingface import weight_map
 from megatron_coca.checkpoints.huggingface.config_json import (
     CONFIG,
+    LATER_KEYS,
     LAYERS,
     LEARNED_ROWS,
     LIMITS,
@@ -53,6 +54,7 @@ from megatron_coca.checkpoints.weights import DTYPES, Weights, open_safetensors_
 from megatron_coca.config import Config
 from megatron_coca.config.model import GLOBAL
 from megatron_coca.config.position import ORIGINAL, LayerType, PositionConfig, Selected
+from megatron_coca.config.schema import default_of
 from megatron_coca.config.source import Overrides, given_values
 from megatron_coca.data.tokenizers.text_rules import token_ids
 from megatron_coca.support.atomic_write import atomic_dir, require_new
@@ -105,7 +107,8 @@ def _our_keys(config: Config, shared: Json) -> Json:
     }
     return without | {
         "rope_parameters": plain,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS}
+        | {name: flat[name] for name in LATER_KEYS if flat[name] != default_of(name, flat)},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
 
@@ -153,7 +156,7 @@ def _fits(kind: str, config: Config) -> bool:
         return False
 
 
-WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *LATER_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
 """Keys that the exporter of our modelling file writes."""
 
 
@@ -207,7 +210,7 @@ def _max_position_embeddings(config: Config, kind: str) -> int:
     """
     trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
     if config.position.embedding.weights == "table" and kind in FAMILIES:
-        return config.model.max_position_embeddings
+        return config.model.max_position_embeddings - config.model.opt_pos_emb_offset
     measured = config.position.extension.stock.length if kind != OURS else None
     if measured == ORIGINAL and config.position.extension.name == "longrope" and config.position.rope_scaling:
         extended = config.position.rope_scaling.factor * original
@@ -343,7 +346,7 @@ def export(
     require_new(folder, CheckpointError)
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
-    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads, config.model.head_dim)
+    heads = weight_map.heads_of(config)
     rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
     weights = weight_map.to_foreign_weights(ours, rows, heads)
     contents = describe(config, kind, ids, ours)

@@ -151,7 +151,10 @@ def computed_differently(config: Config, ranks: int) -> list[str]:
             model.use_qk_layernorm and model.norm in ("layernorm", "non_parametric_layernorm") and ranks > 1,
             f"use_qk_layernorm: with {ranks} tensor ranks, GPT-NeoX normalizes over the heads of each rank",
         ),
-        (model.activation == "geglu_tanh", "activation: GPT-NeoX does not support geglu_tanh"),
+        (
+            model.activation in ("geglu_tanh", "relu_squared", "xielu"),
+            f"activation: GPT-NeoX does not support {model.activation}",
+        ),
         (
             original != trained and by_length,
             "logit_scaling and the defaults of relative_positions: depend on seq_length here, but in the GPT-NeoX "
@@ -171,6 +174,7 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             model.norm == "layernorm" and not model.use_bias_in_norms,
             "use_bias_in_norms: GPT-NeoX's layernorm always has a bias",
         ),
+        (model.norm not in NORMS, f"norm: GPT-NeoX does not support {model.norm}"),
         (
             position.embedding.rotary and position.rotary_emb_base % 1 != 0,
             "rotary_emb_base: must be a whole number",

@@ -47,8 +47,36 @@ def _qk_norm(settings: Settings) -> str | None:
 
 
 def _zero_centered(settings: Settings) -> str | None:
-    other = settings.model.zero_centered_norms and settings.model.norm != "rmsnorm"
-    return f"needs norm rmsnorm, but norm is {settings.model.norm}; set norm=rmsnorm" if other else None
+    other = settings.model.zero_centered_norms and settings.model.norm not in ("rmsnorm", "layernorm")
+    return f"needs a norm with weights, but norm is {settings.model.norm}; set norm=rmsnorm" if other else None
+
+
+def _norm_after_rotation(settings: Settings) -> str | None:
+    """Check the norm of rotated queries and keys: it would also remove every factor that rotation applies."""
+    if not settings.model.qk_norm_after_rotation:
+        return None
+    if settings.model.qk_norm != "head":
+        return f"needs qk_norm head, but qk_norm is {settings.model.qk_norm}; set qk_norm=head"
+    for position in types_of(settings).values():
+        if position.pos_emb not in ("rotary", "none"):
+            return f"not supported with pos_emb {position.pos_emb}; set pos_emb=rotary, or qk_norm_after_rotation=false"
+        if position.relative_positions is not None or position.scaling.name != "none":
+            return "not supported with relative_positions or logit_scaling; remove one of the two"
+    return None
+
+
+def _xielu(settings: Settings) -> str | None:
+    split = settings.model.activation == "xielu" and settings.parallel.model_parallel_size > 1
+    return "xielu is not supported with model_parallel_size; set model_parallel_size=1" if split else None
+
+
+def _head_bias(settings: Settings) -> str | None:
+    model = settings.model
+    if not model.use_bias_in_output_head:
+        return None
+    if not model.no_weight_tying:
+        return "needs an output head of its own; set no_weight_tying=true"
+    return "not supported with final_logit_scale; set final_logit_scale=1" if model.final_logit_scale != 1 else None
 
 
 def _softcapping(settings: Settings) -> str | None:
@@ -106,6 +134,7 @@ def _gau(settings: Settings) -> str | None:
         ("forgetting_gate", position.gate, one_head),
         ("use_qk_layernorm", model.use_qk_layernorm, "they have a scale and an offset for each feature instead"),
         ("qk_norm", model.qk_norm, "they have a scale and an offset for each feature instead"),
+        ("clip_qkv", model.clip_qkv, "their features are products with an activation"),
         ("attention_dropout", model.attention_dropout, one_head),
         ("model_parallel_size", parallel.model_parallel_size > 1, one_head),
         ("sequence_parallel_size", parallel.sequence_parallel_size > 1, one_head),
@@ -126,6 +155,9 @@ CHECKS = (
     Check("use_qk_layernorm", _qk_layernorm),
     Check("qk_norm", _qk_norm),
     Check("zero_centered_norms", _zero_centered),
+    Check("qk_norm_after_rotation", _norm_after_rotation),
+    Check("activation", _xielu),
+    Check("use_bias_in_output_head", _head_bias),
     Check("final_logit_softcapping", _softcapping),
     Check("expansion_factor", _inner_width),
     Check("intermediate_size", _inner_features),

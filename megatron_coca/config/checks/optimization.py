@@ -43,8 +43,8 @@ def _trainable_weights(settings: Settings) -> str | None:
     )
     if "output_head" in parts and not settings.model.no_weight_tying:
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
-    if "norms" in parts and settings.model.norm == "non_parametric_layernorm":
-        return "norm non_parametric_layernorm has no weights; leave norms out"
+    if "norms" in parts and settings.model.norm.startswith("non_parametric"):
+        return f"norm {settings.model.norm} has no weights; leave norms out"
     if "positions" in parts and not learned:
         return "this position method has no weights; leave positions out"
     return None
