@@ -34,6 +34,7 @@ from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.model.generate import generate
 from megatron_coca.training.checkpointing.initial_model import initial_model
 from tests.checkpoint_files import beginning_tokenizer
+from tests.parity import family_cases
 from tests.parity.exported import random_checkpoint
 
 TRAINED, LONG = 40, 100
@@ -177,12 +178,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bloom untied": ("Bloom", {"hidden_size": 40, "n_head": 4, "n_layer": 2, "tie_word_embeddings": False}),
 }
+EVERY = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in family_cases.CASES)]
+CASES |= family_cases.CASES
 
 
 _SHAPE_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 OWN_NAMES = dict.fromkeys(("GPT2", "Mpt", "Bloom"), (*_SHAPE_NAMES, "intermediate_size", "num_key_value_heads"))
 OWN_NAMES["Falcon"] = ("intermediate_size", "num_key_value_heads")
 OWN_NAMES["GPTNeoX"] = ("num_key_value_heads",)
+OWN_NAMES |= family_cases.OWN_NAMES
 """Names that a class does not have."""
 FLOAT = torch.float32
 
@@ -223,7 +227,7 @@ def tokens(length: int) -> Tensor:
     return torch.randint(96, (2, length), generator=torch.Generator().manual_seed(length))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """In float32 within and beyond the training length, decoded with a cache, with left padding, and in float64."""
@@ -270,7 +274,7 @@ def test_phi3_passes_the_switch_of_longrope_as_its_class(
     torch.testing.assert_close(torch.stack(seen), torch.stack(expected.logits), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits are compared as those of a large model: by the layers that have every type, and some rows."""
     monkeypatch.setattr(export_check, "MEMORY", 1)
@@ -551,7 +555,7 @@ BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hid
 """Keys whose defaults are numbers of one size of model: the shapes of the weights tell."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_an_absent_key_has_the_default_of_the_class(name: str) -> None:
     """Or it is an error, as a width is."""
     kind, changes = CASES[name]

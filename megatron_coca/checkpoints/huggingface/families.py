@@ -1,9 +1,22 @@
 """Transformers architectures other than GPT-NeoX and LLaMA. Each is a row of FAMILIES (see `family_keys.Family`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_coca.checkpoints.huggingface import weight_map
+from megatron_coca.checkpoints.huggingface.families_gpt import LIKE_GPT
+from megatron_coca.checkpoints.huggingface.families_llama import LIKE_LLAMA
+from megatron_coca.checkpoints.huggingface.family_defaults import (
+    BIASES,
+    EPSILON,
+    LAYERNORM,
+    MODERN,
+    RMS,
+    RMS_5,
+    gemma_scales,
+    rows_of,
+    to_gemma_scale,
+)
 from megatron_coca.checkpoints.huggingface.family_keys import (
     ALL_LAYERS,
     FROM_LAYER,
@@ -14,37 +27,11 @@ from megatron_coca.checkpoints.huggingface.family_keys import (
     every,
 )
 from megatron_coca.checkpoints.huggingface.rope import MAXIMUM
-from megatron_coca.checkpoints.huggingface.weight_map import Row
-from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config import Config
 from megatron_coca.config.position import ORIGINAL
 
 Json = Mapping[str, Any]
-MODERN = {
-    "activation": "gated",
-    "norm": "rmsnorm",
-    "use_bias_in_norms": False,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_mlp": False,
-}
-RMS = {"rms_norm_eps": ("rms_norm_epsilon", 1e-6)}
-BIASES = {"attention_bias": ("use_bias_in_attn_linear", False)}
-OLMO = {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)} | BIASES
-
-
-def _rows(rows: tuple[Row, ...]) -> Callable[[ModelConfig], tuple[Row, ...]]:
-    return lambda model: rows
-
-
-def _gemma(config: Json, keys: Json) -> dict[str, Any]:
-    return {
-        "softmax_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        "embedding_scale": float(config["hidden_size"]) ** 0.5,
-    }
-
-
-def _to_gemma(config: Config) -> dict[str, Any]:
-    scale = config.model.softmax_scale or config.model.head_dim**-0.5
-    return {"query_pre_attn_scalar": round(scale**-2)}
+OLMO = RMS_5 | BIASES
 
 
 GEMMA = MODERN | {"norm_position": "sandwich", "zero_centered_norms": True}
@@ -132,18 +119,10 @@ def _to_falcon(config: Config) -> dict[str, Any]:
     }
 
 
-LAYERNORM = {
-    "norm": "layernorm",
-    "use_bias_in_attn_linear": True,
-    "use_bias_in_mlp": True,
-    "use_bias_in_norms": True,
-}
-EPSILON = {"layer_norm_epsilon": ("layernorm_epsilon", 1e-5)}
-
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.PRE)),
+        rows_of(weight_map.like_llama(weight_map.PRE)),
         MODERN | {"use_bias_in_qkv": True},
         RMS,
         {"use_mrope": False},
@@ -151,11 +130,16 @@ FAMILIES: dict[str, Family] = {
         window=4096,
     ),
     "mistral": Family(
-        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, windows=ALL_LAYERS, window=4096
+        "MistralForCausalLM",
+        rows_of(weight_map.like_llama(weight_map.PRE)),
+        MODERN,
+        RMS,
+        windows=ALL_LAYERS,
+        window=4096,
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.PRE)),
+        rows_of(weight_map.like_llama(weight_map.PRE)),
         MODERN,
         {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)},
         head_dim=128,
@@ -164,7 +148,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.PRE | weight_map.QK_HEAD)),
+        rows_of(weight_map.like_llama(weight_map.PRE | weight_map.QK_HEAD)),
         MODERN | {"qk_norm": "head"},
         RMS | BIASES,
         head_dim=128,
@@ -173,7 +157,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.PRE)),
+        rows_of(weight_map.like_llama(weight_map.PRE)),
         MODERN,
         RMS | BIASES | {"mlp_bias": ("use_bias_in_mlp", False)},
         tied=True,
@@ -184,14 +168,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
+        rows_of(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
         MODERN | {"norm_position": "post", "qk_norm": "projection"},
         OLMO,
         older=_two_keys,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
+        rows_of(weight_map.like_llama(weight_map.POST | weight_map.QK_PROJECTION)),
         MODERN | {"norm_position": "post", "qk_norm": "projection"},
         OLMO,
         rope=500000.0,
@@ -202,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        _rows(weight_map.PHI3),
+        rows_of(weight_map.PHI3),
         MODERN,
         {"rms_norm_eps": ("rms_norm_epsilon", 1e-5), "resid_pdrop": ("hidden_dropout", 0.0)},
         {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
@@ -217,7 +201,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.SANDWICH)),
+        rows_of(weight_map.like_llama(weight_map.SANDWICH)),
         GEMMA,
         CAPPING
         | {
@@ -230,13 +214,13 @@ FAMILIES: dict[str, Family] = {
         head_dim=256,
         windows=every(2),
         window=4096,
-        read=_gemma,
-        write=_to_gemma,
+        read=gemma_scales,
+        write=to_gemma_scale,
         harmless=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _rows(weight_map.like_llama(weight_map.SANDWICH | weight_map.QK_HEAD)),
+        rows_of(weight_map.like_llama(weight_map.SANDWICH | weight_map.QK_HEAD)),
         GEMMA | {"qk_norm": "head"},
         CAPPING | {"final_logit_softcapping": ("final_logit_softcapping", None)},
         {"use_bidirectional_attention": False},
@@ -247,8 +231,8 @@ FAMILIES: dict[str, Family] = {
         windows=every(6, "sliding_window_pattern"),
         window=4096,
         by_type=("rope_local_base_freq", 10000.0),
-        read=_gemma,
-        write=_to_gemma,
+        read=gemma_scales,
+        write=to_gemma_scale,
         harmless=frozenset(
             {
                 *("cache_implementation", "hidden_act", "_sliding_window_pattern", "sliding_window_pattern"),
@@ -258,7 +242,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
-        _rows(weight_map.like_llama({"input_layernorm": "input_layernorm"}, weight_map.NEIGHBOURS)),
+        rows_of(weight_map.like_llama({"input_layernorm": "input_layernorm"}, weight_map.NEIGHBOURS)),
         MODERN | {"norm": "layernorm", "gpt_j_residual": True, "gpt_j_tied": True},
         {"layer_norm_eps": ("layernorm_epsilon", 1e-5), "logit_scale": ("final_logit_scale", 0.0625)} | BIASES,
         {"use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False, "rotary_pct": 1.0},
@@ -276,7 +260,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
-        _rows(weight_map.GPT2),
+        rows_of(weight_map.GPT2),
         LAYERNORM | {"pos_emb": "learned"},
         EPSILON | {"resid_pdrop": ("hidden_dropout", 0.1)},
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -305,7 +289,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mpt": Family(
         "MptForCausalLM",
-        _rows(weight_map.MPT),
+        rows_of(weight_map.MPT),
         LAYERNORM
         | {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "use_bias_in_norms": False, "pos_emb": "alibi"},
         EPSILON | {"attn_config.softmax_scale": ("softmax_scale", None)},
@@ -345,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bloom": Family(
         "BloomForCausalLM",
-        _rows(weight_map.BLOOM),
+        rows_of(weight_map.BLOOM),
         LAYERNORM | {"use_embedding_norm": True, "pos_emb": "alibi"},
         EPSILON | {"hidden_dropout": ("hidden_dropout", 0.0)},
         {"apply_residual_connection_post_layernorm": False},
@@ -379,5 +363,7 @@ FAMILIES: dict[str, Family] = {
         write=_to_falcon,
         harmless=frozenset({"ff_factor"}),
     ),
+    **LIKE_LLAMA,
+    **LIKE_GPT,
 }
 """`model_type` -> architecture, in the order in which an export tries them."""

@@ -5,7 +5,7 @@ config.json back and compares it with the model, so it uses a family only if the
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from megatron_coca.config.position import ORIGINAL, Selected
 Json = Mapping[str, Any]
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
-PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
+PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu", "relu2": "relu_squared", "xielu": "xielu"}
+PLAIN |= dict.fromkeys(TANH_GELU, "gelu")
 """Their activation names -> ours. If a function has several names, an export writes the family's default name if
 possible, else the first name.
 """
@@ -44,11 +45,13 @@ class Windows:
         read: (config.json, number of layers) -> whether each layer has the window.
         listed: whether config.json lists the type of each layer in `layer_types`.
         switched: whether config.json turns the window on with `use_sliding_window`.
+        nullable: whether the class of a `listed` window supports a model without a window.
     """
 
     read: Callable[[Json, int], list[bool]]
     listed: bool = True
     switched: bool = False
+    nullable: bool = False
 
     def written(self, slides: list[bool], width: int | None, length: int) -> dict[str, Any]:
         """Return the keys of config.json. `slides` lists whether each layer has a window of `width` tokens.
@@ -56,7 +59,7 @@ class Windows:
         `width` is None if no layer has a window.
         """
         # A class that reads `layer_types` but no switch builds the window's mask even if no layer has a window.
-        unused = length if self.listed and not self.switched else None
+        unused = length if self.listed and not (self.switched or self.nullable) else None
         settings: dict[str, Any] = {"sliding_window": unused if width is None else width}
         if self.listed:
             settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
@@ -98,6 +101,7 @@ class Family:
         head_dim: default of head_dim; None for hidden_size / num_attention_heads.
         rope: default of the rotary base; None if the architecture does not rotate.
         share: default of partial_rotary_factor; None if the class always rotates all features.
+        rope_section: rope_parameters or rope_scaling in config.json -> the section that describes the extension.
         rope_types: the architecture's names of extensions -> our names, if they differ.
         windows: how layers with a sliding window are selected; None if no layer can have a window.
         window: default of sliding_window.
@@ -127,6 +131,7 @@ class Family:
     head_dim: int | None = None
     rope: float | None = 10000.0
     share: float | None = None
+    rope_section: Callable[[Json], Json] = lambda section: section
     rope_types: Mapping[str, str] = field(default_factory=dict)
     windows: Windows | None = None
     window: int | None = None
@@ -185,12 +190,22 @@ ALL_LAYERS = Windows(lambda config, count: [True] * count, listed=False)
 """All layers have the window, as in Mistral."""
 FROM_LAYER = Windows(_from_layer, switched=True)
 """Layers from number `max_window_layers` on have the window, as in Qwen."""
+LISTED = Windows(lambda config, count: _listed(config, [True] * count))
+"""All layers have the window unless they are listed, as in Ministral."""
+FIRST_WITHOUT = Windows(lambda config, count: _listed(config, (bool(i % 4) for i in range(count))))
+"""Every fourth layer, from the first on, has no window, as in CWM."""
+PERIOD_OR_NONE = replace(every(4, "sliding_window_pattern"), nullable=True)
+"""Every fourth layer has no window, or no layer has one, as in EXAONE 4."""
 WITHOUT_ROTATION = Windows(_without_rotation, switched=True)
 """Layers without rotation have the window, as in SmolLM 3."""
 ROPE_INTERVAL = Rotating(_rope_interval, "no_rope_layers")
 """All layers except every `no_rope_layer_interval`-th layer rotate, as in SmolLM 3."""
 WITH_WINDOW = Rotating(lambda config, sliding: sliding)
 """Layers with a window rotate, as in Cohere 2."""
+WITH_WINDOW_IF_ANY = Rotating(
+    lambda config, sliding: sliding if config.get("sliding_window", 0) is not None else [True] * len(sliding)
+)
+"""Layers with a window rotate; in a model without a window, all layers rotate, as in EXAONE 4."""
 
 
 # Position keys --------------------------------------------------------------------------------------------------------
@@ -234,7 +249,7 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
     base, share = ("rope_theta", family.rope or 10000.0), ("partial_rotary_factor", family.share or 1.0)
     if family.by_type is None:
         check_spellings(config, source, base, share)
-        return {FULL: _rope(family, config, rope_section(config), source)}
+        return {FULL: _rope(family, config, family.rope_section(rope_section(config)), source)}
     section, extension = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if unread := sorted(section.keys() - {FULL, SLIDING}):
         raise CheckpointError(

@@ -1,0 +1,79 @@
+"""Keys that many families of `families.FAMILIES` share, and conversions that several of them need."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_coca.checkpoints.huggingface.weight_map import Row
+from megatron_coca.config import Config, ModelConfig
+
+Json = Mapping[str, Any]
+MODERN = {
+    "activation": "gated",
+    "norm": "rmsnorm",
+    "use_bias_in_norms": False,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+}
+"""LLaMA's block."""
+PLAIN_MLP = {name: value for name, value in MODERN.items() if name != "activation"}
+"""LLaMA's block with an MLP without a gate."""
+LAYERNORM = {
+    "norm": "layernorm",
+    "use_bias_in_attn_linear": True,
+    "use_bias_in_mlp": True,
+    "use_bias_in_norms": True,
+}
+"""GPT-2's block."""
+RMS = {"rms_norm_eps": ("rms_norm_epsilon", 1e-6)}
+RMS_5 = {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)}
+BIASES = {"attention_bias": ("use_bias_in_attn_linear", False)}
+QKV_BIAS = {"attention_bias": ("use_bias_in_qkv", False)}
+MLP_BIAS = {"mlp_bias": ("use_bias_in_mlp", False)}
+EPSILON = {"layer_norm_epsilon": ("layernorm_epsilon", 1e-5)}
+EPS = {"layer_norm_eps": ("layernorm_epsilon", 1e-5)}
+
+
+def rows_of(rows: tuple[Row, ...]) -> Callable[[ModelConfig], tuple[Row, ...]]:
+    """Return a family's table without the rows of norms and activations that a model does not have."""
+    return lambda model: tuple(row for row in rows if _has(model, row.ours))
+
+
+def _has(model: ModelConfig, ours: str) -> bool:
+    if ".query_layernorm." in ours or ".key_layernorm." in ours:
+        return model.qk_norm is not None
+    if ".mlp.activation." in ours:
+        return model.activation == "xielu"
+    norm = ours.startswith("norm.") or "layernorm." in ours
+    return not (norm and model.norm.startswith("non_parametric"))
+
+
+def one_bias(default: bool) -> dict[str, Any]:
+    """Return the functions `read` and `write` of a family with one key for all biases of attention and MLP."""
+
+    def read(config: Json, keys: Json) -> dict[str, Any]:
+        return dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bool(config.get("use_bias", default)))
+
+    return {"read": read, "write": lambda config: {"use_bias": config.model.use_bias_in_mlp}}
+
+
+def inverse(value: float) -> float:
+    """Return 1 / value. If the result is within the rounding error of a number with few digits, return that number.
+
+    A factor that an import inverts is then the same after an export, which inverts it again.
+    """
+    result = 1.0 / value
+    return float(f"{result:.12g}") if abs(float(f"{result:.12g}") * value - 1.0) < 1e-15 else result
+
+
+def gemma_scales(config: Json, keys: Json) -> dict[str, Any]:
+    """Return the scales of Gemma's attention and embedding."""
+    return {
+        "softmax_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "embedding_scale": float(config["hidden_size"]) ** 0.5,
+    }
+
+
+def to_gemma_scale(config: Config) -> dict[str, Any]:
+    """Return Gemma's key for the scale of attention."""
+    scale = config.model.softmax_scale or config.model.head_dim**-0.5
+    return {"query_pre_attn_scalar": round(scale**-2)}

@@ -1,0 +1,131 @@
+"""Tiny models of the families in families_llama.py and families_gpt.py: class, and values other than the defaults."""
+
+from typing import Any
+
+TRAINED, LONG = 40, 100
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+BASE = {"rope_type": "default", "rope_theta": 300.0}
+GPT = {"n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions": LONG}
+IDS = {"bos_token_id": 0, "eos_token_id": 1}
+FREE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
+
+LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 10, "rope_parameters": LINEAR}),
+    "gemma untied, biases": ("Gemma", {"head_dim": 6, "tie_word_embeddings": False, "attention_bias": True}),
+    "vaultgemma": (
+        "VaultGemma",
+        {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 9, "rope_parameters": YARN}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "rope_parameters": YARN | {"partial_rotary_factor": 0.67}}),
+    "stablelm parallel, norms of heads": (
+        "StableLm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "tie_word_embeddings": True}
+        | {"rope_parameters": BASE | {"partial_rotary_factor": 0.67}},
+    ),
+    "phi": ("Phi", {"rope_parameters": DYNAMIC | {"partial_rotary_factor": 0.67}}),
+    "phi norms of heads": ("Phi", {"qk_layernorm": True, "rope_parameters": BASE | {"partial_rotary_factor": 1.0}}),
+    "persimmon": ("Persimmon", {"rope_parameters": YARN | {"partial_rotary_factor": 0.67}}),
+    "persimmon tied, no norms of heads": (
+        "Persimmon",
+        {"qk_layernorm": False, "tie_word_embeddings": True, "hidden_size": 24},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9, "rope_parameters": YARN}),
+    "starcoder2 untied, no biases": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "cohere": ("Cohere", {"rope_parameters": LINEAR, "attention_bias": True}),
+    "cohere untied, norms of heads": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 12.0, "logits_scaling": 49.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.3, "rope_parameters": YARN},
+    ),
+    "granite tied, biases": ("Granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "glm": ("Glm", {"head_dim": 10, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.4}}),
+    "glm tied, no biases": ("Glm", {"head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm4": ("Glm4", {"head_dim": 12, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 9, "rope_parameters": LLAMA3}),
+    "exaone4 without windows": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 10, "use_bias": True, "rope_parameters": BASE}),
+    "ernie4_5 untied": ("Ernie4_5", {"head_dim": 6, "tie_word_embeddings": False}),
+    "seed_oss": ("SeedOss", {"head_dim": 10, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "seed_oss other biases": ("SeedOss", {"head_dim": 6, "attention_bias": False, "attention_out_bias": True}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 10, "rope_parameters": YARN}),
+    "hunyuan with alpha": (
+        "HunYuanDenseV1",
+        {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 500.0}},
+    ),
+    "nemotron": ("Nemotron", {"head_dim": 10, "rope_parameters": BASE | {"partial_rotary_factor": 0.4}}),
+    "nemotron tied, biases": (
+        "Nemotron",
+        {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "arcee": ("Arcee", {"head_dim": 10, "mlp_bias": True, "rope_parameters": YARN}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3, "attention_bias": True}),
+    "apertus, silu": ("Apertus", {"rope_parameters": BASE, "hidden_act": "silu", "tie_word_embeddings": True}),
+    "helium": ("Helium", {"head_dim": 6, "attention_bias": True, "rope_parameters": LINEAR}),
+    "helium tied, biases": ("Helium", {"head_dim": 6, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmo": ("Olmo", {"clip_qkv": 0.3, "attention_bias": True, "rope_parameters": DYNAMIC}),
+    "olmo tied": ("Olmo", {"tie_word_embeddings": True}),
+    "ministral": (
+        "Ministral",
+        {"head_dim": 10, "sliding_window": 9, "rope_parameters": YARN}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "nanochat": ("NanoChat", {"final_logit_softcapping": 3.0, "rope_parameters": YARN}),
+    "nanochat tied, biases": ("NanoChat", {"attention_bias": True, "tie_word_embeddings": True}),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {"head_dim": 10, "embedding_multiplier": 12.0, "logits_scaling": 0.125, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.3, "rope_parameters": YARN},
+    ),
+    "hyperclovax without norms of outputs": ("HyperCLOVAX", {"use_post_norm": False, "mlp_bias": True}),
+    "jais2": ("Jais2", {"head_dim": 10, "rope_parameters": LINEAR}),
+    "jais2 tied, no biases": ("Jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
+    "cwm": ("Cwm", {"head_dim": 10, "num_hidden_layers": 5, "sliding_window": 9, "rope_parameters": LLAMA3} | IDS),
+    "internlm3": ("InternLM3", {"head_dim": 10, "rope_parameters": DYNAMIC}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 10, "rope_parameters": LINEAR}),
+}
+LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("GPTJ", GPT | {"rotary_dim": 4, "n_inner": 50}),
+    "gptj wholly rotated": ("GPTJ", GPT | {"rotary_dim": 6, "n_embd": 24, "n_head": 4}),
+    "codegen": ("CodeGen", GPT | {"rotary_dim": 4, "n_embd": 48, "n_head": 8, "n_ctx": LONG}),
+    "gpt_bigcode": ("GPTBigCode", GPT | {"n_inner": 50}),
+    "gpt_bigcode untied, all heads": ("GPTBigCode", GPT | {"multi_query": False, "tie_word_embeddings": False}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"num_layers": 3, "num_heads": 6, "hidden_size": 36, "window_size": 9, "max_position_embeddings": LONG}
+        | {"attention_types": [[["global", "local", "local"], 1]]},
+    ),
+    "gpt_neo untied, no windows": (
+        "GPTNeo",
+        {"num_layers": 2, "num_heads": 6, "hidden_size": 36, "max_position_embeddings": LONG}
+        | {"attention_types": [[["global"], 2]], "intermediate_size": 50, "tie_word_embeddings": False},
+    ),
+    "opt": ("OPT", {"ffn_dim": 50, "max_position_embeddings": LONG}),
+    "opt untied, plain norms": (
+        "OPT",
+        {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
+        | {"ffn_dim": 50, "max_position_embeddings": LONG, "word_embed_proj_dim": 36},
+    ),
+    "biogpt": ("BioGpt", {"max_position_embeddings": LONG}),
+    "biogpt untied": (
+        "BioGpt",
+        {"max_position_embeddings": LONG, "scale_embedding": False, "tie_word_embeddings": False},
+    ),
+}
+CASES = LIKE_LLAMA | LIKE_GPT
+OWN_NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode"), (*FREE, "num_key_value_heads")),
+    "GPTNeo": (*FREE, "num_key_value_heads"),
+    "OPT": ("intermediate_size", "max_position_embeddings", "num_key_value_heads"),
+    "BioGpt": ("max_position_embeddings", "num_key_value_heads"),
+    "Persimmon": ("num_key_value_heads",),
+}
+"""Names that a class does not have."""
