@@ -29,7 +29,7 @@ FIXED_BY_WEIGHTS = frozenset(
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width", "residual_scale", "clip_qkv"),
-    *("qk_norm_after_rotation", "use_bias_in_output_head"),
+    *("qk_norm_after_rotation", "use_bias_in_output_head", "sinusoidal_base"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change."""
 NORM_EPSILONS = {
@@ -174,7 +174,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
-        *("hidden_dropout", "attention_dropout", "embedding_dropout", "opt_pos_emb_offset", "residual_scale"),
+        *("hidden_dropout", "attention_dropout", "embedding_dropout", "residual_scale"),
         *("clip_qkv", "qk_norm_after_rotation", "use_bias_in_output_head", *sorted(epsilons(model))),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
@@ -182,6 +182,9 @@ def comparable(config: Config) -> dict[str, Any]:
     shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
     shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied
     shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
+    absolute = {kind.pos_emb for kind in kinds.values()} & {"learned", "sinusoidal"}
+    shown["offset"] = model.opt_pos_emb_offset if absolute else None
+    shown["sinusoidal_base"] = model.sinusoidal_base if "sinusoidal" in absolute else None
     shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
     shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
     return shown | {"positions": positions, "units": model.layer_names.count(GAU)}

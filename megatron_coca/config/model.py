@@ -92,6 +92,7 @@ class ModelConfig(ConfigGroup):
         "Offset that is added to the positions with pos_emb learned or sinusoidal; 2 in OPT. The learned table needs as"
         " many additional rows.",
     )
+    sinusoidal_base: Positive = key(10000.0, "Base of the frequencies with pos_emb sinusoidal.")
     vocab_size: Count | None = key(None, "Rows of the embedding before padding; null: the tokenizer's vocabulary size.")
     make_vocab_size_divisible_by: Size = key(128, "Pad the embedding to a multiple of this many rows.")
     no_weight_tying: bool = key(False, "Use a separate output head instead of tying it to the embedding.")

@@ -65,22 +65,22 @@ class LearnedPositions(RowEmbedding):
 
 
 class SinusoidalPositions(nn.Module):
-    """sin and cos of position * 10000^(-2j/hidden_size) (Vaswani et al. 2017). All sines come first, as in GPT-NeoX."""
+    """sin and cos of position * base^(-2j/hidden_size) (Vaswani et al. 2017). All sines come first, as in GPT-NeoX."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, base: float = 10000.0) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
+        self.hidden_size, self.base = hidden_size, base
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
         """Return vectors [..., hidden_size], float64, for integer positions [...] of any size."""
         pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
-        phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
+        phases = positions.to(torch.float64)[..., None] * self.base ** (-pair / self.hidden_size)
         return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size]
 
 
 ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "learned": lambda model: LearnedPositions(model.max_position_embeddings, model.hidden_size),
-    "sinusoidal": lambda model: SinusoidalPositions(model.hidden_size),
+    "sinusoidal": lambda model: SinusoidalPositions(model.hidden_size, model.sinusoidal_base),
 }
 
 

@@ -43,6 +43,11 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_multiplier": 0.3, "rope_parameters": YARN},
     ),
     "granite tied, biases": ("Granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "granite_swa": (
+        "GraniteSWA",
+        {"embedding_multiplier": 12.0, "logits_scaling": 49.0, "residual_multiplier": 0.22, "sliding_window": 9}
+        | {"attention_multiplier": 0.3, "num_hidden_layers": 5, "layer_rope_theta": [300.0, 300.0, 0, 300.0, 0]},
+    ),
     "glm": ("Glm", {"head_dim": 10, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.4}}),
     "glm tied, no biases": ("Glm", {"head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),
     "glm4": ("Glm4", {"head_dim": 12, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
@@ -114,6 +119,12 @@ LIKE_GPT: dict[str, tuple[str, dict[str, Any]]] = {
         {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False}
         | {"ffn_dim": 50, "max_position_embeddings": LONG, "word_embed_proj_dim": 36},
     ),
+    "xglm": ("XGLM", {"d_model": 36, "num_layers": 3, "attention_heads": 6, "ffn_dim": 50}),
+    "xglm untied": (
+        "XGLM",
+        {"d_model": 24, "num_layers": 2, "attention_heads": 4, "ffn_dim": 50}
+        | {"scale_embedding": False, "tie_word_embeddings": False},
+    ),
     "biogpt": ("BioGpt", {"max_position_embeddings": LONG}),
     "biogpt untied": (
         "BioGpt",
@@ -124,6 +135,7 @@ CASES = LIKE_LLAMA | LIKE_GPT
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("GPTJ", "CodeGen", "GPTBigCode"), (*FREE, "num_key_value_heads")),
     "GPTNeo": (*FREE, "num_key_value_heads"),
+    "XGLM": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads"),
     "OPT": ("intermediate_size", "max_position_embeddings", "num_key_value_heads"),
     "BioGpt": ("max_position_embeddings", "num_key_value_heads"),
     "Persimmon": ("num_key_value_heads",),

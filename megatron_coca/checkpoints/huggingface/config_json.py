@@ -19,6 +19,7 @@ from megatron_coca.checkpoints.huggingface.rope import (
     rope_keys,
     rope_section,
 )
+from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
 from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
@@ -55,6 +56,7 @@ NETWORK_KEYS = (
 """Network keys that the modelling file supports. All of them are always written."""
 LATER_KEYS = (
     *("qk_norm_after_rotation", "clip_qkv", "residual_scale", "use_bias_in_output_head", "embedding_dropout"),
+    *("sinusoidal_base", "opt_pos_emb_offset"),
 )
 """Network keys that the modelling file supports too. They are written only if they are not at their defaults."""
 QK_NORMS = {
@@ -413,14 +415,6 @@ READERS: dict[str, Reader] = {
     ),
 }
 """`model_type` -> the reader of the architecture."""
-
-
-_EXPERTS = "it has mixture-of-experts layers, and only dense MLPs are supported"
-_IMAGES = "it is a vision-language model; save its language model as a separate folder, as docs/models.md shows"
-UNSUPPORTED_TYPES = dict.fromkeys(
-    ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
-) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
-"""Popular architectures that are not supported -> the reason."""
 
 
 def find_reader(config: Json, source: Path) -> Reader:

@@ -366,4 +366,5 @@ FAMILIES: dict[str, Family] = {
     **LIKE_LLAMA,
     **LIKE_GPT,
 }
+FAMILIES["gpt-sw3"] = FAMILIES["gpt2"]
 """`model_type` -> architecture, in the order in which an export tries them."""

@@ -94,6 +94,18 @@ def _biogpt(config: Json, keys: Json) -> dict[str, Any]:
     return {"embedding_scale": scale, "attention_dropout": dropout} | _fairseq_positions(config, keys)
 
 
+def _xglm(config: Json, keys: Json) -> dict[str, Any]:
+    # The last frequency is 1 / 10000, one step later than with the base 10000.
+    pairs = config["hidden_size"] // 2
+    scale = float(config["hidden_size"]) ** 0.5 if config.get("scale_embedding", True) else 1.0
+    return {
+        "embedding_scale": scale,
+        "attention_dropout": float(config.get("attention_dropout", 0.1)),
+        "sinusoidal_base": 10000.0 ** (pairs / (pairs - 1)),
+        "opt_pos_emb_offset": OFFSET,
+    }
+
+
 def _to_biogpt(config: Config) -> dict[str, Any]:
     return {"scale_embedding": config.model.embedding_scale != 1.0}
 
@@ -198,6 +210,27 @@ LIKE_GPT: dict[str, Family] = {
         read=_opt,
         write=_to_opt,
         harmless=frozenset({"init_std", "activation_dropout"}),
+    ),
+    "xglm": Family(
+        "XGLMForCausalLM",
+        rows_of(family_tables.fairseq("model", "layer_norm")),
+        FAIRSEQ | {"pos_emb": "sinusoidal"},
+        {"dropout": ("hidden_dropout", 0.1)},
+        {"layerdrop": 0.0, "activation_dropout": 0.0, "add_cross_attention": False},
+        {
+            "hidden_size": "d_model",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "attention_heads",
+            "intermediate_size": "ffn_dim",
+            "num_key_value_heads": None,
+        },
+        activation=("activation_function", "gelu"),
+        tied=True,
+        length=2048,
+        rope=None,
+        read=_xglm,
+        write=_to_biogpt,
+        harmless=frozenset({"init_std"}),
     ),
     "biogpt": Family(
         "BioGptForCausalLM",

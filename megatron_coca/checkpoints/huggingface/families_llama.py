@@ -25,6 +25,7 @@ from megatron_coca.checkpoints.huggingface.family_keys import (
     FIRST_WITHOUT,
     LISTED,
     PERIOD_OR_NONE,
+    WITH_BASE,
     WITH_WINDOW_IF_ANY,
     Family,
     every,
@@ -75,6 +76,19 @@ MULTIPLIERS = {
     "residual_multiplier": ("residual_scale", 1.0),
 }
 GRANITE = MULTIPLIERS | {"attention_multiplier": ("softmax_scale", 1.0)}
+
+
+def _granite_swa(config: Json, keys: Json) -> dict[str, Any]:
+    bases = {base for base in config.get("layer_rope_theta") or () if base}
+    if len(bases) > 1:
+        raise ValueError("layer_rope_theta has several bases, and only one is supported")
+    return _granite(config, keys) | ({"rotary_emb_base": float(*bases)} if bases else {})
+
+
+def _to_granite_swa(config: Config) -> dict[str, Any]:
+    kinds, base = config.layer_types, config.position.rotary_emb_base
+    bases = [base if kinds[name].embedding.rotary else 0 for name in config.model.layer_names]
+    return _to_granite(config) | {"layer_rope_theta": bases}
 
 
 def _hyperclovax_rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -237,6 +251,18 @@ LIKE_LLAMA: dict[str, Family] = {
         RMS | BIASES | MLP_BIAS | GRANITE,
         read=_granite,
         write=_to_granite,
+    ),
+    "granite_swa": Family(
+        "GraniteSWAForCausalLM",
+        rows_of(family_tables.GRANITE_SWA),
+        MODERN | {"sink_logits": True},
+        LLAMA_KEYS | GRANITE,
+        tied=True,
+        windows=FIRST_WITHOUT,
+        window=128,
+        rotating=WITH_BASE,
+        read=_granite_swa,
+        write=_to_granite_swa,
     ),
     "glm": Family(
         "GlmForCausalLM",

@@ -202,6 +202,10 @@ ROPE_INTERVAL = Rotating(_rope_interval, "no_rope_layers")
 """All layers except every `no_rope_layer_interval`-th layer rotate, as in SmolLM 3."""
 WITH_WINDOW = Rotating(lambda config, sliding: sliding)
 """Layers with a window rotate, as in Cohere 2."""
+WITH_BASE = Rotating(
+    lambda config, sliding: [bool(base) for base in config.get("layer_rope_theta") or [1] * len(sliding)]
+)
+"""Layers with a rotary base in a list rotate, as in Granite with windows."""
 WITH_WINDOW_IF_ANY = Rotating(
     lambda config, sliding: sliding if config.get("sliding_window", 0) is not None else [True] * len(sliding)
 )

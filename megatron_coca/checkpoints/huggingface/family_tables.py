@@ -147,6 +147,10 @@ QK_LAYERNORM = {
 }
 ONE_NORM = {"input_layernorm": "input_layernorm"}
 
+GRANITE_SWA = (
+    *like_llama(PRE),
+    Row("blocks.{i}.attention.position_sinks.weight", ("model.layers.{i}.self_attn.sinks",)),
+)
 COHERE = (
     *like_llama(ONE_NORM, NEIGHBOURS),
     *layer_rows(

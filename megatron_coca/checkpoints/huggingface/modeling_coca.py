@@ -88,7 +88,14 @@ def network_of(config: CocaDenseConfig) -> Options:
     return Options(LATER | config.network, **sizes)
 
 
-LATER = {"qk_norm_after_rotation": False, "clip_qkv": None, "residual_scale": 1.0, "use_bias_in_output_head": False}
+LATER = {
+    "qk_norm_after_rotation": False,
+    "clip_qkv": None,
+    "residual_scale": 1.0,
+    "use_bias_in_output_head": False,
+    "sinusoidal_base": 10000.0,
+    "opt_pos_emb_offset": 0,
+}
 """Network keys that are missing in config.json if they have these values."""
 
 
@@ -546,7 +553,7 @@ class CocaDenseModel(InitWeights, LlamaModel):
         if positions.method == "learned":
             self.position_embeddings = LearnedPositions(positions.given["max_position_embeddings"], config.hidden_size)
         if positions.method == "sinusoidal":
-            self.position_embeddings = SinusoidalPositions(config.hidden_size)
+            self.position_embeddings = SinusoidalPositions(config.hidden_size, network.sinusoidal_base)
         self.post_init()
 
     def forward(
@@ -591,7 +598,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
             embeds = self.embedding_layernorm(embeds)
         if self.position_embeddings is not None:
             reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot read the largest position
-            embeds = embeds + self.position_embeddings(queries, reached).to(embeds.dtype)
+            positions = queries + network.get("opt_pos_emb_offset", 0)
+            embeds = embeds + self.position_embeddings(positions, reached).to(embeds.dtype)
         return nn.functional.dropout(embeds, network.get("embedding_dropout", network["hidden_dropout"]), self.training)
 
     def _check(self, cache: Any) -> None:

@@ -1,0 +1,71 @@
+"""Architectures of transformers that are not supported, each with the reason."""
+
+EXPERTS = "it has mixture-of-experts layers, and only dense MLPs are supported"
+LATENT = "it has latent attention, which compresses keys and values"
+RECURRENT = "it has recurrent or state-space layers, and only attention layers are supported"
+CONVOLUTIONS = "it has convolution layers, and only attention layers are supported"
+IMAGES = "it is a vision-language model; save its language model as a separate folder, as docs/models.md shows"
+AUDIO = "it is a model of audio, and only models of text are supported"
+DECODER = "its decoder reads the output of an encoder, and only decoders without an encoder are supported"
+DRAFTS = "it drafts tokens from the keys and values of another model"
+TRANSFORM = "it has a dense layer and a norm before its output head"
+MASKED = (
+    "it is a BERT model with norms after the residual sums and a transform before the output head, and only decoders "
+    "with norms before the residual sums are supported"
+)
+
+_GROUPS = {
+    EXPERTS: (
+        *("afmoe", "aria_text", "beam", "cohere2_moe", "dbrx", "deepseek_v4", "dots1", "ernie4_5_moe"),
+        *("exaone_moe", "flex_olmo", "flint", "glm4_moe", "gpt_oss", "granitemoe", "granitemoe_swa"),
+        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling2_text", "inkling_text", "jetmoe", "kolibri1"),
+        *("laguna", "llama4", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
+        *("minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open", "zaya"),
+    ),
+    f"{LATENT}; {EXPERTS}": (
+        *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "dots3_note_text"),
+        *("glm4_moe_lite", "glm_moe_dsa", "hy_v4", "longcat_flash"),
+    ),
+    LATENT: ("minicpm3", "youtu"),
+    RECURRENT: (
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+        *("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
+        "zamba2",
+    ),
+    CONVOLUTIONS: ("lfm2", "lfm2_moe", "lfm3"),
+    IMAGES: (
+        *("emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "mistral3", "mllama"),
+        *("phi4_multimodal", "qwen2_vl", "qwen3_vl"),
+    ),
+    AUDIO: ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
+    DECODER: (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+        *("prophetnet", "trocr", "whisper"),
+    ),
+    DRAFTS: ("gemma4_assistant", "gemma4_unified_assistant"),
+    TRANSFORM: ("modernbert-decoder", "roberta-prelayernorm", "xlm-roberta-xl"),
+    MASKED: (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roc_bert", "roformer", "xlm-roberta", "xmod"),
+    ),
+}
+UNSUPPORTED_TYPES = {name: reason for reason, names in _GROUPS.items() for name in names} | {
+    "bitnet": "its weights are ternary, and it has norms inside attention and MLP",
+    "blt": "it reads patches of bytes, for which another network predicts the boundaries",
+    "cohere_compass_text": "its rope_parameters turn rotation off for types of layers, and rotate images by three axes",
+    "cpmant": "its relative positions depend on segments of the prompt, and its attention is partly bidirectional",
+    "ctrl": "its output head is tied to the embedding and has a bias",
+    "diffllama": "its attention is the difference of two softmaxes",
+    "doge": "its attention drops keys by a learned score",
+    "gemma3n_text": "it has an input for each layer and several residual streams",
+    "gemma4_text": "the width of its heads depends on the layer, and it normalises values and scales layers",
+    "gemma4_unified_text": "the width of its heads depends on the layer, and it normalises values and scales layers",
+    "gpt_neox_japanese": "only the attention of its last layer has a bias",
+    "hrm_text": "it passes its layers several times",
+    "openai-gpt": "its norms follow the residual sums",
+    "reformer": "its attention is limited to tokens with equal hashes",
+    "xlm": "its norms follow the residual sums, and it adds embeddings of languages",
+    "xlnet": "it predicts tokens in permuted orders, with two streams of attention",
+}
+"""`model_type` -> the reason, which completes a message."""
