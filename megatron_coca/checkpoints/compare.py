@@ -29,7 +29,7 @@ FIXED_BY_WEIGHTS = frozenset(
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width", "residual_scale", "clip_qkv"),
-    *("qk_norm_after_rotation", "use_bias_in_output_head", "sinusoidal_base"),
+    *("use_bias_in_output_head", "sinusoidal_base"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change."""
 NORM_EPSILONS = {

@@ -38,28 +38,16 @@ GEMMA = MODERN | {"norm_position": "sandwich", "zero_centered_norms": True}
 CAPPING = RMS | BIASES
 
 
-def _phi3(config: Json, keys: Json) -> dict[str, Any]:
-    if config.get("embd_pdrop", 0.0) != config.get("resid_pdrop", 0.0):
-        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout applies to both")
-    return {}
-
-
 def _gpt2(config: Json, keys: Json) -> dict[str, Any]:
-    if config.get("embd_pdrop", 0.1) != config.get("resid_pdrop", 0.1):
-        raise ValueError("embd_pdrop and resid_pdrop differ, but hidden_dropout applies to both")
     return {
         "max_position_embeddings": config[MAXIMUM],
         "attention_dropout": float(config.get("attention_dropout", 0.1)),
     }
 
 
-def _both_dropouts(config: Config) -> dict[str, Any]:
-    return {"embd_pdrop": config.model.hidden_dropout}
-
-
 def _to_phi3(config: Config) -> dict[str, Any]:
     # Phi 3's class reads the original length only at the top level of config.json, and has a default for it.
-    return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
+    return {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
 def _two_keys(scaling: Json) -> Json:
@@ -188,14 +176,17 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         rows_of(weight_map.PHI3),
         MODERN,
-        {"rms_norm_eps": ("rms_norm_epsilon", 1e-5), "resid_pdrop": ("hidden_dropout", 0.0)},
+        {
+            "rms_norm_eps": ("rms_norm_epsilon", 1e-5),
+            "resid_pdrop": ("hidden_dropout", 0.0),
+            "embd_pdrop": ("embedding_dropout", 0.0),
+        },
         {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
         windows=ALL_LAYERS,
         share=1.0,
         rope_types={"su": "longrope", "yarn": "longrope"},
         original=4096,
         older=_three_keys,
-        read=_phi3,
         write=_to_phi3,
         harmless=frozenset({"full_attn_mod", "interpolate_factor"}),
     ),
@@ -262,7 +253,7 @@ FAMILIES: dict[str, Family] = {
         "GPT2LMHeadModel",
         rows_of(weight_map.GPT2),
         LAYERNORM | {"pos_emb": "learned"},
-        EPSILON | {"resid_pdrop": ("hidden_dropout", 0.1)},
+        EPSILON | {"resid_pdrop": ("hidden_dropout", 0.1), "embd_pdrop": ("embedding_dropout", 0.1)},
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         {
             "hidden_size": "n_embd",
@@ -278,7 +269,6 @@ FAMILIES: dict[str, Family] = {
         length=1024,
         rope=None,
         read=_gpt2,
-        write=_both_dropouts,
         harmless=frozenset(
             {
                 *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),

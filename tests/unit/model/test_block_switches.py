@@ -30,6 +30,16 @@ CASES: dict[str, dict[str, Any]] = {
     "norms of both": {"norm_position": "sandwich", "zero_centered_norms": True, "activation": "geglu_tanh"},
     "parallel": {"norm_position": "sandwich", "gpt_j_residual": True},
     "heads": {"qk_norm": "head", "zero_centered_norms": True},
+    "heads after rotation": {"qk_norm": "head", "qk_norm_after_rotation": True},
+    "heads with weights of their own": {"qk_norm": "layernorm_by_head"},
+    "clipped projections": {"clip_qkv": 0.5},
+    "scaled branches, a head with a bias": {
+        "residual_scale": 0.3,
+        "use_bias_in_output_head": True,
+        "no_weight_tying": True,
+        "activation": "relu_squared",
+    },
+    "xielu, norms without weights": {"activation": "xielu", "norm": "non_parametric_rmsnorm"},
     "projections": {"qk_norm": "projection", "pos_emb": "coca"},
     "scales": {"embedding_scale": 3.0, "softmax_scale": 0.7, "final_logit_scale": 0.25, "use_embedding_norm": True},
     "capping": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "sliding_window_width": 40},
@@ -76,6 +86,11 @@ def random_model(config: Any) -> GPT:
     return model
 
 
+def xielu(x: Tensor, weight: Tensor) -> Tensor:
+    a, c = F.softplus(weight[0]), weight[2] + F.softplus(weight[1])
+    return torch.where(x > 0, a * x * x, c * (torch.expm1(x.clamp(max=weight[3].item())) - x)) + weight[2] * x
+
+
 def norm(x: Tensor, weight: Tensor, config: Any) -> Tensor:
     weight = 1 + weight if config.model.zero_centered_norms else weight
     return x / (x.square().mean(-1, keepdim=True) + config.model.rms_norm_epsilon).sqrt() * weight
@@ -108,7 +123,9 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
         x = norm(x, weights["embedding.embedding_layernorm.weight"], config)
 
     def normed(name: str, x: Tensor) -> Tensor:
-        return norm(x, weights[f"{name}.weight"], config) if f"{name}.weight" in weights else x
+        plain = torch.ones(()) if keys.norm == "non_parametric_rmsnorm" and "output" not in name else None
+        weight = weights.get(f"{name}.weight", plain)
+        return x if weight is None else norm(x, weight, config)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -116,10 +133,17 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
     for i in range(keys.num_layers):
         own = f"blocks.{i}."
         packed = linear(f"{own}attention.query_key_value", normed(f"{own}input_layernorm", x))
+        packed = packed if keys.clip_qkv is None else packed.clamp(-keys.clip_qkv, keys.clip_qkv)
         q, k, v = packed.unflatten(-1, (-1, width)).split([3, 1, 1], dim=1)
+        if keys.qk_norm == "layernorm_by_head":
+            of_query, of_key = (weights[f"{own}attention.{n}_layernorm.weight"] for n in ("query", "key"))
+            q, k = F.layer_norm(q, [width]) * of_query, F.layer_norm(k, [width]) * of_key
+        if keys.qk_norm_after_rotation:
+            q, k = rotated(q, config), rotated(k, config)
         if keys.qk_norm == "head":
             q, k = (normed(f"{own}attention.{n}_layernorm", part) for n, part in (("query", q), ("key", k)))
-        q, k = rotated(q, config), rotated(k, config)
+        if not keys.qk_norm_after_rotation:
+            q, k = rotated(q, config), rotated(k, config)
         scores = torch.einsum("mhd,nd->hmn", q, k[:, 0]) * (keys.softmax_scale or width**-0.5)
         total = log_gates(linear, own, normed(f"{own}input_layernorm", x), config).T.cumsum(-1)
         factors = weights.get(f"{own}attention.position_factor.weight")
@@ -140,11 +164,19 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
         )
         total = powers.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
         out = torch.einsum("hmn,nd->mhd", powers / total, v[:, 0]).flatten(1)
-        x = x + normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
-        value, gate = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x)).chunk(2, -1)
-        act = F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate)
-        x = x + normed(f"{own}mlp_output_layernorm", linear(f"{own}mlp.linear2", value * act))
-    logits = norm(x, weights["norm.weight"], config) @ weights["embedding.word_embeddings.weight"].T
+        attended = normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
+        x = x + keys.residual_scale * attended
+        inner = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x))
+        if keys.activation == "relu_squared":
+            inner = inner.clamp(min=0) ** 2
+        elif keys.activation == "xielu":
+            inner = xielu(inner, weights[f"{own}mlp.activation.weight"])
+        else:
+            value, gate = inner.chunk(2, -1)
+            inner = value * (F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate))
+        x = x + keys.residual_scale * normed(f"{own}mlp_output_layernorm", linear(f"{own}mlp.linear2", inner))
+    head = weights.get("final_linear.weight", weights["embedding.word_embeddings.weight"])
+    logits = normed("norm", x) @ head.T + weights.get("final_linear.bias", 0.0)
     logits = logits * keys.final_logit_scale
     cap = keys.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -183,7 +215,17 @@ def test_backends_and_cached_decoding_agree_and_parameters_are_counted(name: str
     assert parameter_count(config).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections", "scales", "sinks", "learned factors"]
+DIFFERENTIATED = ["scaled branches, a head with a bias", "xielu, norms without weights", "heads after rotation"]
+DIFFERENTIATED += [
+    "clipped projections",
+    "norms of both",
+    "capping",
+    "capping with a map",
+    "projections",
+    "scales",
+    "sinks",
+    "learned factors",
+]
 
 
 @pytest.mark.fewest
@@ -208,6 +250,8 @@ def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str)
         either.loss(either.hidden_states(ids[:, :-1]), ids[:, 1:]).backward()
     for (key, one), other in zip(model.named_parameters(), dense.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None and one.grad.abs().max() > 0, key
+        if key.endswith("mlp.activation.weight"):
+            assert one.grad[2:].abs().max() == 0, "the constants of xIELU are not trained"
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 

@@ -1,0 +1,135 @@
+"""All causal language models of transformers: each is a supported family, or has the reason why it is not one."""
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint
+from megatron_coca.checkpoints.exporting import export
+from megatron_coca.checkpoints.huggingface import unsupported_types
+from megatron_coca.checkpoints.huggingface.config_json import OURS, READERS, parse_config
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
+from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
+from megatron_coca.checkpoints.load import open_checkpoint
+from tests.conftest import ROOT
+from tests.parity import family_cases
+from tests.parity.test_families import CASES, LONG, build, in_float64, tokens
+
+SUPPORTED = (READERS.keys() | FAMILIES.keys()) - {OURS}
+FAST = (
+    *("stablelm parallel, norms of heads", "phi norms of heads", "cohere untied, norms of heads", "granite", "glm"),
+    *("exaone4", "hunyuan", "nemotron", "apertus", "olmo", "nanochat", "granite_swa"),
+    *("codegen", "gpt_neo", "opt", "xglm"),
+)
+"""Cases that together use every switch and every packing of these families."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in family_cases.CASES]
+)
+@torch.no_grad()
+def test_a_family_is_read_and_written(name: str, tmp_path: Path) -> None:
+    """Compare in float64: beyond the training length, with a cache, with left padding. Write the weights back."""
+    padding = torch.ones(2, 50, dtype=torch.long)
+    padding[0, :7] = 0
+    with in_float64():
+        theirs = build(name)
+        theirs.save_pretrained(tmp_path / "source")
+        expected = theirs(tokens(LONG)).logits
+        theirs = build(name)  # of dynamic extensions, the class keeps the frequencies of the longest input
+        own = "position_ids" in inspect.signature(theirs.forward).parameters
+        places = {"position_ids": (padding.cumsum(1) - 1).clamp(min=0)} if own else {}
+        padded = theirs(tokens(50), attention_mask=padding, **places).logits
+    assert expected.std() > 0.01
+    ours = open_checkpoint(tmp_path / "source").load(dtype=torch.float64).model
+    torch.testing.assert_close(ours(tokens(LONG)), expected, rtol=1e-9, atol=1e-9)
+    cache = ours.new_cache(length=LONG)
+    parts = [ours(part, cache=cache) for part in tokens(LONG).split([90, 1, 3, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-9, atol=1e-9)
+    found = ours(tokens(50), documents=padding)
+    torch.testing.assert_close(found[padding == 1], padded[padding == 1], rtol=1e-9, atol=1e-9)
+    done = export(tmp_path / "source", tmp_path / "back")
+    assert done.model_type == theirs.config.model_type and done.compared.startswith("transformers")
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "source", done.folder))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.slow
+def test_every_causal_language_model_is_a_family_or_has_a_reason() -> None:
+    theirs = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert not SUPPORTED & UNSUPPORTED_TYPES.keys()
+    assert theirs <= SUPPORTED | UNSUPPORTED_TYPES.keys()
+    tried = {build(name).config.model_type for name in CASES}
+    assert (SUPPORTED & theirs) - {"gpt-sw3"} == tried, "a family has no tiny model, or a tiny model has no family"
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert f"{len(SUPPORTED & theirs)} of the {len(theirs)} causal language models" in page
+
+
+SIGNS = {
+    unsupported_types.EXPERTS: "experts|router",
+    unsupported_types.LATENT: "kv_lora|kv_a_proj",
+    unsupported_types.RECURRENT: "conv1d|ssm|mamba|delta_rule|recurrent|rwkv|lstm",
+    unsupported_types.CONVOLUTIONS: "conv",
+    unsupported_types.IMAGES: "pixel_values|image",
+    unsupported_types.DECODER: "encoder_hidden_states",
+    unsupported_types.MASKED: "LMHead|LMPrediction|lm_head",
+}
+"""Reason -> words in the source of a class that has it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(UNSUPPORTED_TYPES.keys() & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
+def test_a_reason_is_stated_and_found_in_the_source(kind: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(UNSUPPORTED_TYPES[kind])):
+        parse_config({"model_type": kind}, Path("config.json"))
+    source = inspect.getsource(sys.modules[getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]).__module__])
+    for reason in UNSUPPORTED_TYPES[kind].split("; "):
+        assert re.search(SIGNS.get(reason, ""), source), reason
+
+
+PUBLISHED = {
+    "gemma, gelu means its approximation": ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+    "exaone4, a pattern in letters": ("exaone4", {"sliding_window_pattern": "LLLG"}),
+    "gpt_neo, the list of layers": ("gpt_neo", {"gradient_checkpointing": True, "summary_type": "cls_index"}),
+    "granite_swa, no list of bases": ("granite_swa", {"pad_token_id": 3}),
+    "starcoder2, older keys": ("starcoder2", {"mlp_type": "default", "norm_type": "layer_norm"}),
+}
+"""A model, and keys of config.json in the form of published models that mean the same."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_keys_mean_the_same(case: str, tmp_path: Path) -> None:
+    name, spelled = PUBLISHED[case]
+    build(name).save_pretrained(tmp_path)
+    before = load_checkpoint(tmp_path).config
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | spelled))
+    assert load_checkpoint(tmp_path).config == before
+
+
+UNREAD = {
+    "rotary_dim": ("gptj", {"rotary_dim": None}, "rotary_dim is null"),
+    "do_layer_norm_before": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False is not supported"),
+    "word_embed_proj_dim": ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim differs from hidden_size"),
+    "attention_types": ("gpt_neo", {"attention_types": [[["global"], 2]]}, "must name each layer"),
+    "rope_parameters": ("apertus", {"rope_parameters": None}, "rope_parameters is missing"),
+    "layer_rope_theta": ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 0, 0, 0]}, "layer_rope_theta has several"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", UNREAD)
+def test_values_that_are_not_supported_are_errors(key: str) -> None:
+    name, changes, message = UNREAD[key]
+    values = build(name).config.to_dict()
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(values | changes, Path("config.json"))
