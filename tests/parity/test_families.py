@@ -418,7 +418,7 @@ MODIFIED = {name: {"pos_emb": "coca"} for name in ("olmo3", "gemma2", "gemma3", 
 MODIFIED["falcon sequential, ALiBi"] = {"logit_scaling": "log_n"}
 BY_SWITCH = ("apertus", "olmo", "granite", "phi norms of heads", "nemotron", "cohere untied, norms of heads", "gptj")
 NEWER = {name: {"pos_emb": "coca"} for name in BY_SWITCH}
-NEWER |= {name: {"logit_scaling": "log_n"} for name in ("opt", "xglm")}
+NEWER |= {name: {"sliding_window_width": 5} for name in ("opt", "xglm")}
 NEWER |= {name: {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}} for name in ("hunyuan", "nanochat tied, biases")}
 MODIFIED |= NEWER
 
@@ -564,7 +564,7 @@ def test_an_unknown_key_that_changes_the_model_is_an_error(case: str, tmp_path: 
         load_model(tmp_path)
 
 
-BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hidden_size", "n_inner"}
+BY_SHAPE = {"num_key_value_heads", "intermediate_size", "num_kv_heads", "ffn_hidden_size", "n_inner", "ffn_dim"}
 """Keys whose defaults are numbers of one size of model: the shapes of the weights tell."""
 
 

@@ -375,7 +375,8 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     """Return the table of weight names for a `coca_dense` folder. `network` contains NETWORK_KEYS."""
     gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
     names: list[str] = []
-    if (kind := network["qk_norm"]) is not None:
+    without = network["norm"] == "non_parametric_rmsnorm" and network["qk_norm"] in ("head", "projection")
+    if (kind := network["qk_norm"]) is not None and not without:
         names = [f"{module}_layernorm{end}" for module in ("query", "key") for end in QK_NORMS[kind]]
     elif network["use_qk_layernorm"]:
         names = [f"qk_layernorm.{parameter}" for parameter in weight_map.DENSE_NORMS[network["norm"]]]

@@ -59,12 +59,12 @@ def _gpt_neo(config: Json, keys: Json) -> dict[str, Any]:
 
 def _to_gpt_neo(config: Config) -> dict[str, Any]:
     kinds, names = config.layer_types, config.model.layer_names
-    widths = {kind.sliding_window_width for kind in kinds.values()} - {None}
+    widths = [kind.sliding_window_width for kind in kinds.values() if kind.sliding_window_width is not None]
     local = [LOCAL if kinds[name].sliding_window_width is not None else GLOBAL for name in names]
     return {
         "attention_types": [[local, 1]],
         "attention_layers": local,
-        "window_size": next(iter(widths), 255) + 1,
+        "window_size": widths[0] + 1 if widths else 256,
     }
 
 
