@@ -49,6 +49,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_po
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BASE = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"sliding_window": TRAINED // 2}
+HEADS, NO_PADDING = {"head_dim": 64}, {"pad_token_id": None}
+GRANITE = {"attention_multiplier": 0.125, "residual_multiplier": 0.5, "embedding_multiplier": 12.0}
+# One more position than the longest window, because the inputs of transformers' loop include the last label.
+GPT = {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED + 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", PLAIN | {"intermediate_size": 2048, "max_position_embeddings": 16 * TRAINED}),
     "llama": ("Llama", BLOCK | {"rope_parameters": LLAMA3}),
@@ -63,11 +67,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "gemma3": ("Gemma3Text", BLOCK | WINDOW | {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "cohere2": ("Cohere2", BLOCK | WINDOW | {"pad_token_id": None}),
-    # One more position than the longest window, because the inputs of transformers' loop include the last label.
-    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 16 * TRAINED + 1}),
+    "gpt2": ("GPT2", GPT),
     "mpt": ("Mpt", {"vocab_size": 16384, "d_model": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 16 * TRAINED + 1}),
     "bloom": ("Bloom", {"vocab_size": 16384, "hidden_size": 512, "n_layer": 8, "n_head": 8}),
     "falcon": ("Falcon", PLAIN | {"new_decoder_architecture": True, "num_kv_heads": 4}),
+    "gemma": ("Gemma", BLOCK | HEADS),
+    "vaultgemma": ("VaultGemma", BLOCK | WINDOW | HEADS | {"query_pre_attn_scalar": 64}),
+    "stablelm": ("StableLm", BLOCK | {"qk_layernorm": True}),
+    "phi": ("Phi", BLOCK),
+    "persimmon": ("Persimmon", PLAIN | {"intermediate_size": 2048, "max_position_embeddings": 16 * TRAINED}),
+    "starcoder2": ("Starcoder2", BLOCK | WINDOW),
+    "cohere": ("Cohere", BLOCK | NO_PADDING),
+    "granite": ("Granite", BLOCK | GRANITE),
+    "granite_swa": ("GraniteSWA", BLOCK | WINDOW | GRANITE),
+    "glm": ("Glm", BLOCK | HEADS | NO_PADDING),
+    "glm4": ("Glm4", BLOCK | HEADS | NO_PADDING),
+    "exaone4": ("Exaone4", BLOCK | WINDOW),
+    "ernie4_5": ("Ernie4_5", BLOCK | HEADS),
+    "seed_oss": ("SeedOss", BLOCK | HEADS),
+    "hunyuan": ("HunYuanDenseV1", BLOCK | HEADS),
+    "nemotron": ("Nemotron", BLOCK),
+    "arcee": ("Arcee", BLOCK),
+    "apertus": ("Apertus", BLOCK | {"rope_parameters": LLAMA3}),
+    "helium": ("Helium", BLOCK | HEADS),
+    "olmo": ("Olmo", BLOCK | {"clip_qkv": 2.0}),
+    "ministral": ("Ministral", BLOCK | WINDOW | HEADS),
+    "nanochat": ("NanoChat", BLOCK),
+    "hyperclovax": ("HyperCLOVAX", BLOCK),
+    "jais2": ("Jais2", BLOCK),
+    "cwm": ("Cwm", BLOCK | WINDOW | HEADS | {"rope_parameters": LLAMA3}),
+    "internlm3": ("InternLM3", BLOCK | HEADS),
+    "iquestcoder": ("IQuestCoder", BLOCK | HEADS),
+    "gptj": ("GPTJ", GPT | {"rotary_dim": 32}),
+    "codegen": ("CodeGen", GPT | {"rotary_dim": 32, "n_ctx": GPT["n_positions"]}),
+    "gpt_bigcode": ("GPTBigCode", GPT),
+    "gpt_neo": (
+        "GPTNeo",
+        {"vocab_size": 16384, "hidden_size": 512, "num_layers": 8, "num_heads": 8, "window_size": TRAINED // 2}
+        | {"attention_types": [[["global", "local"], 4]], "max_position_embeddings": GPT["n_positions"]},
+    ),
+    "opt": ("OPT", PLAIN | {"ffn_dim": 2048, "max_position_embeddings": GPT["n_positions"]}),
+    "biogpt": ("BioGpt", PLAIN | {"intermediate_size": 2048, "max_position_embeddings": GPT["n_positions"]}),
+    "xglm": (
+        "XGLM",
+        {"vocab_size": 16384, "d_model": 512, "num_layers": 8, "attention_heads": 8, "ffn_dim": 2048}
+        | {"max_position_embeddings": 16 * TRAINED},
+    ),
 }
 """Family name -> the prefix of the transformers configuration class, and its arguments."""
 

@@ -60,7 +60,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
         for name, parameter in module.named_parameters():
             if id(parameter) in apart:
                 continue
-            if parameter.dim() >= 2 and ".qk_layernorm." not in name:
+            if parameter.dim() >= 2 and "_layernorm." not in name:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
             elif name.endswith(ZEROED):
                 parameter.zero_()

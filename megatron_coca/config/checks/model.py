@@ -42,8 +42,14 @@ def _qk_norm(settings: Settings) -> str | None:
     model = settings.model
     if model.qk_norm is not None and model.use_qk_layernorm:
         return "contradicts use_qk_layernorm, GPT-NeoX's norm of queries and keys; set only one of the two"
-    together = model.qk_norm == "projection" and settings.parallel.model_parallel_size > 1
-    return f"projection is {_OVER_RANKS}" if together else None
+    if settings.parallel.model_parallel_size == 1:
+        return None
+    if model.qk_norm == "layernorm_by_head":
+        return (
+            "layernorm_by_head is not supported with model_parallel_size: it has weights for every head, which are on"
+            " different ranks; set model_parallel_size=1"
+        )
+    return f"projection is {_OVER_RANKS}" if model.qk_norm == "projection" else None
 
 
 def _zero_centered(settings: Settings) -> str | None:

@@ -283,6 +283,8 @@ REFUSED = {
         "relative_positions": {"type": "rerope", "window": 4},
     },
     "qk_norm": {"qk_norm": "head", "model_parallel_size": 1, "use_qk_layernorm": True, "num_kv_heads": 3},
+    "qk_norm: layernorm_by_head is not": {"qk_norm": "layernorm_by_head", "model_parallel_size": 3, "num_kv_heads": 3},
+    "activation: xielu is not": {"activation": "xielu", "model_parallel_size": 3, "num_kv_heads": 3},
     "forgetting_gate": {"forgetting_gate": "fox", "sink_logits": True},
     "final_logit_softcapping": {"final_logit_softcapping": 3.0, "loss_kernel": "triton"},
 }
@@ -388,3 +390,13 @@ def test_opt_positions_begin_at_the_offset() -> None:
     moved = build_model(configured(pos_emb="sinusoidal", opt_pos_emb_offset=4)).eval()
     still = build_model(configured(pos_emb="sinusoidal")).eval()
     assert torch.equal(moved(ids), still(ids, positions=torch.arange(4, 20)))
+
+
+def test_norms_begin_without_effect() -> None:
+    """The weights of a norm of each head are a matrix, but are initialised as those of a norm."""
+    config = configured(qk_norm="layernorm_by_head", norm="layernorm", zero_centered_norms=True)
+    weights = build_model(config).state_dict()
+    assert all((weights[key] == 1).all() for key in weights if key.endswith("query_layernorm.weight"))
+    assert all((weights[key] == 0).all() for key in weights if key.endswith("input_layernorm.weight"))
+    a, c = F.softplus(build_model(configured(activation="xielu")).state_dict()["blocks.0.mlp.activation.weight"][:2])
+    torch.testing.assert_close(torch.stack((a, c + 0.5)), torch.tensor([0.8, 0.8]))

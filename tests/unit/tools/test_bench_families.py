@@ -26,14 +26,16 @@ def test_a_model_is_read_with_the_parameters_of_its_class(name: str, tmp_path: P
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     config = parse_config(settings.to_dict(), tmp_path / "config.json")
-    count = sum(parameter.numel() for parameter in model.parameters())
+    saved = model.state_dict()  # the constants of xIELU are saved, too
+    kept = (buffer for key, buffer in model.named_buffers() if key in saved)
+    count = sum(tensor.numel() for tensor in (*model.parameters(), *kept))
     assert count == parameter_count(config).total and 25e6 < count < 55e6
     assert config.model.seq_length in (2048, 4096, 4097)  # BLOOM has no key for it; tables have the last label's too
 
 
 def test_every_family_is_measured() -> None:
     measured = {getattr(transformers, f"{kind}Config").model_type for kind, _ in bench_families.FAMILIES.values()}
-    assert measured == families.FAMILIES.keys() | (READERS.keys() - {OURS})
+    assert measured == families.FAMILIES.keys() - {"gpt-sw3"} | (READERS.keys() - {OURS})
 
 
 def test_an_unknown_family(capsys: pytest.CaptureFixture[str]) -> None:
