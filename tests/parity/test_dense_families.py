@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint
@@ -19,8 +20,9 @@ from megatron_coca.checkpoints.huggingface.config_json import OURS, READERS, par
 from megatron_coca.checkpoints.huggingface.families import FAMILIES
 from megatron_coca.checkpoints.huggingface.unsupported_types import UNSUPPORTED_TYPES
 from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.model.cost import parameter_count
 from tests.conftest import ROOT
-from tests.parity import family_cases
+from tests.parity import family_cases, published_configs
 from tests.parity.test_families import CASES, LONG, build, in_float64, tokens
 
 SUPPORTED = (READERS.keys() | FAMILIES.keys()) - {OURS}
@@ -114,6 +116,18 @@ def test_published_keys_mean_the_same(case: str, tmp_path: Path) -> None:
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | spelled))
     assert load_checkpoint(tmp_path).config == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", published_configs.PUBLISHED)
+def test_a_published_configuration_has_the_parameters_of_its_class(name: str) -> None:
+    values = published_configs.PUBLISHED[name]
+    found = parse_config(values, Path("config.json"))
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    saved = theirs.state_dict()
+    kept = (buffer for key, buffer in theirs.named_buffers() if key in saved)
+    assert parameter_count(found).total == sum(tensor.numel() for tensor in (*theirs.parameters(), *kept))
 
 
 UNREAD = {

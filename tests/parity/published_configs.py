@@ -1,0 +1,204 @@
+"""Keys and sizes of published models, by their names on the hub: what a config.json of each family contains."""
+
+from typing import Any
+
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": True, "initializer_range": 0.02, "torch_dtype": "bfloat16"}
+GPT_KEYS = {
+    "gradient_checkpointing": False,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "tokenizer_class": "GPT2Tokenizer",
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50, "temperature": 0.9}},
+}
+
+
+def sizes(vocabulary: int, width: int, inner: int, layers: int, heads: int, keys: int, length: int) -> dict[str, Any]:
+    """The keys of most families."""
+    return {
+        **IDS,
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "max_position_embeddings": length,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "google/gemma-2b": sizes(256000, 2048, 16384, 18, 8, 1, 8192)
+    | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0}
+    | {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+    "stabilityai/stablelm-2-1_6b": sizes(100352, 2048, 5632, 24, 32, 32, 4096)
+    | {"model_type": "stablelm", "hidden_act": "silu", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
+    | {"rope_theta": 10000, "tie_word_embeddings": False, "use_qkv_bias": True},
+    "stabilityai/stablelm-2-12b": sizes(100352, 5120, 13824, 40, 32, 8, 4096)
+    | {"model_type": "stablelm", "hidden_act": "silu", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "qk_layernorm": True, "rope_theta": 10000}
+    | {"use_parallel_residual": True, "use_qkv_bias": False, "tie_word_embeddings": False},
+    "microsoft/phi-2": sizes(51200, 2560, 10240, 32, 32, 32, 2048)
+    | {"model_type": "phi", "hidden_act": "gelu_new", "embd_pdrop": 0.0, "resid_pdrop": 0.1, "layer_norm_eps": 1e-5}
+    | {"partial_rotary_factor": 0.4, "qk_layernorm": False, "rope_theta": 10000.0, "rope_scaling": None}
+    | {"tie_word_embeddings": False, "attention_dropout": 0.0},
+    "microsoft/Phi-4-mini-instruct": sizes(200064, 3072, 8192, 32, 24, 8, 131072)
+    | {"model_type": "phi3", "partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096}
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}}
+    | {"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "mlp_bias": False}
+    | {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "rms_norm_eps": 1e-5}
+    | {"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "pad_token_id": 199999},
+    "bigcode/starcoder2-3b": sizes(49152, 3072, 12288, 30, 24, 2, 16384)
+    | {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", "norm_type": "layer_norm", "mlp_type": "default"}
+    | {"norm_epsilon": 1e-5, "residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1}
+    | {"rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": True},
+    "EleutherAI/gpt-j-6b": GPT_KEYS
+    | {"model_type": "gptj", "activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    | {"layer_norm_epsilon": 1e-5, "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28, "n_positions": 2048}
+    | {"resid_pdrop": 0.0, "rotary": True, "rotary_dim": 64, "scale_attn_weights": True, "vocab_size": 50400}
+    | {"tie_word_embeddings": False},
+    "EleutherAI/gpt-neo-125m": GPT_KEYS
+    | {"model_type": "gpt_neo", "activation_function": "gelu_new", "attention_dropout": 0, "embed_dropout": 0}
+    | {"attention_layers": ["global", "local"] * 6, "attention_types": [[["global", "local"], 6]], "hidden_size": 768}
+    | {"intermediate_size": None, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048, "num_heads": 12}
+    | {"num_layers": 12, "resid_dropout": 0, "vocab_size": 50257, "window_size": 256},
+    "Salesforce/codegen-350M-mono": GPT_KEYS
+    | {"model_type": "codegen", "activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    | {"layer_norm_epsilon": 1e-5, "n_ctx": 2048, "n_embd": 1024, "n_head": 16, "n_inner": None, "n_layer": 20}
+    | {"n_positions": 2048, "resid_pdrop": 0.0, "rotary_dim": 32, "scale_attn_weights": True, "vocab_size": 51200}
+    | {"tie_word_embeddings": False},
+    "bigcode/starcoderbase-1b": {
+        **{
+            "model_type": "gpt_bigcode",
+            "activation_function": "gelu_pytorch_tanh",
+            "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+        },
+        **{
+            "attention_softmax_in_fp32": True,
+            "inference_runner": 0,
+            "layer_norm_epsilon": 1e-5,
+            "max_batch_size": None,
+        },
+        **{
+            "max_sequence_length": None,
+            "multi_query": True,
+            "n_embd": 2048,
+            "n_head": 16,
+            "n_inner": 8192,
+            "n_layer": 24,
+        },
+        **{"n_positions": 8192, "pad_key_length": True, "pre_allocate_kv_cache": False, "resid_pdrop": 0.1},
+        **{"scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "validate_runner_input": True},
+        **{"vocab_size": 49152, "summary_type": "cls_index"},
+    },
+    "facebook/opt-125m": {
+        **{
+            "model_type": "opt",
+            "_remove_final_layer_norm": False,
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+        },
+        **{"attention_dropout": 0.0, "do_layer_norm_before": True, "dropout": 0.1, "ffn_dim": 3072, "hidden_size": 768},
+        **{"init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048, "num_attention_heads": 12},
+        **{"num_hidden_layers": 12, "prefix": "</s>", "vocab_size": 50272, "word_embed_proj_dim": 768},
+    },
+    "facebook/xglm-564M": {
+        **{"model_type": "xglm", "activation_dropout": 0, "activation_function": "gelu", "attention_dropout": 0.1},
+        **{"attention_heads": 16, "d_model": 1024, "decoder_start_token_id": 2, "dropout": 0.1, "ffn_dim": 4096},
+        **{"init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048, "num_layers": 24},
+        **{"scale_embedding": True, "vocab_size": 256008},
+    },
+    "microsoft/biogpt": {
+        **{
+            "model_type": "biogpt",
+            "activation_dropout": 0.0,
+            "attention_probs_dropout_prob": 0.1,
+            "hidden_act": "gelu",
+        },
+        **{"hidden_dropout_prob": 0.1, "hidden_size": 1024, "intermediate_size": 4096, "layer_norm_eps": 1e-12},
+        **{"layerdrop": 0.0, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_hidden_layers": 24},
+        **{"scale_embedding": True, "vocab_size": 42384},
+    },
+    "CohereForAI/c4ai-command-r-v01": sizes(256000, 8192, 22528, 40, 64, 64, 8192)
+    | {"model_type": "cohere", "hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 0.0625}
+    | {"model_max_length": 131072, "rope_theta": 8000000.0, "use_qk_norm": False, "attention_bias": False},
+    "CohereForAI/c4ai-command-r-plus": sizes(256000, 12288, 33792, 64, 96, 8, 8192)
+    | {"model_type": "cohere", "hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 0.8333333333333334}
+    | {"model_max_length": 131072, "rope_theta": 75000000.0, "use_qk_norm": True, "attention_dropout": 0.0},
+    "ibm-granite/granite-3.1-2b-base": sizes(49152, 2048, 8192, 40, 32, 8, 131072)
+    | {"model_type": "granite", "attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.015625}
+    | {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "mlp_bias": False, "residual_multiplier": 0.22}
+    | {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True},
+    "THUDM/glm-4-9b-chat-hf": sizes(151552, 4096, 13696, 40, 32, 2, 131072)
+    | {"model_type": "glm", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu"}
+    | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    "THUDM/GLM-4-9B-0414": sizes(151552, 4096, 13696, 40, 32, 2, 32768)
+    | {"model_type": "glm4", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu"}
+    | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": sizes(102400, 2048, 4096, 30, 32, 8, 65536)
+    | {"model_type": "exaone4", "attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    | {"layer_types": ["full_attention"] * 30, "rope_theta": 1000000, "sliding_window": None}
+    | {
+        "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+        | {"original_max_position_embeddings": 8192}
+    }
+    | {"sliding_window_pattern": None, "tie_word_embeddings": True},
+    "baidu/ERNIE-4.5-0.3B-PT": sizes(103424, 1024, 3072, 18, 16, 2, 131072)
+    | {"model_type": "ernie4_5", "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+    | {"tie_word_embeddings": True, "use_bias": False},
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": sizes(155136, 5120, 27648, 64, 80, 8, 524288)
+    | {"model_type": "seed_oss", "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False}
+    | {"head_dim": 128, "mlp_bias": False, "pretraining_tp": 1, "residual_dropout": 0.1, "rms_norm_eps": 1e-6}
+    | {"rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": False},
+    "tencent/Hunyuan-0.5B-Instruct": sizes(120818, 1024, 3584, 24, 8, 4, 262144)
+    | {"model_type": "hunyuan_v1_dense", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128}
+    | {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "use_qk_norm": True, "mlp_bias": False}
+    | {
+        "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+        | {"mscale_all_dim": 1.0, "type": "dynamic"}
+    },
+    "nvidia/Minitron-4B-Base": sizes(256000, 3072, 9216, 32, 24, 8, 4096)
+    | {"model_type": "nemotron", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "mlp_bias": False}
+    | {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
+    | {"tie_word_embeddings": False},
+    "arcee-ai/AFM-4.5B": sizes(128004, 2560, 18432, 36, 20, 4, 65536)
+    | {"model_type": "arcee", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "relu2"}
+    | {"mlp_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 20.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+        | {"original_max_position_embeddings": 4096}
+    },
+    "swiss-ai/Apertus-8B-2509": sizes(131072, 4096, 21504, 32, 32, 8, 65536)
+    | {"model_type": "apertus", "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "xielu"}
+    | {"mlp_bias": False, "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-5, "rope_theta": 12000000}
+    | {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+        | {"original_max_position_embeddings": 8192}
+    }
+    | {"tie_word_embeddings": False},
+    "kyutai/helium-1-2b": sizes(64000, 2048, 8192, 28, 16, 8, 4096)
+    | {"model_type": "helium", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu"}
+    | {"mlp_bias": False, "rms_norm_eps": 1e-8, "rope_theta": 20000.0, "tie_word_embeddings": False},
+    "adept/persimmon-8b-base": IDS
+    | {"model_type": "persimmon", "attention_dropout": 0.0, "hidden_act": "relu2", "hidden_dropout": 0.0}
+    | {"hidden_size": 4096, "intermediate_size": 16384, "layer_norm_eps": 1e-5, "max_position_embeddings": 16384}
+    | {"num_attention_heads": 64, "num_hidden_layers": 36, "partial_rotary_factor": 0.5, "qk_layernorm": True}
+    | {"rope_theta": 25000.0, "tie_word_embeddings": False, "vocab_size": 262144},
+    "allenai/OLMo-7B-hf": sizes(50304, 4096, 11008, 32, 32, 32, 2048)
+    | {"model_type": "olmo", "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "hidden_act": "silu"}
+    | {"rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    "karpathy/nanochat-d32": sizes(65536, 2048, 8192, 32, 16, 16, 2048)
+    | {"model_type": "nanochat", "attention_bias": False, "attention_dropout": 0.0, "final_logit_softcapping": 15.0}
+    | {"hidden_act": "relu2", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    "facebook/cwm": sizes(128256, 6144, 21504, 64, 48, 8, 131072)
+    | {"model_type": "cwm", "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": 8192}
+    | {
+        "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+        | {"original_max_position_embeddings": 8192}
+    }
+    | {"tie_word_embeddings": False, "attention_dropout": 0.0},
+}
