@@ -134,8 +134,12 @@ def rope(**section: Any) -> Callable[[Path], None]:
 OLD = {"_use_new_zipfile_serialization": False}
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (
+        config(model_type="unheard_of"),
+        "config.json: model_type: 'unheard_of' is not supported; supported values: apertus, arcee, biogpt, bloom,",
+    ),
+    "state space": (
         config(model_type="mamba"),
-        "config.json: model_type: 'mamba' is not supported; supported values: bloom, coca_dense, cohere2, falcon,",
+        "model_type: 'mamba' is not supported; it has recurrent or state-space",
     ),
     "mixture of experts": (
         config(model_type="gpt_oss"),
