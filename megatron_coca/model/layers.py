@@ -296,6 +296,9 @@ GATED: dict[str, Activation] = {
     "bilinear": lambda gate: gate,
 }
 
+LEARNED: dict[str, type[nn.Module]] = {"xielu": XIELU}
+"""Activations with learned parameters, without a gate."""
+
 TOKENS_AT_ONCE = 8192
 """Tokens per chunk of the MLP if no gradients are needed. Chunking limits the memory for the inner features."""
 
@@ -331,8 +334,8 @@ class MLP(nn.Module):
 
 def build_activation(model: ModelConfig) -> Activation:
     """Return the configured activation function. For a gated activation, this is the activation of the gate."""
-    if model.activation == "xielu":
-        return XIELU()
+    if model.activation in LEARNED:
+        return LEARNED[model.activation]()
     if model.activation == "gelu" and model.bias_gelu_fusion:
         return partial(F.gelu, approximate="tanh")  # GPT-NeoX's fused kernel uses this approximation
     return GATED.get(model.activation) or UNGATED[model.activation]

@@ -132,6 +132,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "a cap, rerope": {"attn_logit_softcapping": 2.0, "relative_positions": {"type": "rerope"}},
     "olmo 2's, alibi": LLAMA | {"norm_position": "post", "qk_norm": "projection", "pos_emb": "alibi"},
     "cohere 2's": {"gpt_j_residual": True, "gpt_j_tied": True, "final_logit_scale": 0.2, "use_bias_in_norms": False},
+    "nanochat's": {"norm": "non_parametric_rmsnorm", "activation": "relu_squared", "qk_norm": "head"},
+    "apertus's": GROUPED | LLAMA | {"activation": "xielu", "qk_norm": "head"},
+    "granite's, clipped, a head with a bias": {"residual_scale": 0.3, "clip_qkv": 0.05, "no_weight_tying": True}
+    | {"use_bias_in_output_head": True},
+    "phi's norms": {"qk_norm": "layernorm"},
+    "stablelm's norms": GROUPED | {"qk_norm": "layernorm_by_head", "zero_centered_norms": True, "norm": "layernorm"},
+    "norms after rotation": {"qk_norm": "head", "qk_norm_after_rotation": True, "pos_emb": "rotary"}
+    | {"norm": "rmsnorm", "rope_scaling": {"rope_type": "dynamic_yarn"}},
     "a norm of the embedding": {"use_embedding_norm": True, "num_kv_heads": 1, "attn_logit_softcapping": 4.0},
     "llama 4's layers": {"attention_config": [[["chunked", "global"], "all"]], "pos_emb": "none", "num_layers": 4}
     | {"norm": "rmsnorm", "layer_types": {"chunked": {"attention_chunk_size": 9, "pos_emb": "coca_strict"}}},
@@ -201,7 +209,7 @@ def test_every_choice_is_covered(tmp_path: Path) -> None:
     assert declared["relative_positions"] == set(MAPS)
     used = {key: {keys.get(key, "") for keys in BLOCKS.values()} for key in ("norm", "activation")}
     assert set(tables["NORMS"]) - {"layernorm"} <= used["norm"] and set(tables["NORMS"]) == set(get_args(Norm))
-    activations = tables["UNGATED"] | tables["GATED"]
+    activations = tables["UNGATED"] | tables["GATED"] | tables["LEARNED"]
     assert set(activations) <= used["activation"] and set(activations) == set(get_args(Activation))
 
 
