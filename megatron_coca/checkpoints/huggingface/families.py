@@ -356,5 +356,5 @@ FAMILIES: dict[str, Family] = {
     **LIKE_LLAMA,
     **LIKE_GPT,
 }
-FAMILIES["gpt-sw3"] = FAMILIES["gpt2"]
 """`model_type` -> architecture, in the order in which an export tries them."""
+FAMILIES["gpt-sw3"] = FAMILIES["gpt2"]  # another model_type of the same class
