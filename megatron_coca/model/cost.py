@@ -119,12 +119,19 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     head = model.padded_vocab_size * model.hidden_size
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
-    widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
+    wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
+    mean = {name: (wider[name] + model.attention_width) / 2 for name in positions}
+    widths = {name: gau if name == GAU else (mean[name], wider[name]) for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
     return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
+
+
+def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
+    """Return the number of features of all heads of Q'. Kernels pad values to this width."""
+    return model.num_attention_heads * build_method(position, model).operand_dim
 
 
 def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
@@ -370,9 +377,11 @@ def _operand_bytes(config: Config, size: int) -> float:
     over all layers. Non-rotary methods save none.
     """
     model = config.model
-    operands = (2 * model.num_attention_heads + model.num_kv_heads) * model.head_dim * size
 
     def of_type(position: PositionConfig) -> float:
+        method = build_method(position, model)
+        # Q' and K', and the output if kernels pad it to the width of Q'.
+        operands = (2 * model.num_attention_heads + model.num_kv_heads) * method.operand_dim * size
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
         return (operands + coefficients * model.attention_width * 4) * position.embedding.rotary
 
