@@ -69,7 +69,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         initial_factor=initial,
         factor_bias=bool(biased),
         gates=_gates(position, model),
-        offsets=layer_offsets(of_embedding, model.num_attention_heads, magnitudes),
+        offsets=layer_offsets(of_embedding, model.num_attention_heads, magnitudes) if of_embedding else None,
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
     )
 

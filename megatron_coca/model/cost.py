@@ -97,7 +97,7 @@ def trained_count(config: Config) -> ParameterCount:
         attention=sum(size for part, size in numbers if trains(part)),
         mlp=count.mlp * trains("mlp"),
         norms=count.norms * trains("norms"),
-        position=count.position * trains("positions"),
+        position=(count.position - _position(config, frozen=True)) * trains("positions"),
         head=count.head * trains("output_head"),
     )
 
@@ -228,12 +228,12 @@ def norm_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (NORM_VECTORS[model.norm] - without_bias)
 
 
-def _position(config: Config) -> int:
-    """Count the learned parameters of the position methods, both those of each layer and those that all layers of a
-    type share.
+def _position(config: Config, frozen: bool = False) -> int:
+    """Count the parameters of the position methods, both those of each layer and those that all layers of a type share.
+    With `frozen`, count only those that are never trained.
     """
     model, total = config.model, 0
-    if config.position.embedding.weights == "table":
+    if config.position.embedding.weights == "table" and not frozen:
         total += model.max_position_embeddings * model.hidden_size
     for name, position in config.layer_types.items():
         method = build_method(position, model.of_type(name))
@@ -241,7 +241,8 @@ def _position(config: Config) -> int:
         # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             made = [make() for make in makers if make is not None]
-        total += sum(weight.numel() for part in made if part is not None for weight in part.parameters())
+        weights = [weight for part in made if part is not None for weight in part.parameters()]
+        total += sum(weight.numel() for weight in weights if not (frozen and weight.requires_grad))
     return total
 
 

@@ -359,9 +359,7 @@ def _coca_strict_scores(q: Tensor, t: Tensor, theta: Tensor, pairs: Pairs, multi
     return scores * multiplier**2 + _position_free_coca(q_rest, t_rest)
 
 
-def _polar_scores(
-    q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float, polar: Polar
-) -> Tensor:
+def _polar_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float, polar: Polar) -> Tensor:
     """Gopalakrishnan et al. 2025, arXiv:2509.10534, section 3, and the forms between it and CoCA-Strict, term by term.
     The features beyond the rotated ones are plain with softplus, and as in CoCA without it.
     """
