@@ -87,7 +87,7 @@ class Case:
         half = self.rotary_dim // 2
         offsets = self.method.layer_offsets()
         if offsets is not None:
-            return {"offset": uniform(-3, 0, *offsets.weight.shape)}
+            return {"offset": uniform(-3, 0, *offsets.bias.shape)}
         return {
             "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
             "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
@@ -268,7 +268,7 @@ def inputs_of(case: Case, layout: Layout, operands: Sequence[Tensor], weights: d
     encoding, bias = PositionEncoding(method).train(case.training), method.layer_bias()
     offsets = method.layer_offsets()
     for name, value in case.learned().items():
-        weights[name] = offsets.weight if name == "offset" and offsets else PLACES[name](encoding, bias)
+        weights[name] = offsets.bias if name == "offset" and offsets else PLACES[name](encoding, bias)
         weights[name].requires_grad_()  # also of angles that are never trained
         with torch.no_grad():
             weights[name].copy_(value)

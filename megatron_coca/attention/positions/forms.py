@@ -402,7 +402,7 @@ _MAGNITUDES: dict[tuple[str, int], _Magnitudes] = {
     ("relu_mean", 1): _Magnitudes(pair_length, coefficients, torch.abs, torch.relu),
     ("relu_mean", 2): _Magnitudes(squared_length, coefficients, torch.square, torch.relu),
 }
-"""Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, as in
+"""Magnitudes by the options `magnitude` and `power`. Unrotated features with `softplus` are scored as in RoFormer, like
 public code of PoPE."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HeadOffsets(nn.Module):
-    """The offsets delta of one layer, in radians: `weight` [heads, number of magnitudes].
+    """The offsets delta of one layer, in radians: `bias` [heads, number of magnitudes].
 
     Learned offsets are clamped to [-2 pi, 0], as in PoPE's paper. Drawn offsets are uniform in [-pi, pi) and are never
     trained. Offsets have no weight decay.
@@ -20,18 +20,18 @@ class HeadOffsets(nn.Module):
         """`initial` is `zero` or `uniform` for learned offsets, and `random` for drawn offsets."""
         super().__init__()
         self.initial = initial
-        self.weight = nn.Parameter(torch.empty(heads, magnitudes), requires_grad=initial != "random")
+        self.bias = nn.Parameter(torch.empty(heads, magnitudes), requires_grad=initial != "random")
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the offsets to 0, or draw them."""
         low, high = INITIAL[self.initial]
-        self.weight.uniform_(low, high) if low < high else self.weight.fill_(low)
+        self.bias.uniform_(low, high) if low < high else self.bias.fill_(low)
 
     def forward(self) -> Tensor:
         """Return the offsets, float32 or better."""
-        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        wide = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
         return wide if self.initial == "random" else wide.clamp(-2 * math.pi, 0.0)
 
 
