@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron_coca.attention.backends.gated import attend_gated
-from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_padded
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 from megatron_coca.kernels import missing_triton
 
 FORMULAS = (None, "linear", "log", "power")
@@ -32,33 +32,29 @@ class TritonBackend:
         Raises:
             ValueError: the bands are not supported, or the inputs have dropout.
         """
+        # Imported here because triton exists only on some platforms, and the other backends work without it.
+        from megatron_coca.kernels.attention import flash_attention
+
         reason = _unsupported_bands(tuple(segment.band for segment in inputs.segments))
         if reason is not None or inputs.dropout > 0:
             problem = reason or "its kernels have no attention dropout"
             raise ValueError(f"attention_backend: triton does not support this model ({problem}); set another backend")
         if inputs.gates is not None:
             return attend_gated(self.attend, inputs)
-        return attend_padded(_attend, inputs)
-
-
-def _attend(inputs: AttentionInputs) -> Tensor:
-    # Imported here because triton exists only on some platforms, and the other backends work without it.
-    from megatron_coca.kernels.attention import flash_attention
-
-    near, *far = inputs.segments
-    return flash_attention(
-        near.query,
-        near.key,
-        inputs.value,
-        inputs.scale,
-        far_query=far[0].query if far else None,
-        far_key=far[0].key if far else None,
-        window=near.band.high,
-        first_keys=far[0].band.first_keys if far else None,
-        formula=None if inputs.bias is None else inputs.bias.formula,
-        coefficients=None if inputs.bias is None else inputs.bias.coefficients,
-        starts=None if inputs.documents is None else inputs.documents.starts,
-    )
+        near, *far = inputs.segments
+        return flash_attention(
+            near.query,
+            near.key,
+            inputs.value,
+            inputs.scale,
+            far_query=far[0].query if far else None,
+            far_key=far[0].key if far else None,
+            window=near.band.high,
+            first_keys=far[0].band.first_keys if far else None,
+            formula=None if inputs.bias is None else inputs.bias.formula,
+            coefficients=None if inputs.bias is None else inputs.bias.coefficients,
+            starts=None if inputs.documents is None else inputs.documents.starts,
+        )
 
 
 def _unsupported_bands(bands: tuple[Band, ...]) -> str | None:
