@@ -30,8 +30,8 @@ from megatron_coca.kernels.tiles import (
 def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp.
 
-    The output has the query's dtype and, except for the width, its shape. A token's heads are adjacent in memory, so that joining them needs no
-    copy. The log-sum-exp is float32 [batch, heads, query_length] to base 2.
+    The output has the query's dtype and, except for the width, its shape. A token's heads are adjacent in memory, so
+    that joining them needs no copy. The log-sum-exp is float32 [batch, heads, query_length] to base 2.
     """
     query, launch = operands.query, plan.blocks.forward
     batch, heads, query_length, _ = query.shape

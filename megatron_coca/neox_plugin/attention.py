@@ -99,7 +99,8 @@ def attention_factory(
             self.position_offsets = attention.offsets(tensor_rank(), self.num_attention_heads_per_partition)
             if self.position_offsets is not None:  # GPT-NeoX exempts parameters named `bias` from weight decay
                 self.position_offsets.to(self.dense.weight)
-                self.position_offsets.bias.model_parallel = True  # no rank has the angles of another rank's heads
+                # No rank has the angles of another rank's heads.
+                setattr(self.position_offsets.bias, "model_parallel", True)  # noqa: B010
             self._dropout = neox_args.attention_dropout
             self._attended = False
             check_first_forward(self)

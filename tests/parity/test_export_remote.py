@@ -103,8 +103,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     | {"pos_emb": "polar", "pos_emb_options": {"frequencies": "pair", "power": 2, "offset": "none"}}
     | {"relative_positions": {"type": "rerope"}},
     "coca_strict, an angle": LLAMA | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
-    "coca_strict, random angles": GROUPED
-    | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
+    "coca_strict, random angles": GROUPED | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
     "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
 }
 
