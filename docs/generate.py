@@ -82,6 +82,7 @@ OPTION_TYPES = {
     "factor": "number",
     "flag": "true \\| false",
     "positives": "list",
+    "angle": "number \\| random",
 }
 """Names of option types in the tables, by the kind of a declared option."""
 CHOSEN = ("pos_emb", "logit_scaling", "forgetting_gate")
@@ -104,13 +105,17 @@ def _groups() -> Iterator[str]:
             named = " \\| ".join(choices)
             first = (f"`{key}.{selector}`", "", named, f"`{DEFAULTS[key]}`" if key in DEFAULTS else "required", "")
             yield _table(("key", "of", "type", "default", "meaning"), [first, *_options(key)])
+    yield "### pos_emb_options\n\nThe options of `pos_emb`, as a mapping. The formulas are in attention.md.\n"
+    yield _table(("key", "of", "type", "default", "meaning"), _options("pos_emb", "pos_emb_options"))
     for key, kind in MAPPINGS.items():
         yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
 
 
-def _options(key: str) -> Iterator[tuple[str, ...]]:
-    """Yield a row for every option, with the choices that read it. Choices with equal options share a row."""
+def _options(key: str, shown: str | None = None) -> Iterator[tuple[str, ...]]:
+    """Yield a row for every option of a key's choices, with the choices that read it. Choices with equal options share
+    a row. `shown` is the key of the options, if it is another one.
+    """
     if key == "rope_scaling":
         meaning = (
             "L in the formula; null: seq_length. If the model is fine-tuned at seq_length, set its earlier length."
@@ -123,7 +128,7 @@ def _options(key: str) -> Iterator[tuple[str, ...]]:
     for option, names in readers.items():
         kind = " \\| ".join(option.choices) or OPTION_TYPES[option.kind]
         default = "required" if option.required else option.shown or _value(option.default)
-        yield f"`{key}.{option.name}`", ", ".join(names), kind, default, option.meaning
+        yield f"`{shown or key}.{option.name}`", ", ".join(names), kind, default, option.meaning
 
 
 def _rows(kind: type[ConfigGroup], prefix: str) -> Iterator[tuple[str, ...]]:

@@ -14,12 +14,13 @@ from megatron_coca.attention.method import PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, score_form
 from megatron_coca.attention.positions.frequencies import Rotary, Scaling
 from megatron_coca.attention.positions.gates import GATES, HeadGates
+from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 
-LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, Clex)
+LEARNED_MODULES = (LearnedBias, HeadWeights, HeadGates, HeadOffsets, Clex)
 """Learned modules of position methods. Each module initialises its own parameters."""
 
 
@@ -35,7 +36,11 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
     initial, biased = (factors.pop(key, None) if position.scaling.learned else None for key in ("initial", "bias"))
     embedding, distances, scaling = position.embedding, position.distance_map, position.scaling
     scale = scaling.compute or LOGIT_SCALINGS.get(scaling.name)
-    form = embedding.compute if embedding.rotary and embedding.compute else SCORE_FORMS.get(embedding.name, PLAIN)
+    of_embedding = embedding.resolved(options["pos_emb"], model.seq_length)
+    own_form = embedding.compute if embedding.rotary else None
+    form = own_form or score_form(embedding.name, of_embedding)
+    rotated = int(model.head_dim * position.rotary_pct)
+    magnitudes = form.operand_features * rotated // 2
     make_bias = embedding.compute or BIASES[embedding.name] if embedding.biased else None
     bands: tuple[Band, ...] = UNMAPPED
     if position.sliding_window_width is not None:
@@ -64,6 +69,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         initial_factor=initial,
         factor_bias=bool(biased),
         gates=_gates(position, model),
+        offsets=layer_offsets(of_embedding, model.num_attention_heads, magnitudes) if of_embedding else None,
         queries_per_key=model.num_attention_heads // model.num_kv_heads,
     )
 
@@ -76,7 +82,9 @@ def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
 
 
 def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:
-    return int(model.head_dim * position.rotary_pct)
+    """Return twice the number of frequencies, which is the number of rotated features if each pair has a frequency."""
+    rotated = int(model.head_dim * position.rotary_pct)
+    return 2 * position.embedding.frequency_count(rotated, position.embedding_options)
 
 
 def _gates(position: PositionConfig, model: ModelConfig) -> Callable[[], HeadGates] | None:

@@ -189,7 +189,8 @@ def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: in
     for method in methods:
         keys = len(method.bands) if method.keys_stay(1) else 1
         tokens = min(length, method.window or length)
-        total += tokens * (keys + 1) * method.head_dim * num_kv_heads * dtype.itemsize
+        of_key = method.operand_dim if method.keys_stay(1) else method.head_dim
+        total += tokens * (keys * of_key + method.head_dim) * num_kv_heads * dtype.itemsize
         if method.gates is not None:  # gates are float32
             total += tokens * method.num_heads * 4
     return total
@@ -201,7 +202,7 @@ class SelfAttention(ShardedModule):
     Parameter names and the packing of `query_key_value` are those of GPT-NeoX. If there are as many key heads as query
     heads, the rows are [q | k | v] head by head; with fewer key heads (grouped-query attention), they are all queries,
     then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
-    add `position_bias`, `position_sinks`, `position_factor` or `position_gates`.
+    add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`.
 
     The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """
@@ -235,7 +236,7 @@ class SelfAttention(ShardedModule):
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
         self.position_bias = method.layer_bias()
         self.position_sinks, self.position_factor = method.layer_sinks(), method.layer_factor()
-        self.position_gates = method.layer_gates()
+        self.position_gates, self.position_offsets = method.layer_gates(), method.layer_offsets()
 
     def split_projection(self) -> None:
         """Replace `query_key_value` by a SplitProjection with the same weights. Call this before sharding."""
@@ -270,6 +271,8 @@ class SelfAttention(ShardedModule):
             of_layer["sinks"] = self.share.of_heads(self.position_sinks())
         if self.position_factor is not None:
             of_layer["factor"] = self.share.of_heads(self.position_factor())
+        if self.position_offsets is not None:
+            of_layer["offset"] = self.share.of_heads(self.position_offsets())
         if self.position_gates is not None:
             of_layer["gates"] = self.share.gather(self.position_gates(hidden)[..., None])[..., 0].transpose(1, 2)
         if cache is None:

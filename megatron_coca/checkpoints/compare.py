@@ -34,7 +34,7 @@ FIXED_BY_WEIGHTS = frozenset(
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
-    r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates)\..+"
+    r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor|gates|offsets)\..+"
 )
 """Pattern of the names of weights that belong to a position method."""
 

@@ -1,5 +1,6 @@
 """Keys of the position method: the choices that `megatron_coca.methods` declares, and layer types."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -26,6 +27,7 @@ KINDS: dict[str, Any] = {
     "share": Annotated[float, Field(gt=0.0, le=1.0)],
     "factor": Annotated[float, Field(ge=1.0, le=1.0e6)],
     "flag": bool,
+    "angle": Annotated[float, Field(ge=-math.pi, le=math.pi)] | Literal["random"],
     "positives": list[Positive],
 }
 """Type of a declared option, by its kind."""
@@ -154,7 +156,7 @@ class PositionKeys(ConfigGroup):
         " CoCA-Slack. Its scores depend on the first position; all other rotary methods are shift-invariant.",
     )
     pos_emb_options: Annotated[Optional, BeforeValidator(_options)] = key(
-        None, "Options of a position method that a file in `imports` declares."
+        None, "Options of the position method: those of `pos_emb` below, or those that a file in `imports` declares."
     )
     rotary_pct: float = Field(
         default=1.0, gt=0.0, le=1.0, description="Fraction of the features of each head that is rotated."
@@ -276,7 +278,7 @@ class PositionConfig(PositionKeys):
         return methods.find("forgetting_gate", self.forgetting_gate) if self.forgetting_gate else None
 
     @property
-    def _embedding_options(self) -> dict[str, Any]:
+    def embedding_options(self) -> dict[str, Any]:
         """Options of the position embedding: GPT-NeoX's are keys of this group, others come from `pos_emb_options`."""
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
         names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
@@ -293,7 +295,7 @@ class PositionConfig(PositionKeys):
 
     def choices(self) -> Iterator[tuple[methods.Choice, dict[str, Any]]]:
         """Yield every selected choice with the options that are set."""
-        yield self.embedding, self._embedding_options
+        yield self.embedding, self.embedding_options
         for choice, selected in (
             (self.extension, self.rope_scaling),
             (self.distance_map, self.relative_positions),
@@ -308,12 +310,13 @@ class PositionConfig(PositionKeys):
         chosen = {choice.key: (choice, given) for choice, given in self.choices()}
         if key not in chosen:
             return None
-        choice, given = chosen[key]
+        (choice, given), rotated = chosen[key], int(head_dim * self.rotary_pct)
         use = methods.Use(
             options=choice.resolved(given, seq_length) if not choice.lacking(given) else given,
             seq_length=seq_length,
             original_length=self.original_length(seq_length),
-            rotated=int(head_dim * self.rotary_pct),
+            rotated=rotated,
+            frequencies=self.embedding.frequency_count(rotated, self.embedding_options),
             pos_emb=self.embedding,
             others={name: other.name for name, (other, _) in chosen.items()},
         )

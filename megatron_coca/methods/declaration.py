@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-Kind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives"]
+Kind = Literal["count", "whole", "positive", "share", "factor", "flag", "choice", "positives", "angle"]
 """Type and range of an option. count: an integer of at least 1; whole: an integer of at least 0; positive: a number
 above 0; share: a number above 0 and at most 1; factor: a number of at least 1; flag: true or false; choice: one of
-`choices`; positives: a list of numbers above 0.
+`choices`; positives: a list of numbers above 0; angle: radians from -pi to pi, or `random`.
 """
 Values = Mapping[str, Any]
 
@@ -50,6 +50,7 @@ class Use:
         seq_length: the training length in tokens.
         original_length: L in the formulas of frequency extensions.
         rotated: number of rotated features per head.
+        frequencies: number of rotary frequencies per head.
         pos_emb: the position embedding of the model.
         others: names of all choices in the model, by key.
     """
@@ -58,6 +59,7 @@ class Use:
     seq_length: int
     original_length: int
     rotated: int
+    frequencies: int
     pos_emb: "PositionEmbedding"
     others: Mapping[str, str]
 
@@ -150,6 +152,8 @@ class PositionEmbedding(Choice):
         biased: whether a bias is added to the scores.
         by_query: whether the bias also depends on the query's position in its document.
         weights: whether learned weights are in each layer, shared by all layers, or in a table of positions.
+        frequencies: whether each pair of rotated features has a frequency, or each feature. The option of the same
+            name, if the embedding has one, overrides it.
     """
 
     key: ClassVar[str] = "pos_emb"
@@ -163,6 +167,11 @@ class PositionEmbedding(Choice):
     biased: bool = False
     by_query: bool = False
     weights: Literal["layer", "shared", "table"] | None = None
+    frequencies: Literal["pair", "feature"] = "pair"
+
+    def frequency_count(self, rotated: int, options: Values) -> int:
+        """Return the number of frequencies of a head with this number of rotated features."""
+        return rotated if options.get("frequencies", self.frequencies) == "feature" else rotated // 2
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def trained_count(config: Config) -> ParameterCount:
         attention=sum(size for part, size in numbers if trains(part)),
         mlp=count.mlp * trains("mlp"),
         norms=count.norms * trains("norms"),
-        position=count.position * trains("positions"),
+        position=(count.position - _position(config, frozen=True)) * trains("positions"),
         head=count.head * trains("output_head"),
     )
 
@@ -119,12 +119,19 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     head = model.padded_vocab_size * model.hidden_size
     # Mean width of q k^T and the product with v: as counted in `Flops.model`, and as executed.
     gau = ((model.gau_key_width + model.gau_features) / 2, model.gau_features)
-    widths = {name: gau if name == GAU else (model.attention_width,) * 2 for name in positions}
+    wider = {name: _operand_width(model.of_type(name), position) for name, position in positions.items()}
+    mean = {name: (wider[name] + model.attention_width) / 2 for name in positions}
+    widths = {name: gau if name == GAU else (mean[name], wider[name]) for name in positions}
     square = sum(4.0 * widths[name][0] for name in names) * length  # q k^T and its product with v
     causal = sum(4.0 * widths[name][1] * positions[name].mean_keys(length) for name in names)
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
     return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
+
+
+def _operand_width(model: ModelConfig, position: PositionConfig) -> int:
+    """Return the number of features of all heads of Q'. Kernels pad values to this width."""
+    return model.num_attention_heads * build_method(position, model).operand_dim
 
 
 def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
@@ -221,12 +228,12 @@ def norm_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (NORM_VECTORS[model.norm] - without_bias)
 
 
-def _position(config: Config) -> int:
-    """Count the learned parameters of the position methods, both those of each layer and those that all layers of a
-    type share.
+def _position(config: Config, frozen: bool = False) -> int:
+    """Count the parameters of the position methods, both those of each layer and those that all layers of a type share.
+    With `frozen`, count only those that are never trained.
     """
     model, total = config.model, 0
-    if config.position.embedding.weights == "table":
+    if config.position.embedding.weights == "table" and not frozen:
         total += model.max_position_embeddings * model.hidden_size
     for name, position in config.layer_types.items():
         method = build_method(position, model.of_type(name))
@@ -234,7 +241,8 @@ def _position(config: Config) -> int:
         # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             made = [make() for make in makers if make is not None]
-        total += sum(weight.numel() for part in made if part is not None for weight in part.parameters())
+        weights = [weight for part in made if part is not None for weight in part.parameters()]
+        total += sum(weight.numel() for weight in weights if not (frozen and weight.requires_grad))
     return total
 
 
@@ -370,9 +378,11 @@ def _operand_bytes(config: Config, size: int) -> float:
     over all layers. Non-rotary methods save none.
     """
     model = config.model
-    operands = (2 * model.num_attention_heads + model.num_kv_heads) * model.head_dim * size
 
     def of_type(position: PositionConfig) -> float:
+        method = build_method(position, model)
+        # Q' and K', and the output if kernels pad it to the width of Q'.
+        operands = (2 * model.num_attention_heads + model.num_kv_heads) * method.operand_dim * size
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
         return (operands + coefficients * model.attention_width * 4) * position.embedding.rotary
 

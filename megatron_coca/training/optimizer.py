@@ -22,9 +22,13 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"(^|_layer|\.)norm\.", ("norms",)),
     (r"\bword_embeddings\.", ("embedding",)),
     (r"\bfinal_linear\.", ("output_head",)),
-    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates)\.|^positions\.", ("positions",)),
+    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates|offsets)\.|^positions\.", ("positions",)),
 )
 """Patterns of parameter names, each with the values of `trainable` to which a matching parameter belongs."""
+
+
+UNDECAYED = re.compile(r"norm\.|\.position_offsets\.")
+"""Names of parameters without weight decay, whatever their shapes."""
 
 
 def parts_of(name: str) -> tuple[TrainablePart, ...]:
@@ -33,7 +37,7 @@ def parts_of(name: str) -> tuple[TrainablePart, ...]:
 
 
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
-    """Freeze, in place, all parameters that `trainable` does not name.
+    """Freeze, in place, all parameters that `trainable` does not name. Parameters that are never trained stay frozen.
 
     If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers.
     Call this after loading weights and before building an engine.
@@ -44,7 +48,7 @@ def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
         for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
             attention.split_projection()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(config.trains(*parts_of(name)))
+        parameter.requires_grad_(parameter.requires_grad and config.trains(*parts_of(name)))
 
 
 class TrainableShare(NamedTuple):
@@ -121,10 +125,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
     """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
-    and norms, as in GPT-NeoX.
+    and norms, as in GPT-NeoX, and not to angles.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and "norm." not in name}
+    matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}
     decayed = [parameter for name, parameter in trainable.items() if name in matrices]
     undecayed = [parameter for name, parameter in trainable.items() if name not in matrices]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]

@@ -74,6 +74,8 @@ METHODS: Runs = {
         "checkpoint_activations": True,
         "gpt_j_residual": True,
     },
+    "pope, grouped queries": LLAMA | {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}},
+    "random angles": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
     "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
     "forgetting gates, packed documents, checkpointed activations": LLAMA

@@ -35,7 +35,7 @@ __all__ = ["modules_cache"]
 UNTRAINED = dict.fromkeys(("make_vocab_size_divisible_by", "intermediate_size", "attention_config"))
 """What a folder says in another way: rows of the vocabulary, the inner width and the type of every layer as such."""
 SHAPES = {"neox": NEOX, "grouped llama": GROUPED}
-ROTATED = ("coca", "coca_strict", "xpos")
+ROTATED = ("coca", "coca_strict", "pope", "polar", "xpos")
 PLAIN = ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none", "sandwich")
 LONGROPE = {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 EXTENSIONS: dict[str, dict[str, Any]] = {
@@ -95,6 +95,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "coca, biases by layer, and maps": LLAMA
     | {"pos_emb": "coca", "attention_config": [[["biased", "global"], "all"]], "layer_types": {"biased": KERPLE}}
     | {"relative_positions": {"type": "rerope"}},
+    "pope": NEOX | {"pos_emb": "pope"},
+    "pope, partial, uniform, dynamic": GROUPED
+    | {"pos_emb": "pope", "pos_emb_options": {"offset": "uniform"}, "rotary_pct": 0.5}
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "polar, pairs, rerope": LLAMA
+    | {"pos_emb": "polar", "pos_emb_options": {"frequencies": "pair", "power": 2, "offset": "none"}}
+    | {"relative_positions": {"type": "rerope"}},
+    "coca_strict, an angle": LLAMA | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
+    "coca_strict, random angles": GROUPED | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
     "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
 }
 

@@ -51,6 +51,7 @@ class Case:
     kv_heads: int = 1
     head_dim: int = 16
     batch: int = 2
+    value_dim: int | None = None
 
     def __str__(self) -> str:
         told = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
@@ -67,12 +68,12 @@ class Case:
         generator = torch.Generator().manual_seed(self.length + 1000 * draw)
         queries = self.length if self.queries is None else self.queries
 
-        def normal(heads: int, length: int) -> Tensor:
+        def normal(heads: int, length: int, width: int = self.head_dim) -> Tensor:
             # Packed as a projection packs them: a head's rows do not follow each other in memory.
-            shape = (self.batch, length, heads, 2 * self.head_dim)
-            return torch.randn(shape, generator=generator, dtype=torch.float64)[..., : self.head_dim].transpose(1, 2)
+            shape = (self.batch, length, heads, 2 * width)
+            return torch.randn(shape, generator=generator, dtype=torch.float64)[..., :width].transpose(1, 2)
 
-        operands = [normal(self.kv_heads, self.length)]
+        operands = [normal(self.kv_heads, self.length, self.value_dim or self.head_dim)]
         for _ in self.bands:
             operands += [normal(self.heads, queries), normal(self.kv_heads, self.length)]
         if self.formula is not None:

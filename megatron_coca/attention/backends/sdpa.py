@@ -7,6 +7,7 @@ computed with dense scores, one query block at a time.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from megatron_coca.attention.inputs import (
     DistanceBias,
     Needs,
     attend_by_document,
+    attend_padded,
 )
 
 aten = torch.ops.aten
@@ -115,7 +117,7 @@ class SdpaBackend:
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention, [batch, heads, query_length, head_dim], in the query's dtype.
+        """Compute attention, [batch, heads, query_length, width of V], in the query's dtype.
 
         Raises:
             ValueError: the bands are not supported, for example because a model built for evaluation trains with a
@@ -137,7 +139,7 @@ class SdpaBackend:
                 "device: this model was built for the CPU; build it for the device on which it runs, "
                 "build_model(config, device=...)"
             )
-        return attend_by_document(_attend_row, inputs)
+        return attend_padded(partial(attend_by_document, _attend_row), inputs)
 
 
 def _served(bands: tuple[Band, ...], biased: bool) -> bool:

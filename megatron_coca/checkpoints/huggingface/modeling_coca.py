@@ -32,8 +32,9 @@ from transformers.models.llama.modeling_llama import (
 from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, TokenPositions, column, segment_tables
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, score_form
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
+from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.checkpoints.huggingface.model_source import CHOICES
 from megatron_coca.model.layers import (
     GATED,
@@ -166,14 +167,17 @@ class Positions:
         self.method, self.trained = given["pos_emb"], config.max_position_embeddings
         heads, head_dim = config.num_attention_heads, config.head_dim
         embedding, options = read_choice("pos_emb", {"type": self.method, **(given.get("pos_emb_options") or {})})
-        self.form = SCORE_FORMS[self.method] if embedding.rotary else PLAIN
+        self.form = score_form(self.method, options) if embedding.rotary else PLAIN
         self.biased, make_bias = embedding.biased, BIASES.get(self.method)
         self.bias = make_bias(heads, head_dim, Options(given | options)) if self.biased else BiasSource()
         self.extension, scaling = read_choice("rope_scaling", given.get("rope_scaling") or {}, "rope_type")
         scaling.setdefault("rope_type", "default")
         original = scaling.get("original_max_position_embeddings") or self.trained
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
-        self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
+        self.offsets = layer_offsets(options, heads, self.form.operand_features * rotated // 2)
+        dim = 2 * rotated // self.form.features
+        self.rotary = Rotary(dim, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
+        self.missing_width = self.form.operand_width(head_dim, rotated) - head_dim
         self.by_length = self.form.rotary and self.extension.length_dependent
         self.switch = original if self.by_length and self.extension.get("switches") else None
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
@@ -331,11 +335,12 @@ class CocaDenseAttention(LlamaAttention):
         self.positions = Positions(config, self.layer_type)
         if self.positions.bias.by_layer is not None:
             self.position_bias = self.positions.bias.by_layer()
+        self.position_offsets = self.positions.offsets() if self.positions.offsets is not None else None
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, shared: SharedPositions, cache: Any, cache_position: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Return Q', K' and v [batch, heads, ..., head_dim], and the mask. K' and v include cached tokens.
+        """Return Q' and K' [batch, heads, ..., width], v, and the mask. K' and v include cached tokens.
 
         `q`, `k` and `v` are the projections of the new tokens. The static cache of transformers 4 needs
         `cache_position`.
@@ -346,7 +351,8 @@ class CocaDenseAttention(LlamaAttention):
             k, v = cache.update(k, v, self.layer_idx, *now)
         if shared.distance is not None:
             mask = self._additive_mask(mask, shared, q.dtype)
-        queries = [form.query_operand(q, segment.query, shared.factor) for segment in shared.segments]
+        offset = None if self.position_offsets is None else self.position_offsets()
+        queries = [form.query_operand(q, segment.query, shared.factor, offset) for segment in shared.segments]
         keys = [form.key_operand(k, segment.key) for segment in shared.segments]
         q, k = (operands[0] if len(operands) == 1 else torch.cat(operands, dim=-1) for operands in (queries, keys))
         return q, k, v, mask
@@ -398,7 +404,10 @@ class CocaDenseAttention(LlamaAttention):
         if function is None:
             function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
+        # Fused kernels need operands and values of the same width, so narrower values are padded with zeros.
+        v = nn.functional.pad(v, (0, self.positions.missing_width)) if self.positions.missing_width else v
         output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -492,7 +501,7 @@ class InitWeights:
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LearnedBias):
+        if isinstance(module, LearnedBias | HeadOffsets):
             module.reset_parameters()
         if isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
@@ -583,6 +592,11 @@ class CocaDenseModel(InitWeights, LlamaModel):
                 raise ValueError(
                     f"attn_implementation: {name} does not support the model's own mask (for pos_emb {method.method}, "
                     "relative_positions, a window, chunks or a softcap); use eager or sdpa"
+                )
+            if kept_elsewhere and method.missing_width:
+                raise ValueError(
+                    f"attn_implementation: {name} caches keys as wide as values, but the operands of pos_emb "
+                    f"{method.method} are wider; use eager or sdpa"
                 )
             if kept_elsewhere and (method.by_length or method.form.decay):
                 raise ValueError(

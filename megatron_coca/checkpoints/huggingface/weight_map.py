@@ -325,6 +325,7 @@ LEARNED_POSITIONS = (
     Row("positions.clex.down", ("model.clex.down",)),
     Row("blocks.{i}.attention.position_bias.bias_p", (f"{_POSITION_BIAS}.bias_p",)),
     Row("blocks.{i}.attention.position_bias.bias_a", (f"{_POSITION_BIAS}.bias_a",)),
+    Row("blocks.{i}.attention.position_offsets.bias", ("model.layers.{i}.self_attn.position_offsets.bias",)),
 )
 """Rows for the learned parameters of position methods, in folders with our modelling file."""
 

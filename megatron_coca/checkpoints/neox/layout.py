@@ -118,7 +118,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
 def foreign_keys(config: Config) -> dict[str, Any]:
     """Return the keys and values of a configuration that stock GPT-NeoX does not support."""
     flat, keys = config.flat(), {}
-    for name in EXTENDING:
+    for name in (*EXTENDING, "pos_emb_options"):
         value = flat[name]
         if value not in (None, "none"):
             options = isinstance(value, dict)
@@ -350,6 +350,9 @@ def _block(config: Config, number: int) -> dict[str, NeoxWeight]:
         entries[f"attention.qk_layernorm.{theirs}"] = NeoxWeight(f"{ours}.attention.qk_layernorm.{parameter}", split)
     if method == "rpe":  # all blocks share one table, but GPT-NeoX saves it in every block
         entries["attention.rpe.weight"] = NeoxWeight("positions.bias.weight", NeoxSharding("cut", 1, by_head))
+    if config.position.embedding.resolved(config.position.embedding_options, 0).get("offset", "none") != "none":
+        offsets = "attention.position_offsets.bias"
+        entries[offsets] = NeoxWeight(f"{ours}.{offsets}", NeoxSharding("cut", 0, by_head))
     if method == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads))
         entries["attention.alibi_embed.slopes"] = NeoxWeight(None, NeoxSharding("cut", 0, by_head), False, slopes)

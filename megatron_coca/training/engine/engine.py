@@ -38,7 +38,7 @@ RESERVED = {
 """DeepSpeed keys that this project's own keys replace. The total batch is left to DeepSpeed, because in some places it
 counts tensor-parallel ranks as data-parallel ranks; it does not use this number.
 """
-PER_HEAD = r".*\.(position_(bias|sinks|factor)|positions\.(others\.\w+\.)?(bias|clex))\..*"
+PER_HEAD = r".*\.(position_(bias|sinks|factor|offsets)|positions\.(others\.\w+\.)?(bias|clex))\..*"
 """Learned parameters that are replicated on all tensor-parallel ranks. Each rank uses them only for its own heads, so
 it computes only part of their gradient.
 """

@@ -38,7 +38,7 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
         " kv_channels",
         "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
         "run.yml: seq_length: required, but missing",
-        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | xpos"
+        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | pope | polar | xpos"
         " | alibi | kerple_log | kerple_power | sandwich | fire | rpe | learned | sinusoidal | none;"
         " did you mean `rotary`?",
         "run.yml:6: hidden_dropout: expected a number, got True",
