@@ -26,6 +26,8 @@ LENGTH, PROMPT = 24, 9
 METHODS: dict[str, dict[str, Any]] = {
     "coca": {"pos_emb": "coca"},
     "strict, partial": {"pos_emb": "coca_strict", "rotary_pct": 0.5},
+    "pope, grouped": {"pos_emb": "pope", "num_kv_heads": 2, "pos_emb_options": {"offset": "uniform"}},
+    "strict with an angle": {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
     "xpos": {"pos_emb": "xpos"},
     "dynamic": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "yarn": {"pos_emb": "rotary", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
@@ -263,6 +265,7 @@ def test_activation_twice_is_activation_once(stub: Upstream) -> None:
         ("model.transformer", "ParallelSelfAttention"),
         ("neox_arguments.NeoXArgs", "get_deepspeed_main_args"),
         ("mpu", "get_cuda_rng_tracker"),
+        ("mpu", "get_model_parallel_rank"),
     ],
 )
 def test_a_missing_name_is_an_error(owner: str, name: str, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
