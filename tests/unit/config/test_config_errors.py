@@ -129,6 +129,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "per_device_train_batch_size: 4",
             "per_device_train_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?",
         ),
+        (
+            "pos_emb: pope\npos_emb_options: {offset: zer}",
+            "pos_emb_options.offset: `zer` is not one of none | zero | uniform; did you mean `zero`?",
+        ),
         ("distributed_backend: mpi", "distributed_backend: `mpi` is not one of nccl | gloo"),
         ("train_epochs: 2\ntrain_iters: 4", "train_epochs: contradicts train_iters; set only one of the two"),
         ("train_epochs: 2", "train_epochs: needs data_path or train_data_paths"),
