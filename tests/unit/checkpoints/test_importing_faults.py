@@ -169,7 +169,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "hidden_act: 'relu2' is not supported for LLaMA; supported values: silu",
     ),
     "head size": (config(head_dim=32), "the shapes of .*q_proj.weight.* do not match"),
-    "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not supported"),
+    "quantized": (
+        config(quantization_config={"quant_method": "bitsandbytes"}),
+        "quantization_config: .* 'bitsandbytes' are not supported; convert the folder with\n    python -c .*dequantize",
+    ),
+    "quantized in another way": (
+        config(quantization_config={"bits": 4}),
+        "quantization_config: .* 'unknown' are not supported; use .*: hf download OWNER/NAME",
+    ),
     "rotation of neighbours": (config(rope_interleaved=True), "rope_interleaved: weights for interleaved"),
     "rope type": (
         rope(rope_type="spiral", factor=2.0),
