@@ -443,7 +443,8 @@ def _select_tokenizer(
         if own.note is None or tokenizer is None or opened.packed_tokenizer is None:
             return own
         files, differing = tokenizer_files(tokenizer, begun=True)
-        return TokenizerFiles({**own.files, **files}, own.ids, differing)
+        given = (opened.settings.get(f"{name}_token_id") for name in TokenIds._fields)
+        return TokenizerFiles({**own.files, **files}, TokenIds(*given), differing)
     if tokenizer is None:
         missing = (
             "tokenizer: the checkpoint has none, so the export has no tokenizer and no eos_token_id, and generate() "
