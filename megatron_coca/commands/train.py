@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring
+from megatron_coca.support.arguments import GGUF, add_ignore_option, expanded, ignoring
 from megatron_coca.support.errors import InputError
 from megatron_coca.support.processes import MAIN
 from megatron_coca.support.remote_files import HUB, hub_hint
@@ -79,7 +79,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     from megatron_coca.config.source import given_values
 
     model, *rest = options.inputs
-    from_folder = os.path.isdir(model) or model.startswith(HUB)
+    from_folder = os.path.isdir(model) or model.startswith(HUB) or model.endswith(GGUF)
     if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not from_folder:
         model, rest = None, options.inputs
     files, keys = split_inputs(rest, options.conf_dir)

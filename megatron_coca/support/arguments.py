@@ -5,6 +5,9 @@ import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
+GGUF = ".gguf"
+"""End of the name of a file that contains a model in the format of llama.cpp."""
+
 
 def expanded(text: str) -> str:
     """Return a path or URL with its leading `~` replaced by the home folder.

@@ -3,6 +3,7 @@
 transformers describes the model and names its weights, and the package `gguf` dequantizes them.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError, write_json
 from megatron_coca.checkpoints.weights import StoredTensor, WeightEntry, Weights
+from megatron_coca.support.arguments import GGUF
 from megatron_coca.support.regular_files import open_regular
 
 Json = Mapping[str, Any]
-SUFFIX = ".gguf"
 SAME_NAMES = ("attn_logit_softcapping", "final_logit_softcapping")
 RENAMED = {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"} | {
     name: name for name in SAME_NAMES
@@ -28,7 +29,9 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 """Tensors that contain a frequency extension."""
 HEADS = {"output.weight": "lm_head.weight"}
 """Name of the head in a GGUF file -> its name in transformers."""
-_COMMON = "put the config.json of the original model beside the file"
+IMAGES = "mmproj"
+"""Beginning of the name of a file with the part of a model that reads images."""
+_REMEDY = "put the config.json of the original model beside the file"
 
 
 def find_gguf(place: Path) -> Path | None:
@@ -36,15 +39,25 @@ def find_gguf(place: Path) -> Path | None:
 
     Raises CheckpointError if a folder has several.
     """
-    if place.suffix == SUFFIX:
-        return place if place.is_file() else None
-    found = sorted(path for path in place.glob(f"*{SUFFIX}") if path.is_file() and not path.name.startswith("mmproj"))
+    if place.suffix == GGUF and os.path.isfile(place):
+        return place
+    found = gguf_files(place)
     if len(found) > 1:
         raise CheckpointError(
             f"{place}: has several GGUF files ({', '.join(path.name for path in found[:3])}); name one of them, "
             f"such as {found[0]}, or join the parts of a split file with llama-gguf-split --merge"
         )
     return found[0] if found else None
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, without those for images. The list is empty if the folder cannot be read."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (OSError, ValueError):
+        return []
+    kept = (folder / name for name in names if name.endswith(GGUF) and not name.startswith(IMAGES))
+    return [path for path in kept if os.path.isfile(path)]
 
 
 class _Libraries(NamedTuple):
@@ -112,7 +125,7 @@ class GgufFile:
         kind = given.get(f"{EXTENSION}type")
         extended = [name for name in given if name.startswith(EXTENSION)] if kind not in (None, "none") else []
         if extended or any(name in self.tensors for name in FACTORS):
-            raise CheckpointError(f"{self.path}: a frequency extension in a GGUF file is not supported; {_COMMON}")
+            raise CheckpointError(f"{self.path}: a frequency extension in a GGUF file is not supported; {_REMEDY}")
         own = {name: given[theirs] for theirs, name in RENAMED.items() if given.get(theirs) is not None}
         return own | {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
 
@@ -145,9 +158,10 @@ class GgufFile:
     def write_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer in the file to a folder, under transformers' names. Raises CheckpointError."""
         with _as_checkpoint_error(self.path):
-            from transformers import AutoTokenizer
+            from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer, reads no other file of the folder
 
-            AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+            found = PreTrainedTokenizerFast(name_or_path=str(self.path.parent), gguf_file=self.path.name)
+            found.save_pretrained(folder)
             fields = self._reader.fields
             names = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")}
             write_json(folder / "config.json", {k: int(fields[v].contents()) for k, v in names.items() if v in fields})

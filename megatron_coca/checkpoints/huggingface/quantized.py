@@ -4,6 +4,7 @@ In an FP8 folder, a weight of 8-bit floating-point numbers has a second tensor w
 of the matrix, or one for the whole matrix. A weight is its numbers times their scales, in float32.
 """
 
+import json
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -27,21 +28,19 @@ STORED = {"F8_E4M3": torch.float8_e4m3fn}
 """Code of safetensors for the numbers of a quantized weight -> dtype."""
 
 _MODEL = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T"
-_TOKENIZER = "T.from_pretrained({source!r}).save_pretrained({target!r})"
-_DEQUANTIZED = f"{_MODEL}; M.from_pretrained({{source!r}}).dequantize().save_pretrained({{target!r}}); {_TOKENIZER}"
-_DENSE = (
-    f"{_MODEL}, CompressedTensorsConfig as C; M.from_pretrained({{source!r}}, quantization_config=C(dequantize=True), "
-    f"dtype='bfloat16').save_pretrained({{target!r}}); {_TOKENIZER}"
+_SAVED = (
+    "save_pretrained({target}, save_original_format=False)"  # the default saves quantized weights again
+    "; T.from_pretrained({source}).save_pretrained({target})"
 )
-_GPTQ = (
-    "from gptqmodel import BACKEND, GPTQModel as G; from gptqmodel.nn_modules.qlinear.torch import dequantize_model as "
-    "d; d(G.load({source!r}, backend=BACKEND.TORCH).model).save_pretrained({target!r})"
+_DEQUANTIZED = f"{_MODEL}; M.from_pretrained({{source}}).dequantize().{_SAVED}"
+_DENSE = (
+    f"{_MODEL}, CompressedTensorsConfig as C; "
+    f'M.from_pretrained({{source}}, quantization_config=C(dequantize=True), dtype="bfloat16").{_SAVED}'
 )
 CONVERSIONS: dict[str, str] = {
     "bitsandbytes": _DEQUANTIZED,
     "higgs": _DEQUANTIZED,
     "compressed-tensors": _DENSE,
-    "gptq": _GPTQ,
 }
 """`quant_method` -> Python code that writes a folder without quantization."""
 
@@ -59,10 +58,10 @@ def check_supported(config: Json, source: Path) -> None:
     kind = method(config)
     if kind is None or kind == FP8:
         return
-    target = f"{source.parent}-full"
     code = CONVERSIONS.get(kind)
+    named = {"source": json.dumps(str(source.parent)), "target": json.dumps(f"{source.parent}-full")}
     remedy = (
-        f"convert the folder with\n    python -c {shlex.quote(code.format(source=str(source.parent), target=target))}"
+        f"convert the folder with\n    python -c {shlex.quote(code.format(**named))}"
         if code is not None
         else "use the model that it was made from: hf download OWNER/NAME --local-dir models/NAME"
     )

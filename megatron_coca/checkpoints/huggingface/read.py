@@ -15,13 +15,14 @@ import torch
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.config_json import CONFIG, READERS, UNNEEDED, may_be_coca, parse_config
-from megatron_coca.checkpoints.huggingface.gguf_file import HEADS, SUFFIX, GgufFile, find_gguf
+from megatron_coca.checkpoints.huggingface.gguf_file import HEADS, GgufFile, find_gguf, gguf_files
 from megatron_coca.checkpoints.huggingface.wrappers import EMBEDDING as ROWS_OF
 from megatron_coca.checkpoints.huggingface.wrappers import TEXT, Network, find_network
 from megatron_coca.checkpoints.identity import pickles_identity, stored_identity, tensors_identity, with_ignored
 from megatron_coca.checkpoints.opened import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config, ModelConfig
+from megatron_coca.support.arguments import GGUF
 
 logger = logging.getLogger(__name__)
 GENERATION = "generation_config.json"
@@ -32,7 +33,7 @@ def is_huggingface_folder(path: Path) -> bool:
     """Return whether `path` is a GGUF file, or contains a config.json or GGUF files."""
     if os.path.isfile(path / CONFIG):  # unlike Path.is_file, returns False for file system errors
         return True
-    return (path.suffix == SUFFIX and os.path.isfile(path)) or any(map(os.path.isfile, path.glob(f"*{SUFFIX}")))
+    return (path.suffix == GGUF and os.path.isfile(path)) or bool(gguf_files(path))
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class _Folder:
     """
 
     def __init__(self, place: Path, ignored: Collection[str] = ()) -> None:
-        self.path, self.ignored = place.parent if place.suffix == SUFFIX and place.is_file() else place, ignored
+        self.path, self.ignored = place.parent if place.suffix == GGUF and place.is_file() else place, ignored
         weights = (name for kind in FORMATS for name in (kind.single_file, kind.index_file))
         named = place != self.path or not any((place / name).is_file() for name in weights)
         found = find_gguf(place) if named else None
