@@ -15,6 +15,7 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.commands import train
 from tests.parity.test_families import SHAPE, build, tokens
 from tests.parity.test_wrappers import build as build_wrapper
 
@@ -189,6 +190,8 @@ def test_a_gguf_file_is_read_as_transformers_reads_it(tmp_path: Path, caplog: py
         list(tokenizer.encode(text))
         == AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)(text, add_special_tokens=False).input_ids
     )
+    config, _ = train.read_config(train.parser().parse_args([str(file), "train_iters=1", "optimizer.params.lr=0.1"]))
+    assert config.checkpoint.load == str(file) and config.model.hidden_size == WIDTH
     done = export(file, tmp_path / "exported")
     again = AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager").eval()
     torch.testing.assert_close(again(tokens(17)).logits, found, rtol=1e-4, atol=1e-4)

@@ -18,7 +18,10 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.exporting import export
 from megatron_coca.checkpoints.huggingface import wrappers
+from megatron_coca.checkpoints.huggingface.tokenizer_files import own_files
 from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.checkpoints.tokenizer import largest_named_id
+from megatron_coca.data.tokenizers.text_rules import find_rules
 from tests.parity.test_families import BASE, LINEAR, LONG, SHAPE, in_float64, tokens
 
 
@@ -146,10 +149,27 @@ def test_other_spellings_are_the_same_network(case: str, tmp_path: Path) -> None
     assert torch.equal(load_model(tmp_path)(ids), expected)
 
 
-def test_a_wrapper_that_is_not_supported_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "paligemma", "text_config": {}}))
-    with pytest.raises(CheckpointError, match="model_type: 'paligemma' is not supported; .* aya_vision, .*, vipllava"):
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("paligemma", "gemma", "'paligemma' is not supported; .* aya_vision, .*, vipllava"),
+        ("llama4", "llama4_text", "'llama4' is not supported; it has mixture-of-experts layers"),
+        ("internvl", "qwen3_moe", "'qwen3_moe' is not supported; it has mixture-of-experts layers"),
+    ],
+)
+def test_a_wrapper_that_is_not_supported_is_named(kind: str, text: str, message: str, tmp_path: Path) -> None:
+    values = {"model_type": kind, "text_config": {"model_type": text}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=f"config.json: model_type: {message}"):
         load_model(tmp_path)
+
+
+def test_ids_of_special_tokens_are_found_in_the_section(tmp_path: Path) -> None:
+    """Those beside the section take precedence."""
+    values = {"bos_token_id": 2, "eos_token_id": None, "text_config": {"bos_token_id": 7, "eos_token_id": [3, 4]}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert find_rules(tmp_path).ends == (3, 4) and largest_named_id(tmp_path) == 4
+    assert own_files(tmp_path).ids == (2, [3, 4], None)
 
 
 def test_the_identity_is_that_of_the_text_network(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from megatron_coca.checkpoints.huggingface.rope import (
     rope_section,
 )
 from megatron_coca.checkpoints.huggingface.unread_keys import ignored_keys
+from megatron_coca.checkpoints.huggingface.wrappers import TEXT, WRAPPERS
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
 from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
@@ -425,7 +426,11 @@ def find_reader(config: Json, source: Path) -> Reader:
     """Return the reader of the architecture in config.json. Raises CheckpointError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
-        known = ", ".join(sorted(READERS.keys() | families.FAMILIES.keys()))
-        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported values: {known}")
+        known = f"supported values: {', '.join(sorted(READERS.keys() | families.FAMILIES.keys()))}"
+        if config.get(TEXT):
+            known = (
+                f"of models that read images or sound, the text networks of these are supported: {', '.join(WRAPPERS)}"
+            )
+        reason = UNSUPPORTED_TYPES.get(str(kind), known)
         raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
     return READERS[kind]

@@ -114,8 +114,8 @@ class _Folder:
 
     def __init__(self, place: Path, ignored: Collection[str] = ()) -> None:
         self.path, self.ignored = place.parent if place.suffix == GGUF and place.is_file() else place, ignored
-        weights = (name for kind in FORMATS for name in (kind.single_file, kind.index_file))
-        named = place != self.path or not any((place / name).is_file() for name in weights)
+        usual = (name for kind in FORMATS for name in (kind.single_file, kind.index_file))
+        named = place != self.path or not any((place / name).is_file() for name in usual)
         found = find_gguf(place) if named else None
         self.gguf = GgufFile(found) if found is not None else None
         self.source = self.path / CONFIG

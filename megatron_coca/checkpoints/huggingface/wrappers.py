@@ -131,16 +131,11 @@ def find_network(values: Json, source: Path, weights: Callable[[], Collection[st
     """Return the text network that a config.json describes, which may be the whole model.
 
     `values` is the content of config.json, and `source` is its path, for messages. `weights` returns the names of the
-    weights. Raises CheckpointError if the wrapper is not supported or its description is not valid.
+    weights. Raises CheckpointError if the description of a wrapper is not valid.
     """
     wrapper = str(values.get("model_type"))
     inner = values.get(TEXT)
     if wrapper not in WRAPPERS:
-        if isinstance(inner, Mapping):
-            raise CheckpointError(
-                f"{source}: model_type: {wrapper!r} is not supported; of models that read images or sound, the text "
-                f"networks of these are supported: {', '.join(WRAPPERS)}"
-            )
         return Network(values)
     if inner is None:
         inner = {name: value for name, value in values.items() if not FLAT.fullmatch(name)} | {"model_type": None}
