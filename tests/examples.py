@@ -142,15 +142,6 @@ PRELUDES = {
         "prompt, new = 4, 2\nprompt_ids, next_id = torch.ones(1, 4, dtype=int), torch.ones(1, 1, dtype=int)\n"
     ),
     "docs/checkpoints.md": "import torch\ninput_ids = torch.ones(1, 8, dtype=int)\n",
-    "docs/models.md": (
-        "from transformers import AutoModelForImageTextToText, Gemma3Config\n"
-        "shape = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}\n"
-        "text = shape | {'vocab_size': 64, 'num_key_value_heads': 1, 'head_dim': 8, 'pad_token_id': None}\n"
-        "seen = shape | {'image_size': 28, 'patch_size': 14}\n"
-        "tokens = {'image_token_index': 60, 'boi_token_index': 61, 'eoi_token_index': 62, 'mm_tokens_per_image': 4}\n"
-        "config = Gemma3Config(text_config=text, vision_config=seen, **tokens)\n"
-        "AutoModelForImageTextToText.from_config(config).save_pretrained('models/gemma3')\n"
-    ),
     "docs/retrieval.md": (
         "import torch\nfrom megatron_coca import load_model\nfrom megatron_coca.data import load_tokenizer\n"
         "model = load_model('runs/quickstart/roformer_coca')\nprompts = torch.ones(1, 4, dtype=int)\n"

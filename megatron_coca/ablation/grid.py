@@ -430,7 +430,7 @@ def _initial_weights(config: Config) -> str | None:
     given = config.checkpoint.load if config.checkpoint.finetune else None
     if given is None:
         return None
-    own = {"imports": config.position.imports}
+    own = {"imports": config.position.imports, "ignore_keys": config.checkpoint.ignore_keys}
     return open_checkpoint(given, False, config.checkpoint.iteration, overrides=own).identity
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from megatron_coca import methods
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.support.arguments import expanded, local_path
+from megatron_coca.support.arguments import add_ignore_option, expanded, ignoring, local_path
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -162,6 +162,7 @@ def add_subject_options(parser: ArgumentParser) -> None:
     add("--checkpoint", type=expanded, required=True, metavar="DIR", help=checkpoint)
     overrides = "config overrides for all variants, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
+    add_ignore_option(parser)
     variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat the option for each variant"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variant)
     add("--label", help="the model's name in reports; default: the checkpoint folder's name and the overrides")
@@ -364,6 +365,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="sequence lengths in tokens")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca"], help=", ".join(METHODS))
+    add_ignore_option(parser)
     variants = "an additional method: its name, then YAML overlays and KEY=VALUE; repeat the option for each"
     add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
     add("--what", type=names_of(KINDS_OF_WORK), help="work to time: " + ", ".join(KINDS_OF_WORK) + "; default: all")
@@ -411,7 +413,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
     """Read `--variant`, `--label` and `--set`, which applies to every variant. Raises EvaluationError."""
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
-        return (Variant(label, (), tuple(args.overrides)),)
+        return (Variant(label, (), (*args.overrides, *ignoring(args))),)
     variants = []
     for label, *changes in args.variant:
         files = tuple(change for change in changes if "=" not in change)
@@ -420,7 +422,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
                 raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file; correct it")
             if not Path(file).is_file():
                 raise EvaluationError(f"--variant {label}: no such file: {file}; correct its path")
-        overrides = (*args.overrides, *(change for change in changes if "=" in change))
+        overrides = (*args.overrides, *ignoring(args), *(change for change in changes if "=" in change))
         variants.append(Variant(full_label(args.label, label), files, overrides))
     return tuple(variants)
 

@@ -15,7 +15,6 @@ from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
-from megatron_coca.checkpoints.huggingface.read import is_huggingface_folder
 from megatron_coca.checkpoints.identity import network_digest
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
@@ -116,7 +115,7 @@ class Evaluation:
 
         Such a model expects the special tokens that its own library adds around a text.
         """
-        return is_huggingface_folder(self.opened.folder) or (bool(self.opened.imported) and not self.opened.step)
+        return self.opened.settings is not None or (bool(self.opened.imported) and not self.opened.step)
 
     def start_token(self, symbol: str | None) -> int | None:
         """Return the token id from `chosen_start` after `warn_of_start`. Raises the errors of `chosen_start`."""

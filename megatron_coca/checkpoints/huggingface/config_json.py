@@ -4,13 +4,14 @@
 other architecture is a row of `families.FAMILIES`.
 """
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface import families, weight_map
+from megatron_coca.checkpoints.huggingface import families, quantized, weight_map
 from megatron_coca.checkpoints.huggingface.family_keys import read_keys
 from megatron_coca.checkpoints.huggingface.rope import (
     MAXIMUM,
@@ -19,11 +20,14 @@ from megatron_coca.checkpoints.huggingface.rope import (
     rope_keys,
     rope_section,
 )
+from megatron_coca.checkpoints.huggingface.unread_keys import ignored_keys
+from megatron_coca.checkpoints.huggingface.wrappers import TEXT, WRAPPERS
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
 from megatron_coca.config.source import COMMAND_LINE, OVERRIDES
 
 Json = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 POSITION, NETWORK = "position", "network"
@@ -90,11 +94,11 @@ HARMLESS = frozenset(
         *("partial_rotary_factor", "rotary_pct", "original_max_position_embeddings"),
         *("attention_probs_dropout_prob", "hidden_dropout_prob", "_num_labels", "_attn_implementation"),
         *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+        quantized.KEY,
     }
 )
 """Keys in config.json that do not change a causal language model, and RoPE keys, which not all classes read."""
 UNSUPPORTED = {
-    "quantization_config": "quantized weights are not supported",
     "rope_interleaved": "weights for interleaved rotary features are not supported",
 }
 """Keys that must be false, null or empty -> the error message otherwise."""
@@ -130,6 +134,7 @@ def parse_config(
     for name, reason in UNSUPPORTED.items():
         if config.get(name):
             raise CheckpointError(f"{source}: {name}: {reason}; use another version of the model")
+    quantized.check_supported(config, source)
     try:
         if family is not None:
             keys = _common_keys(config, generation or {}, family.tied, family.length)
@@ -144,10 +149,7 @@ def parse_config(
     known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
     unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
-        raise CheckpointError(
-            f"{source}: {', '.join(unread)}: not supported and may change the model; if it has no effect, remove "
-            f"it from {CONFIG}"
-        )
+        _ignore(str(config["model_type"]), unread, source)
     try:
         return load_config([], keys)
     except ConfigError as error:
@@ -159,6 +161,18 @@ def parse_config(
             name = f"{theirs[key]} (here {key})" if key in theirs else key
             problems.append(f"{name}: {problem}")
         raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
+
+
+def _ignore(kind: str, unread: Collection[str], source: Path) -> None:
+    """Log the keys that have no effect on the model. Raises CheckpointError for the others."""
+    ignored, reason = ignored_keys(kind, unread)
+    if others := [name for name in unread if name not in ignored]:
+        options = " ".join(f"--ignore-key {name}" for name in others)
+        raise CheckpointError(
+            f"{source}: {', '.join(others)}: not supported and may change the model; use another model, or ignore "
+            f"{'it' if len(others) == 1 else 'them'} with {options}"
+        )
+    logger.warning("%s: ignored %s, because %s", source, ", ".join(ignored), reason)
 
 
 class _Read(dict[str, Any]):
@@ -402,10 +416,9 @@ READERS: dict[str, Reader] = {
 
 
 _EXPERTS = "it has mixture-of-experts layers, and only dense MLPs are supported"
-_IMAGES = "it is a vision-language model; save its language model as a separate folder, as docs/models.md shows"
 UNSUPPORTED_TYPES = dict.fromkeys(
     ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
-) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
+)
 """Popular architectures that are not supported -> the reason."""
 
 
@@ -413,7 +426,11 @@ def find_reader(config: Json, source: Path) -> Reader:
     """Return the reader of the architecture in config.json. Raises CheckpointError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
-        known = ", ".join(sorted(READERS.keys() | families.FAMILIES.keys()))
-        reason = UNSUPPORTED_TYPES.get(str(kind), f"supported values: {known}")
+        known = f"supported values: {', '.join(sorted(READERS.keys() | families.FAMILIES.keys()))}"
+        if config.get(TEXT):
+            known = (
+                f"of models that read images or sound, the text networks of these are supported: {', '.join(WRAPPERS)}"
+            )
+        reason = UNSUPPORTED_TYPES.get(str(kind), known)
         raise CheckpointError(f"{source}: model_type: {kind!r} is not supported; {reason}")
     return READERS[kind]

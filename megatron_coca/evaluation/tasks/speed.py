@@ -31,6 +31,7 @@ from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant,
 from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Record, Result, Show, Store
 from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
 from megatron_coca.model import GPT, build_model
+from megatron_coca.support.arguments import ignoring
 from megatron_coca.support.console import track
 from megatron_coca.support.host_memory import keep_freed_memory
 from megatron_coca.support.plain_text import masked
@@ -414,7 +415,8 @@ def run(args: Namespace, show: Show) -> int:
     if args.config is not None:
         config = load_config(args.config, args.overrides)
     else:
-        config = open_checkpoint(args.checkpoint, overrides=args.overrides).trained.override(args.overrides)
+        given = [*args.overrides, *ignoring(args)]
+        config = open_checkpoint(args.checkpoint, overrides=given).trained.override(given)
     variants = read_variants(args) if args.variant else ()
     methods, unsupported = build_methods(config, args.methods, variants, device, DTYPES[args.dtype])
     if not methods:

@@ -47,7 +47,8 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return InitialModel(assemble_model(config, device), None)
-    source = open_checkpoint(keys.load, verify, keys.iteration, {"imports": config.position.imports})
+    given = {"imports": config.position.imports, "ignore_keys": keys.ignore_keys}
+    source = open_checkpoint(keys.load, verify, keys.iteration, given)
     saved = source.trained
     check_same_architecture(source.folder, saved, config)
     check_same_tokenizer(source, config, tokenizer)

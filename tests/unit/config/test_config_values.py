@@ -76,6 +76,7 @@ OURS = {
     "checkpoint_cache",
     "object_store_timeout",
     "auto_resume",
+    "ignore_keys",
     "join_timeout",
     "reset_attention_mask",
     "reset_position_ids",
