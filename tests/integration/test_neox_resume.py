@@ -12,6 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron_coca import load_model
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.exporting import export_neox
 from megatron_coca.checkpoints.native.state import StateReader
@@ -140,6 +141,9 @@ def test_their_run_goes_on_without_positions(
         {name: value for name, value in each.state(STEPS).items() if "rng" not in name} for each in (run, staged)
     )
     assert_same_state(ended, expected)
+    exported = export_neox(tmp_path / f"run/global_step{STEPS}", tmp_path / "exported").folder
+    tokens = torch.arange(40)[None]
+    assert torch.equal(load_model(exported)(tokens), load_model(tmp_path / "run")(tokens))
     refused = live(keys | {"pos_emb": "rpe", "save": str(tmp_path / "other")}, expected=2)
     assert "pos_emb (coca becomes rpe, but rpe learns weights of its own" in " ".join(refused.output.split())
 
