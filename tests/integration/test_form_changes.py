@@ -134,6 +134,17 @@ def test_stopping_and_killing_after_the_drop_changes_no_bit(
 
 
 @pytest.mark.slow
+def test_norms_with_a_new_optimizer_count_like_all_weights(live: Any, open_run: Any, tmp_path: Path) -> None:
+    keys = PLAIN | {"stages": [{"until": DROP}, FORM | {"reset_optimizer": True}], "auto_resume": True}
+    live(keys | {"save": str(tmp_path / "whole")})
+    for stop in (DROP, 10, STEPS):
+        live(keys | {"save": str(tmp_path / "stopped"), "exit_interval": stop})
+    whole, run = open_run(tmp_path / "whole"), open_run(tmp_path / "stopped")
+    assert whole.losses == run.losses and whole.weights(STEPS) == run.weights(STEPS)
+    assert native.read_meta(tmp_path / f"stopped/global_step{STEPS}")["counters"] == {"step": STEPS - DROP}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [

@@ -206,7 +206,12 @@ def test_methods_with_the_same_weights_may_follow_each_other() -> None:
 
 
 def test_the_stages_of_drope() -> None:
-    first, last = load_config([MODEL, "configs/train/drope.yml"]).run_stages()
+    rotary = {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        "relative_positions": {"type": "rerope", "window": 64},
+        "training_positions": {"type": "shifted", "max": 2048},
+    }
+    first, last = load_config([MODEL, "configs/train/drope.yml"], rotary).run_stages()
     assert (first.config.position.pos_emb, last.config.position.pos_emb) == ("rotary", "none")
     assert not last.reset_optimizer and (last.last - first.last) / last.last == pytest.approx(0.05, abs=1e-6)
     rates = [last.learning_rate(step) for step in range(last.first, last.last, 10)]
