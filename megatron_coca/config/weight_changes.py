@@ -18,6 +18,8 @@ objection.
 """
 ROTARY_KEYS = frozenset({"rope_scaling", "relative_positions"})
 """Keys that must change together with `pos_emb` if only one of the two methods rotates."""
+ANGLES = {"offset": ("zero", "uniform"), "initial_angle": ("random",)}
+"""Options of `pos_emb`, with the values for which every head has angles as weights."""
 
 
 class WeightChange(NamedTuple):
@@ -63,10 +65,10 @@ def _type_changes(
     before: Settings, after: Settings, old: PositionConfig, new: PositionConfig
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys of one layer type that need other weights, with the reasons."""
-    learns = [kind.pos_emb for kind in (old, new) if kind.embedding.weights is not None]
+    learns = [kind.pos_emb for kind in (old, new) if _has_weights(kind, after.model.seq_length)]
     if learns and (old.pos_emb, old.pos_emb_options) != (new.pos_emb, new.pos_emb_options):
         shared = " | ".join(methods.names("pos_emb", weights=None))
-        reason = f"{old.pos_emb} becomes {new.pos_emb}, but {learns[0]} learns weights of its own"
+        reason = f"{old.pos_emb} becomes {new.pos_emb}, but {learns[0]} has weights of its own"
         yield "pos_emb", f"{reason} (methods with the same weights: {shared})"
     elif old.pos_emb == "learned" and before.model.max_position_embeddings != after.model.max_position_embeddings:
         rows = [settings.model.max_position_embeddings for settings in (before, after)]
@@ -84,6 +86,14 @@ def _type_changes(
         yield "forgetting_gate", "the gates have learned weights"
     if bool(old.sink_logits) != bool(new.sink_logits):
         yield "sink_logits", "the scores of the sinks are learned"
+
+
+def _has_weights(kind: PositionConfig, seq_length: int) -> bool:
+    """Return whether the position method adds weights to the model."""
+    embedding, given = next(kind.choices())
+    options = embedding.resolved(given, seq_length)
+    angles = [options[name] in values for name, values in ANGLES.items() if embedding.option(name) is not None]
+    return any(angles) if angles else kind.embedding.weights is not None
 
 
 def _norms(model: ModelConfig) -> str | None:

@@ -190,7 +190,7 @@ def test_a_loaded_run_may_change_its_form(
         assert all(part in output for part in parts), output
 
     other = {"load": str(tmp_path / "rotary"), "save": str(tmp_path / "other")}
-    refused(other | {"pos_emb": "rpe"}, "pos_emb (rotary becomes rpe, but rpe learns weights of its own", "finetune")
+    refused(other | {"pos_emb": "rpe"}, "pos_emb (rotary becomes rpe, but rpe has weights of its own", "finetune")
     refused(other | {"rotary_emb_base": 500}, "rotary_emb_base (saved 10000.0, now 500.0)")
     own = {"load": str(tmp_path / "rotary"), "save": str(tmp_path / "rotary"), "pos_emb": "none"}
     refused(own, "pos_emb (saved 'rotary', now 'none')", "in a new stage")

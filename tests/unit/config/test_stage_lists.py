@@ -101,7 +101,7 @@ def test_the_rate_is_a_function_of_the_step_of_the_run_unless_the_schedule_resta
         *(
             (
                 [{"until": 5}, {"pos_emb": name}],
-                f"stages[1].pos_emb: the stages share their weights: rotary becomes {name}, but {name} learns weights "
+                f"stages[1].pos_emb: the stages share their weights: rotary becomes {name}, but {name} has weights "
                 "of its own (methods with the same weights: rotary | coca | ",
             )
             for name in ("rpe", "kerple_log", "kerple_power", "fire", "learned")

@@ -193,7 +193,7 @@ def test_a_loaded_run_may_change_its_form(saved: Path, opened: Corpus, caplog: p
     anew = continuation(saved, changed(opened, **loads, **form, no_load_optim=True).config.run_stages()[0])
     assert anew.adds_norms and anew.counters == {"step": 0.0}
     for values, part in (
-        ({"pos_emb": "rpe"}, "pos_emb (coca becomes rpe, but rpe learns weights of its own"),
+        ({"pos_emb": "rpe"}, "pos_emb (coca becomes rpe, but rpe has weights of its own"),
         ({"pos_emb": "none", "rotary_emb_base": 500.0}, "rotary_emb_base (saved 10000.0, now 500.0)"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling (saved None, now "),
     ):
