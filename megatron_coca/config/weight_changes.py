@@ -68,8 +68,10 @@ def _type_changes(
     learns = [kind.pos_emb for kind in (old, new) if _has_weights(kind, after.model.seq_length)]
     if learns and (old.pos_emb, old.pos_emb_options) != (new.pos_emb, new.pos_emb_options):
         shared = " | ".join(methods.names("pos_emb", weights=None))
-        reason = f"{old.pos_emb} becomes {new.pos_emb}, but {learns[0]} has weights of its own"
-        yield "pos_emb", f"{reason} (methods with the same weights: {shared})"
+        options = old.pos_emb == new.pos_emb
+        change = f"the options of {old.pos_emb} change" if options else f"{old.pos_emb} becomes {new.pos_emb}"
+        reason = f"{change}, but {learns[0]} has weights of its own (methods with the same weights: {shared})"
+        yield "pos_emb_options" if options else "pos_emb", reason
     elif old.pos_emb == "learned" and before.model.max_position_embeddings != after.model.max_position_embeddings:
         rows = [settings.model.max_position_embeddings for settings in (before, after)]
         yield "max_position_embeddings", f"the table of learned positions has {rows[0]} rows, and then {rows[1]}"
