@@ -36,6 +36,7 @@ RUN = {
     "megatron-coca train configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} {SPLIT_SEQUENCE}",
     QUICKSTART: "save=runs/new",
     f"{QUICKSTART}/roformer_coca.yml configs/train/stages.yml": "save=runs/new",
+    f"{QUICKSTART}/roformer.yml configs/train/drope.yml": "train_iters=20 save=runs/new",
     f"{QUICKSTART}/roformer.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
@@ -227,6 +228,7 @@ def make_workspace(folder: Path) -> None:
     for name in ("350M_roformer", "350M_roformer_coca"):
         write_model(f"configs/350M/{name.removeprefix('350M_')}.yml", f"runs/{name}", vocab_file=pieces)
     write_model("configs/quickstart/roformer_coca.yml", "runs/quickstart/roformer_coca", vocab_file=pieces)
+    write_model("configs/quickstart/roformer.yml", "runs/drope", {"pos_emb": "none"}, pieces)
     llama = "configs/finetune/llama7b_coca.yml"
     write_model(llama, "runs/llama7b_coca", {"stages": None}, pieces)
     write_model(llama, "runs/llama", {"pos_emb": "rotary", "stages": None}, pieces)

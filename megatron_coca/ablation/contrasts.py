@@ -66,7 +66,7 @@ class Figures:
     def _windows_of(self, task: str) -> dict[str, dict[int, dict[float, WindowResult]]]:
         found: dict[str, dict[int, dict[float, WindowResult]]] = {}
         for label, cell, result in self._results(task, PerplexityResult):
-            length = cell.config.model.seq_length
+            length = cell.trained.model.seq_length
             windows = {window.window / length: window for window in result.results}
             found.setdefault(label, {})[cell.seed] = windows
         return found
@@ -75,7 +75,7 @@ class Figures:
     def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallEntry]]]:
         found: dict[str, dict[int, dict[tuple[float, int], RecallEntry]]] = {}
         for label, cell, result in self._results("recall", RecallResult):
-            length = cell.config.model.seq_length
+            length = cell.trained.model.seq_length
             entries = {(entry.length / length, entry.shift): entry for entry in result.results}
             found.setdefault(label, {})[cell.seed] = entries
         return found

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.config import KEYS, Config
+from megatron_coca.config import KEYS, Config, norm_changes
 from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
@@ -26,11 +26,13 @@ it was used in training, with the same options and training length.
 FIXED_BY_WEIGHTS = frozenset(
     ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "kv_channels", "no_weight_tying", "activation")
 ) | {
-    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
+    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
 }
-"""Keys that finetuning must not change from the run that trained the weights. The position method may change."""
+"""Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
+of queries and keys may be added.
+"""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(
@@ -107,6 +109,7 @@ def check_same_architecture(folder: Path, saved: Config, wanted: Config) -> None
     if saved.position.embedding.rotary and wanted.position.embedding.rotary:
         fixed.add("rotary_pct")
     differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
+    differing += [f"{key} ({reason})" for key, reason in norm_changes(saved.model, wanted.model)]
     inner = [config.model.ffn_hidden_size for config in (saved, wanted)]
     if inner[0] != inner[1]:
         gated = 3 if saved.model.activation in GATED_ACTIVATIONS else 1

@@ -101,6 +101,16 @@ class Weights:
         """Return only the named weights, in the given order."""
         return replace(self, entries={name: self.entries[name] for name in names})
 
+    def adding(self, tensors: Mapping[str, Tensor]) -> "Weights":
+        """Return these weights and then `tensors`."""
+        added = {name: WeightEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        read = self.read
+        return replace(
+            self,
+            entries={**self.entries, **added},
+            read=lambda name: tensors[name] if name in tensors else read(name),
+        )
+
 
 def _check_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     end = torch.finfo(rounded.dtype).max

@@ -15,7 +15,7 @@ from megatron_coca.attention.method import PositionEncoding, PositionMethod, che
 from megatron_coca.config import Config, ConfigError, ModelConfig
 from megatron_coca.model.compilation import compile_blocks, reason_not_compiled
 from megatron_coca.model.gpt import GPT, resolve_positions
-from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention
+from megatron_coca.model.layers import ABSOLUTE, LearnedPositions, build_attention, qk_norms
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,16 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
         for part in parts.values():
             part.reset_parameters()
     return [f"{name}.{weight}" for name, part in (tables | parts).items() for weight, _ in part.named_parameters()]
+
+
+def initial_norms(model: ModelConfig) -> dict[str, Tensor]:
+    """Return the initial weights of the norms of queries and keys, by their names in the model."""
+    return {
+        f"blocks.{number}.attention.{name}.{weight}": value
+        for number in range(model.num_layers)
+        for name, norm in qk_norms(model).items()
+        for weight, value in norm.state_dict().items()
+    }
 
 
 def backend_needs(config: Config, method: PositionMethod, device_type: str, training: bool = True) -> Needs:

@@ -25,6 +25,8 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor|gates|offsets)\.|^positions\.", ("positions",)),
 )
 """Patterns of parameter names, each with the values of `trainable` to which a matching parameter belongs."""
+QK_NORMS = re.compile(r"\battention\.(query|key|qk)_layernorm\.")
+"""Pattern of the names of the norms of queries and keys, which may be added after other parameters."""
 
 
 UNDECAYED = re.compile(r"norm\.|\.position_offsets\.")
@@ -112,10 +114,12 @@ compiler on the CPU.
 """
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the configured optimizer; the engine sets its learning rate before every step."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, separate_norms: bool = False) -> torch.optim.Optimizer:
+    """Build the configured optimizer; the engine sets its learning rate before every step. `separate_norms` is as for
+    `parameter_groups`.
+    """
     assert config.lr is not None
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config.weight_decay, separate_norms)
     if OPTIMIZERS[config.type] is torch.optim.SGD:
         return torch.optim.SGD(groups, lr=config.lr)
     if config.type == "lion":
@@ -123,13 +127,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
+def parameter_groups(model: nn.Module, weight_decay: float, separate_norms: bool = False) -> Groups:
     """Group the parameters that require gradients: weight decay applies to matrices and embeddings but not to biases
     and norms, as in GPT-NeoX, and not to angles.
+
+    With `separate_norms`, norms of queries and keys are a group of their own, because DeepSpeed keeps one step count
+    for each group and these norms were added after the other parameters.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and not UNDECAYED.search(name)}
+    added = {name for name in trainable if separate_norms and QK_NORMS.search(name)}
     decayed = [parameter for name, parameter in trainable.items() if name in matrices]
-    undecayed = [parameter for name, parameter in trainable.items() if name not in matrices]
+    undecayed = [parameter for name, parameter in trainable.items() if name not in matrices | added]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    groups.append({"params": [trainable[name] for name in trainable if name in added], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]

@@ -21,8 +21,10 @@ from megatron_coca.training.checkpointing.initial_model import initial_model
 from megatron_coca.training.checkpointing.neox_resume import starts_from_neox, take_over
 from megatron_coca.training.checkpointing.remote_checkpoints import use_local_folders
 from megatron_coca.training.checkpointing.resume import (
+    Continuation,
     candidates,
     check_same_run,
+    continuation,
     first_valid,
     quarantine_newer,
     verify_distributed,
@@ -32,6 +34,7 @@ from megatron_coca.training.collectives import FolderLock, from_main, require_wr
 from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.engine.state import ADDED_AT
 from megatron_coca.training.exit_status import CaughtSignals, Stopped
 from megatron_coca.training.opened_stages import OpenedStage, open_stages
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
@@ -166,12 +169,13 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     the same results.
     """
     context.watchdog.beat("building the model")
-    engine, origin = _build_engine(opened, folder is not None, context)
+    how = None if folder is None else continuation(folder, opened.stage)
+    engine, origin = _build_engine(opened, how, context)
     context.watchdog.beat("the model is built")
     checkpoints = Checkpoints(opened, engine, context, origin)
     trainer = Trainer(opened, engine, checkpoints, context)
-    if folder is not None:
-        trainer.restore(folder)
+    if how is not None:
+        trainer.restore(how)
         checkpoints.catch_up(trainer.step)
     _log_summary(opened, trainer.step)
     context.preemption.save_on_interrupt()  # before this, there is nothing to save
@@ -185,10 +189,12 @@ def _train_stage(opened: OpenedStage, folder: Path | None, context: RunContext) 
     return trainer.step
 
 
-def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tuple[Engine, str | None]:
-    """Build the engine. Also return the identity of the checkpoint from which a new run gets its weights, if any."""
+def _build_engine(opened: OpenedStage, how: Continuation | None, context: RunContext) -> tuple[Engine, str | None]:
+    """Build the engine; `how` tells how a resumed run continues. Also return the identity of the checkpoint from which
+    a new run gets its weights, if any.
+    """
     config, keys, device = opened.corpus.config, opened.corpus.config.checkpoint, dist.local_device()
-    if resumed:  # the weights are restored later
+    if how is not None:  # the weights are restored later
         model, origin = assemble_model(config, device), None
     else:
         given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
@@ -200,7 +206,8 @@ def _build_engine(opened: OpenedStage, resumed: bool, context: RunContext) -> tu
     seed_everything(config.seed, context.topology.random_stream(dist.rank()))
     compute_deterministically(config.general.deterministic)
     model.train()
-    optimizer = partial(build_optimizer, config=config.optimizer)
+    separate = how is not None and ADDED_AT in how.counters
+    optimizer = partial(build_optimizer, config=config.optimizer, separate_norms=separate)
     pipe = context.topology.coordinates(dist.rank()).pipe
     return build_engine(model, optimizer, config, opened.sizes, pipe), origin
 

@@ -192,6 +192,7 @@ class Engine:
         if names is None:  # LanguageModelLoss calls its model `model`
             names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
         self._names = names
+        self._added_at: float | None = None
 
     @property
     def partitioned(self) -> bool:
@@ -252,11 +253,12 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Return the optimizer's step count and, in fp16, the state of the loss scaler."""
-        return state.counters(self._engine.optimizer)
+        return state.counters(self._engine.optimizer, self._names, self._added_at)
 
     def restored(self, counters: dict[str, float]) -> None:
         """Continue from `counters` and from the pieces, which the caller has overwritten. Every rank must call this."""
-        state.set_counters(self._engine.optimizer, counters)
+        self._added_at = counters.get(state.ADDED_AT)
+        state.set_counters(self._engine.optimizer, counters, self._names)
         state.refresh(self._engine.optimizer, self._names)
 
     def close(self) -> None:

@@ -58,6 +58,7 @@ def figures(tmp_path: Path) -> Figures:
                 seed=seed,
                 name=f"{model}-s{seed}-0",
                 config=config,
+                trained=config,
                 results=folder,
                 commands=[command],
                 measurements=digests,
