@@ -28,7 +28,7 @@ FIXED_BY_WEIGHTS = frozenset(
 ) | {
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
+    *("attention_output_gate", "final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
@@ -163,7 +163,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
-        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
+        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset", "attention_output_gate"),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
     shown["activation"] = "silu" if model.activation == "swish" else model.activation

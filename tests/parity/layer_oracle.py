@@ -82,7 +82,10 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
     )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = attention(position.pos_emb, q, k, v, theta, setting=setting)
-    return _linear(of_layer.dense, out.transpose(1, 2).flatten(2))
+    out = out.transpose(1, 2)
+    if of_layer.output_gate is not None:
+        out = out / (1 + (-_linear(of_layer.output_gate, hidden.double())).exp()).unflatten(-1, (heads, -1))
+    return _linear(of_layer.dense, out.flatten(2))
 
 
 def _learned_bias(layer: Attention) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ OTHER: dict[str, Any] = {
     "norm_position": "post",
     "zero_centered_norms": True,
     "qk_norm": "head",
+    "attention_output_gate": "head",
     "use_embedding_norm": True,
     "embedding_scale": 2.0,
     "softmax_scale": 0.5,

@@ -130,6 +130,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
     | {"norm_position": "sandwich", "zero_centered_norms": True, "embedding_scale": 5.0, "softmax_scale": 0.2}
     | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "a cap, rerope": {"attn_logit_softcapping": 2.0, "relative_positions": {"type": "rerope"}},
+    "a gate of heads, biases, yarn": {"num_kv_heads": 1, "attention_output_gate": "head", "kv_channels": 24}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "a gate of features, rerope": LLAMA
+    | {"attention_output_gate": "feature", "relative_positions": {"type": "rerope"}},
     "olmo 2's, alibi": LLAMA | {"norm_position": "post", "qk_norm": "projection", "pos_emb": "alibi"},
     "cohere 2's": {"gpt_j_residual": True, "gpt_j_tied": True, "final_logit_scale": 0.2, "use_bias_in_norms": False},
     "a norm of the embedding": {"use_embedding_norm": True, "num_kv_heads": 1, "attn_logit_softcapping": 4.0},

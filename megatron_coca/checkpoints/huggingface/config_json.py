@@ -53,6 +53,8 @@ NETWORK_KEYS = (
     *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
 )
 """Network keys that the modelling file supports. All of them are always written."""
+SET_NETWORK_KEYS = ("attention_output_gate",)
+"""Network keys that are written only if they are set, because exports of earlier versions lack them."""
 QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
 """`qk_norm` -> the end of the parameter name of the query and key norms."""
 
@@ -340,6 +342,7 @@ def _exported_position(config: Json, source: Path, names: Collection[str]) -> di
 def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     section = _section(config, NETWORK)
     network = {name: section[name] for name in NETWORK_KEYS}
+    network |= {name: section[name] for name in SET_NETWORK_KEYS if name in section}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(

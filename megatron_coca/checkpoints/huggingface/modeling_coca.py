@@ -309,10 +309,15 @@ def own_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+GATE_WIDTHS = {None: lambda head_dim: 0, "head": lambda head_dim: 1, "feature": lambda head_dim: head_dim}
+"""The number of output gates of each head, by `attention_output_gate`."""
+
+
 class CocaDenseAttention(LlamaAttention):
     """LLaMA's attention with the operands of the position method. For CoCA, `k_proj` computes t.
 
-    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias.
+    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias. With an
+    output gate, the outputs of the heads are multiplied by sigmoid(g_proj x).
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -322,6 +327,10 @@ class CocaDenseAttention(LlamaAttention):
         bias = config.attention_bias if network.use_bias_in_qkv is None else network.use_bias_in_qkv
         for name, count in heads.items():
             setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * self.head_dim, bias=bias))
+        self.gate_width = GATE_WIDTHS[network.get("attention_output_gate")](self.head_dim)
+        if self.gate_width:
+            gates = network.num_attention_heads * self.gate_width
+            self.g_proj = nn.Linear(config.hidden_size, gates, bias=bias)
         self.scaling = network.softmax_scale or self.scaling
         norms = qk_norms(network)
         self.names = (*norms, *norms)[:2]  # names of the query norm and the key norm
@@ -399,6 +408,9 @@ class CocaDenseAttention(LlamaAttention):
             function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        if self.gate_width:
+            gate = self.g_proj(hidden_states).sigmoid().view(*hidden_states.shape[:-1], -1, self.gate_width)
+            output = output.reshape(shape) * gate
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -509,6 +521,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
     _no_split_modules = ["CocaDenseLayer"]
 
     def __init__(self, config: CocaDenseConfig) -> None:
+        if config.network and config.network.get("attention_output_gate"):
+            config.base_model_tp_plan = config.base_model_tp_plan | {"layers.*.self_attn.g_proj": "colwise"}
         super().__init__(config)
         network, positions = network_of(config), Positions(config)
         self.positions = {name: Positions(config, name) for name in layer_names(config)}

@@ -237,6 +237,7 @@ def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]
     rows = [row for row in llama("k_proj") if row.ours.split(".")[-2] not in norms]
     if not gated:
         rows = [Row(row.ours, row.theirs[:1]) if ".mlp.linear1." in row.ours else row for row in rows]
+    rows += _layer_rows("model.layers.{i}", {"attention.output_gate": ("self_attn.g_proj", SINGLE)})
     for name in qk_norms:
         rows.append(Row(f"blocks.{{i}}.attention.{name}", (f"model.layers.{{i}}.self_attn.{name}",)))
     for kind in DENSE_NORMS[norm]:
