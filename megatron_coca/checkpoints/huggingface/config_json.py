@@ -378,6 +378,7 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     return (
         *weight_map.dense(network["norm"], gated, places, names),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
+        *(weight_map.OUTPUT_GATE if network.get("attention_output_gate") else ()),
         *weight_map.LEARNED_POSITIONS,
     )
 

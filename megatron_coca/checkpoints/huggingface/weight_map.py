@@ -237,7 +237,6 @@ def dense(norm: str, gated: bool, places: Iterable[str], qk_norms: Iterable[str]
     rows = [row for row in llama("k_proj") if row.ours.split(".")[-2] not in norms]
     if not gated:
         rows = [Row(row.ours, row.theirs[:1]) if ".mlp.linear1." in row.ours else row for row in rows]
-    rows += _layer_rows("model.layers.{i}", {"attention.output_gate": ("self_attn.g_proj", SINGLE)})
     for name in qk_norms:
         rows.append(Row(f"blocks.{{i}}.attention.{name}", (f"model.layers.{{i}}.self_attn.{name}",)))
     for kind in DENSE_NORMS[norm]:
@@ -318,6 +317,8 @@ def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
     return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
+OUTPUT_GATE = tuple(_layer_rows("model.layers.{i}", {"attention.output_gate": ("self_attn.g_proj", SINGLE)}))
+"""Rows for the output gate, in folders with our modelling file."""
 _POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
 LEARNED_POSITIONS = (
     Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),
