@@ -60,6 +60,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {"pos_emb": name} for name in ("coca", "coca_strict", "xpos")},
     **_declared("relative_positions"),
     **_declared("rope_scaling", "default"),
+    "rope_id": {"rotary_pct": 0.5, "rotary_frequencies": {"type": "rope_id"}},
     "resonance": {"rope_scaling": {"rope_type": "default", "resonance": True}},
     **_declared("logit_scaling", "none"),
     **{name: {"forgetting_gate": name} for name in methods.names("forgetting_gate", compute=None)},

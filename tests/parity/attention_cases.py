@@ -44,6 +44,7 @@ class Case:
     Attributes:
         pos_emb, rotary_pct, logit_scaling, scaling, relative: values of the configuration's keys.
         training: whether the model trains.
+        rope_id: options of RoPE-ID's frequencies; None: those of base 10000.
     """
 
     pos_emb: str
@@ -52,9 +53,11 @@ class Case:
     logit_scaling: str | Mapping[str, Any] = "none"
     rotary_pct: float = 1.0
     training: bool = False
+    rope_id: Mapping[str, float] | None = None
 
     def __str__(self) -> str:
         parts = [self.pos_emb, *self.scaling.values(), *self.relative.values()]
+        parts += ["rope_id", *self.rope_id.values()] if self.rope_id is not None else []
         parts += [self.logit_scaling] * (self.logit_scaling != "none") + [self.rotary_pct] * (self.rotary_pct < 1)
         return "-".join(str(part) for part in parts if not isinstance(part, Sequence) or isinstance(part, str))
 
@@ -72,6 +75,7 @@ class Case:
         keys = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
         keys |= {"seq_length": TRAINING_LENGTH, "pos_emb": self.pos_emb, "rotary_pct": self.rotary_pct}
         keys |= {"rope_scaling": dict(self.scaling) or None, "relative_positions": dict(self.relative) or None}
+        keys |= {"rotary_frequencies": None if self.rope_id is None else {"type": "rope_id", **self.rope_id}}
         config = load_config([], keys | {"logit_scaling": self.logit_scaling})
         return build_method(config.position, config.model)
 
@@ -104,7 +108,8 @@ class Case:
         if "up" in learned:
             t = max(1, math.ceil(length / TRAINING_LENGTH))
             return clex_frequencies(learned["up"], learned["down"], t, step=CLEX_STEP)
-        return frequencies(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **self.scaling)
+        kind = {"training_length": TRAINING_LENGTH, "length": length, "rope_id": self.rope_id}
+        return frequencies(self.rotary_dim, **kind, **self.scaling)
 
     def _factors(self) -> str | tuple[float, int, int]:
         if isinstance(self.logit_scaling, str):

@@ -61,6 +61,8 @@ def layer_by_oracle(layer: Attention, config: Config, hidden: Tensor) -> Tensor:
         int(model.head_dim * position.rotary_pct),
     )
     kind = {"rope_type": position.extension.name, "training_length": trained, "length": length}
+    if position.frequencies is not None:  # RoPE-ID
+        kind |= {"rope_id": position.rotary_frequencies.given}
     if layer.encoding.clex is not None:
         theta = clex_frequencies(layer.encoding.clex.up, layer.encoding.clex.down, -(-length // trained), step=0.004)
     else:

@@ -72,6 +72,7 @@ OTHER: dict[str, Any] = {
     "pos_emb_options": {},
     "rotary_pct": 0.5,
     "rotary_emb_base": 50.0,
+    "rotary_frequencies": {"type": "rope_id"},
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "relative_positions": {"type": "rerope", "window": 5},
     "logit_scaling": "log_n",

@@ -95,6 +95,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "coca, biases by layer, and maps": LLAMA
     | {"pos_emb": "coca", "attention_config": [[["biased", "global"], "all"]], "layer_types": {"biased": KERPLE}}
     | {"relative_positions": {"type": "rerope"}},
+    "rotary, rope_id, partial": LLAMA | {"rotary_pct": 0.5, "rotary_frequencies": {"type": "rope_id"}},
+    "coca, rope_id, ntk, log n": NEOX
+    | {"pos_emb": "coca", "rotary_frequencies": {"type": "rope_id", "turns": 1.5, "period": 3.0}}
+    | {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "logit_scaling": "log_n"},
     "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
 }
 

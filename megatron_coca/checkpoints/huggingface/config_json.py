@@ -36,7 +36,7 @@ POSITION_KEYS = (
     *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
 )
 """Position keys that our modelling file supports."""
-LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
+LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale", "rotary_frequencies")
 """Position keys that are written only if they are set."""
 LAYERS = "layers"
 """Key in `position` that lists the type of every layer, if the types differ. The key `layer_types` contains the keys of

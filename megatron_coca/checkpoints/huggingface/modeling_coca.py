@@ -33,7 +33,7 @@ from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, To
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
-from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, FREQUENCIES, multiplier, resonant
 from megatron_coca.checkpoints.huggingface.model_source import CHOICES
 from megatron_coca.model.layers import (
     GATED,
@@ -87,12 +87,15 @@ def network_of(config: CocaDenseConfig) -> Options:
 
 
 class Rotary(NamedTuple):
-    """Inputs of frequency formulas: the number of rotated features, the base, L, and the extension's options."""
+    """Inputs of frequency formulas: the number of rotated features, the base, L, the extension's options, and the
+    fastest frequency of training.
+    """
 
     dim: int
     base: float
     original_length: int
     scaling: Options
+    fastest: float = 1.0
     device: Any = None
 
 
@@ -173,7 +176,11 @@ class Positions:
         scaling.setdefault("rope_type", "default")
         original = scaling.get("original_max_position_embeddings") or self.trained
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
-        self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
+        fastest, base = 1.0, float(given.get("rotary_emb_base", 10000.0))
+        if self.form.rotary and given.get("rotary_frequencies"):
+            frequencies, options = read_choice("rotary_frequencies", given["rotary_frequencies"])
+            fastest, base = FREQUENCIES[frequencies.name](rotated, options, original)
+        self.rotary = Rotary(rotated, base, original, scaling, fastest)
         self.by_length = self.form.rotary and self.extension.length_dependent
         self.switch = original if self.by_length and self.extension.get("switches") else None
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")

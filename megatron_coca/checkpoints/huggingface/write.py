@@ -258,6 +258,9 @@ def _position_section(config: Config, position: PositionConfig) -> dict[str, Any
     section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
     if (scaling := position.rope_scaling) is not None:
         section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
+    if (frequencies := position.rotary_frequencies) is not None:
+        options = frequencies.settings(position.original_length(length))
+        section["rotary_frequencies"] = {"type": frequencies.type} | options
     if (distances := position.relative_positions) is not None:
         section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
     if isinstance(factor := position.logit_scaling, Selected):

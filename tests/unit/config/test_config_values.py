@@ -48,7 +48,7 @@ OURS = {
     *("attention_output_gate", "zero_centered_norms"),
     "imports",
     "pos_emb_options",
-    "rope_scaling",
+    *("rotary_frequencies", "rope_scaling"),
     "relative_positions",
     "synthetic",
     "training_positions",
