@@ -87,13 +87,15 @@ def test_learned_factors_have_their_initial_value(tmp_path: Path, rotary: str) -
 
 
 def test_the_table_names_what_has_no_curve(tmp_path: Path, rotary: str) -> None:
-    """Gates, sinks and the narrowest window."""
+    """Gates, sinks and the narrowest window; and the frequencies of training."""
     changed = {"gated": "forgetting_gate: fox\n", "sunk": "sink_logits: true\nsliding_window_width: 0\n"}
+    changed |= {"fast": "rotary_frequencies: rope_id\n"}
     files = [write(tmp_path, f"{name}.yml", MODEL + "pos_emb: rotary\n" + text) for name, text in changed.items()]
     drawn(tmp_path, rotary, *files, "--length", "65")
     rows = re.findall(r'<th scope="row">(\w+)(.*?)</tr>', (tmp_path / "page.html").read_text(), re.DOTALL)
     cells = {name: [cell.strip() for cell in re.findall(r"<td[^>]*>([^<]*)", row)] for name, row in rows}
     assert [cells[name][-1] for name in ("rotary", "gated", "sunk")] == ["-", "fox", "sinks"]
+    assert [cells[name][2] for name in ("rotary", "fast")] == ["10000", "rope_id, turns 2.0"]
     assert [cells[name][5] for name in ("rotary", "gated", "sunk")] == ["-", "-", "0"]
 
 
