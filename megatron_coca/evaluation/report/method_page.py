@@ -104,6 +104,9 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
         raise ConfigError(
             f"attention_config: the trained model has no layers of type {', '.join(added)}; set them for the model"
         )
+    for key in ("rotary_pct", "rotary_frequencies"):
+        if any(getattr(trained.layer_types[name], key) != getattr(position, key) for name, position in types.items()):
+            raise ConfigError(f"{key}: part of the training; name the overlay after the model's file, not in --variant")
     return [
         ShownMethod(
             model if len(types) == 1 else f"{model}: {name}",

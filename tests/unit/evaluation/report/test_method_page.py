@@ -111,6 +111,16 @@ def test_dual_chunk_attention_is_drawn_for_the_last_query(tmp_path: Path, rotary
     np.testing.assert_allclose(score, plain[turned], rtol=1e-12)
 
 
+def test_frequencies_of_training_are_those_of_a_model(tmp_path: Path, rotary: str, capsys) -> None:
+    """An overlay after the model's file is another trained model; a variant cannot be one."""
+    overlay = write(tmp_path, "fast.yml", "rotary_pct: 0.5\nrotary_frequencies: {type: rope_id, period: 8}\n")
+    variants = ("--variant", "plain", "--variant", "fast", overlay, "--length", "256")
+    facts = drawn(tmp_path, rotary, rotary, overlay, *variants)
+    assert "rotary with fast: rotary_pct: part of the training" in capsys.readouterr().out
+    assert values(facts, "phases").max() > 0.1 and values(facts, "phases", panel=1).max() == 0
+    assert values(facts, "wavelengths", panel=1)[[0, -1]] == pytest.approx([8, 32])
+
+
 def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary: str) -> None:
     pattern = "attention_config: [[[sliding, global], 2]]\nlayer_types: {sliding: {sliding_window_width: 15}}\n"
     layers = write(tmp_path, "layers.yml", pattern)
