@@ -42,7 +42,7 @@ PROTOCOL = (
     "forward+backward: all gradients, no optimizer; decode: a token after `length` cached ones, its keys' rotation "
     "included; memory: the most that one call holds beside weights and inputs"
 )
-PLAIN = {"rotary_frequencies": None, "rope_scaling": None, "relative_positions": None}
+PLAIN: dict[str, str | None] = {"rotary_frequencies": None, "rope_scaling": None, "relative_positions": None}
 PLAIN |= {"logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
 """Number of tokens decoded in one call. Decoding a single token is too short to be timed well."""
