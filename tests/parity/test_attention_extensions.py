@@ -74,14 +74,14 @@ COMBINED = {
     ),
 }
 IDENTIFIED = {
-    f"{ROTATED[number % 3]}-rope_id-{name}": Case(ROTATED[number % 3], scaling, rotary_pct=0.5, rope_id={})
+    f"{ROTATED[number % 3]}-rope_id-{name}": Case(ROTATED[number % 3], scaling, rotary_pct=0.5, rope_id={"period": 4.0})
     for number, (name, scaling) in enumerate(
         (name, scaling | ({"short_factor": SHORT[:4], "long_factor": LONG[:4]} if name == "longrope" else {}))
         for name, scaling in EXTENSIONS.items()
         if name not in ("proportional", "clex")
     )
 } | {
-    "coca-rope_id": Case("coca", rope_id={"turns": 1.5, "period": 5.0}),
+    "coca-rope_id": Case("coca", rope_id={}),
     "coca-rope_id-ntk-rerope-log_n": Case(
         "coca", EXTENSIONS["ntk"], {"type": "rerope", "window": 20}, "log_n", 0.5, rope_id={"period": 3.0}
     ),
