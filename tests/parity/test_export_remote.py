@@ -181,6 +181,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **CASES[name])
     theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
     assert theirs.config.model_type == "coca_dense"
+    assert ("model.layers.*.self_attn.g_proj" in theirs.tp_plan) == ("attention_output_gate" in CASES[name])
     for attention in ("sdpa", "eager"):
         theirs.set_attn_implementation(attention)
         for length in (3 * TRAINED, TRAINED // 2):
