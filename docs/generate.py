@@ -365,6 +365,7 @@ def readme_table() -> str:
 
     rows = [
         ("score form or bias", "`pos_emb`", listed("pos_emb")),
+        ("frequencies of training", "`rotary_frequencies`", listed("rotary_frequencies")),
         ("frequency extension", "`rope_scaling`", listed("rope_scaling")),
         ("relative-position map", "`relative_positions`", listed("relative_positions")),
         ("logit scaling", "`logit_scaling`", listed("logit_scaling")),
@@ -389,6 +390,9 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "methods"): readme_table,
     ("docs/python.md", "names"): public_table,
     ("docs/attention.md", "forms"): forms_table,
+    ("docs/attention.md", "frequencies"): lambda: choices_table(
+        "rotary_frequencies", ("`type`", "frequencies", "options", "source")
+    ),
     ("docs/attention.md", "extensions"): lambda: choices_table(
         "rope_scaling", ("`rope_type`", "frequencies", "options", "source")
     ),

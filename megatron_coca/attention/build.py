@@ -15,7 +15,7 @@ from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeigh
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, score_form
-from megatron_coca.attention.positions.frequencies import Rotary, Scaling
+from megatron_coca.attention.positions.frequencies import FREQUENCIES, Rotary, Scaling
 from megatron_coca.attention.positions.gates import GATES, HeadGates
 from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.config import Config, ModelConfig, PositionConfig
@@ -77,8 +77,12 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
 def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
     given = position.rope_scaling
     scaling = Scaling(given.rope_type, **given.given) if given is not None else Scaling()
-    original = position.original_length(model.seq_length)
-    return Rotary(_rotary_dim(position, model), float(position.rotary_emb_base), original, scaling)
+    original, dim = position.original_length(model.seq_length), _rotary_dim(position, model)
+    fastest, base, chosen = 1.0, float(position.rotary_emb_base), position.frequencies
+    if chosen is not None and position.rotary_frequencies is not None:
+        compute = chosen.compute or FREQUENCIES[chosen.name]
+        fastest, base = compute(dim, position.rotary_frequencies.settings(original), original)
+    return Rotary(dim, base, original, scaling, fastest)
 
 
 def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:

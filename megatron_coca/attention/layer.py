@@ -202,7 +202,9 @@ class SelfAttention(ShardedModule):
     Parameter names and the packing of `query_key_value` are those of GPT-NeoX. If there are as many key heads as query
     heads, the rows are [q | k | v] head by head; with fewer key heads (grouped-query attention), they are all queries,
     then all keys, then all values. For CoCA, the k rows are the T projection. Methods with learned parameters per layer
-    add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`.
+    add `position_bias`, `position_sinks`, `position_factor`, `position_gates` or `position_offsets`. An output gate
+    multiplies the outputs of the heads by sigmoid(`output_gate` x) before `dense`, where x is the layer's input (Qiu et
+    al. 2025, arXiv:2505.06708).
 
     The number of heads is derived from the rows of the projection, because tensor parallelism splits them across ranks.
     """
@@ -218,19 +220,21 @@ class SelfAttention(ShardedModule):
         dropout: float = 0.0,
         qkv_bias: bool | None = None,
         norms: Mapping[str, nn.Module] | None = None,
+        output_gates: int = 0,
     ) -> None:
         """`qkv_bias` is `bias` by default. `norms` are applied to queries and keys [batch, length, heads, head_dim]
         before the position method, and are named `qk_layernorm` (shared) or `query_layernorm` and `key_layernorm`.
+        `output_gates` is 0, or the number of output gates of all heads: one for each head or for each of its features.
         """
         super().__init__()
         self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
+        qkv_bias = bias if qkv_bias is None else qkv_bias
         self.query_key_value: nn.Module = nn.Linear(
-            hidden_size,
-            (num_heads + 2 * num_kv_heads) * self.head_dim,
-            bias=bias if qkv_bias is None else qkv_bias,
+            hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=qkv_bias
         )
         self.dense = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.output_gate = nn.Linear(hidden_size, output_gates, bias=qkv_bias) if output_gates else None
         norms = norms or {}
         self.qk_layernorm = norms.get("qk_layernorm")
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
@@ -252,8 +256,10 @@ class SelfAttention(ShardedModule):
         With a cache, the hidden states are those of the tokens after the cached ones.
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache, hidden)
-        out = self.backend.attend(inputs)
-        return self.dense(self.share.scatter(out.transpose(1, 2)).flatten(2))
+        out = self.share.scatter(self.backend.attend(inputs).transpose(1, 2))
+        if self.output_gate is not None:
+            out = out * self.output_gate(hidden).sigmoid().unflatten(-1, (out.shape[2], -1))
+        return self.dense(out.flatten(2))
 
     def _inputs(
         self,

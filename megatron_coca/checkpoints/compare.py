@@ -11,14 +11,14 @@ from megatron_coca.config.model import GATED_ACTIVATIONS, GAU, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig, Selected
 
 LAYER_KEYS = frozenset(
-    ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
-) | {"attention_chunk_size", "attention_backend"}
+    ("rotary_frequencies", "rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling")
+) | {"sliding_window_width", "attention_chunk_size", "attention_backend"}
 """Position keys that may change for evaluation, for the whole model or for one layer type."""
 EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """Keys and groups of keys that may change for evaluation. Changing any other key gives a different model."""
 
-TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate")
+TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling", "forgetting_gate", "rotary_frequencies")
 """Keys that have choices with `trained` in their declarations. Such a choice must be used at evaluation if and only if
 it was used in training, with the same options and training length.
 """
@@ -28,7 +28,7 @@ FIXED_BY_WEIGHTS = frozenset(
 ) | {
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
+    *("attention_output_gate", "final_logit_scale", "opt_pos_emb_offset", "gau_width", "gau_key_width"),
 }
 """Keys that finetuning must not change from the run that trained the weights. The position method may change, and norms
 of queries and keys may be added.
@@ -154,6 +154,9 @@ def comparable(config: Config) -> dict[str, Any]:
         if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
             measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
             own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
+        if (chosen := kind.rotary_frequencies) is not None:
+            original = kind.original_length(model.seq_length)
+            own["rotary_frequencies"] = {"name": chosen.type, "L": original} | chosen.settings(original)
         if (distances := kind.relative_positions) is not None:
             own["relative_positions"] = {"name": distances.type} | distances.settings(model.seq_length)
         if isinstance(kind.logit_scaling, Selected):
@@ -166,7 +169,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
-        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
+        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset", "attention_output_gate"),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
     shown["activation"] = "silu" if model.activation == "swish" else model.activation

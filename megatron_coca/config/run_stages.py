@@ -190,6 +190,14 @@ def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iter
                 f"stages[{number}].rope_scaling",
                 "the stages differ in seq_length; set original_max_position_embeddings to the length that is extended",
             )
+        kinds = stage.config.position.of_types(stage.config.model.layer_names).values()
+        measured = any(kind.frequencies is not None for kind in kinds)
+        if measured and scaling is None and len(lengths) > 1:
+            yield (
+                f"stages[{number}].rotary_frequencies",
+                "the stages differ in seq_length, from which the frequencies follow; set rope_scaling to {rope_type: "
+                "default, original_max_position_embeddings: L} with the same L in all stages",
+            )
         before = stages[max(0, number - 1)].config.optimizer
         added = [part for part in get_args(TrainablePart) if stage.config.optimizer.trains(part) > before.trains(part)]
         if added and not stage.reset_optimizer:

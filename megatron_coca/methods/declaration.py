@@ -89,6 +89,7 @@ class Choice:
 
     key: ClassVar[str]
     selector: ClassVar[str] = "type"
+    from_original_length: ClassVar[bool] = False  # whether L is the original length, and not the training length
     name: str
     label: str
     source: str
@@ -200,6 +201,7 @@ class FrequencyExtension(Choice):
         learned: whether the frequencies are weights of the model.
         measures_length: whether the formula depends on L.
         switches: whether the frequencies differ up to L and beyond, so that decoding recomputes all tokens at L.
+        of_training: whether the rule itself chooses the frequencies of training, so that it cannot extend other ones.
     """
 
     key: ClassVar[str] = "rope_scaling"
@@ -210,6 +212,7 @@ class FrequencyExtension(Choice):
     learned: bool = False
     measures_length: bool = False
     switches: bool = False
+    of_training: bool = False
 
     def reason_against(self, use: Use) -> str | None:
         if self.name != "default" and not use.pos_emb.rotary:
@@ -220,6 +223,40 @@ class FrequencyExtension(Choice):
         if use.pos_emb.rotary and use.rotated < self.least_rotated:
             return (
                 f"rope_type {self.name} needs at least {self.least_rotated} rotated features per head; raise rotary_pct"
+            )
+        return super().reason_against(use)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFrequencies(Choice):
+    """A value of `rotary_frequencies.type`: rotary frequencies for training, which extensions change further.
+
+    The formula returns the fastest frequency and the base: theta_j = fastest * base^(-2j/d).
+
+    Attributes:
+        rule: the formula of the frequencies, for tables.
+    """
+
+    key: ClassVar[str] = "rotary_frequencies"
+    from_original_length: ClassVar[bool] = True
+    rule: str
+
+    def reason_against(self, use: Use) -> str | None:
+        if not use.pos_emb.rotary:
+            return (
+                f"{self.name} is not supported with pos_emb {use.pos_emb.name}, which has no frequencies; set"
+                " rotary_frequencies to null"
+            )
+        extension = find("rope_scaling", use.others["rope_scaling"])
+        if extension.of_training:
+            return (
+                f"{self.name} is not supported with rope_type {extension.name}, which chooses the frequencies of"
+                " training itself; remove one of them"
+            )
+        if extension.compute is not None:
+            return (
+                f"{self.name} is not supported with rope_type {extension.name} of a file in imports, which computes"
+                " frequencies from rotary_emb_base; remove one of them"
             )
         return super().reason_against(use)
 
@@ -288,6 +325,7 @@ class ForgettingGate(Choice):
 
 TABLES: dict[str, dict[str, Any]] = {
     "pos_emb": {},
+    "rotary_frequencies": {},
     "rope_scaling": {},
     "relative_positions": {},
     "logit_scaling": {},

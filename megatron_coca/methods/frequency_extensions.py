@@ -199,6 +199,7 @@ declare(
                 Option("proportion", "share", "Share p of the pairs that are rotated.", required=True),
                 Option("factor", "factor", "Scaling factor s.", default=1.0),
             ),
+            of_training=True,
             checks=(_some_rotate,),
         ),
         FrequencyExtension(
@@ -222,6 +223,7 @@ declare(
             ),
             trained=True,
             learned=True,
+            of_training=True,
             length_dependent=True,
             neox="GPT-NeoX has no weights for its learned frequencies",
         ),

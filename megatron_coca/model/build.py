@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -40,6 +40,8 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
 """The weights that write to the residual stream; `output_layer_init_method` initialises them."""
+ZERO_BIASES = ("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias", "output_gate.bias")
+"""The biases that are initially 0."""
 
 
 @torch.no_grad()
@@ -47,23 +49,28 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """Initialise weight matrices with the configured methods and biases with 0. Norms keep weight 1 and bias 0.
 
     The values depend only on the seed and on the shapes and order of the parameters. The modules of the position method
-    are initialised last, so the other layers get the same initial weights with every position method. The global random
-    state is preserved.
+    and then the output gates are initialised last, so the other layers get the same initial weights with every position
+    method, with or without gates. The global random state is preserved.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
     apart = {id(parameter) for part in learned for parameter in part.parameters()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name, parameter in module.named_parameters():
-            if id(parameter) in apart:
-                continue
+    own = [(name, weight) for name, weight in module.named_parameters() if id(weight) not in apart]
+    gates = [(name, weight) for name, weight in own if ".output_gate." in name]
+
+    def draw(named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
             if parameter.dim() >= 2 and ".qk_layernorm." not in name:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
-            elif name.endswith(("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias", "base.bias")):
+            elif name.endswith(ZERO_BIASES):
                 parameter.zero_()
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draw(each for each in own if ".output_gate." not in each[0])
         for part in learned:
             part.reset_parameters()
+        draw(gates)
 
 
 @torch.no_grad()

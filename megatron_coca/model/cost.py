@@ -187,9 +187,8 @@ def _weights_per_block(model: ModelConfig, name: str) -> int:
     h = model.hidden_size
     if name == GAU:
         return h * (3 * model.gau_features + model.gau_key_width)
-    return h * (packed_attention_width(model) + model.attention_width) + h * (
-        packed_mlp_width(model) + model.ffn_hidden_size
-    )
+    attention = packed_attention_width(model) + model.attention_width + model.output_gates
+    return h * (attention + packed_mlp_width(model) + model.ffn_hidden_size)
 
 
 def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
@@ -204,7 +203,8 @@ def _projections(model: ModelConfig, name: str) -> dict[TrainablePart, int]:
     keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_qkv)
     rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": keys}
     numbers = {part: count * (h + bias) for part, count in rows.items()}
-    return numbers | {"attention_output": h * (model.attention_width + model.use_bias_in_attn_linear)}
+    output = h * (model.attention_width + model.use_bias_in_attn_linear) + model.output_gates * (h + bias)
+    return numbers | {"attention_output": output}
 
 
 def _qk_norm_parameters(model: ModelConfig) -> int:
@@ -355,7 +355,8 @@ def _kept_by_type(config: Config, size: int, tensor: int, name: str) -> float:
         # The saved tensors are the projection before and after SiLU, the attention output, its product with the gate,
         # the scaled queries and keys, and their rotated copies for every piece of the values.
         return saved + (8 * model.gau_features + 4 * model.gau_key_width) * size
-    inner = packed_attention_width(model) + model.attention_width + _mlp_numbers(model)
+    gated = model.output_gates and model.output_gates + model.attention_width  # the gates, and the gated outputs
+    inner = packed_attention_width(model) + model.attention_width + gated + _mlp_numbers(model)
     return saved + (inner * size + _operand_bytes(config, size)) / tensor
 
 
@@ -391,7 +392,7 @@ def _operand_bytes(config: Config, size: int) -> float:
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Return the bytes per token that selective checkpointing keeps: the results of matrix products and attention."""
-    shared = packed_attention_width(model) + model.attention_width + packed_mlp_width(model)
+    shared = packed_attention_width(model) + model.attention_width + model.output_gates + packed_mlp_width(model)
     units = model.layer_names.count(GAU) / model.num_layers
     unit = 3 * model.gau_features + model.gau_key_width + model.hidden_size
     return ((1 - units) * (shared / tensor + 2 * model.hidden_size) + units * unit) * size

@@ -292,6 +292,7 @@ def build_attention(
         model.attention_dropout,
         qkv_bias=model.use_bias_in_qkv,
         norms=qk_norms(model),
+        output_gates=model.output_gates,
     )
 
 

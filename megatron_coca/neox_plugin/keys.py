@@ -60,6 +60,7 @@ def _choices(name: str) -> Any:
 
 FIELDS: dict[str, NewField] = {
     "pos_emb_options": NewField("NeoXArgsModel", dict, None),
+    "rotary_frequencies": NewField("NeoXArgsModel", dict, None),
     "rope_scaling": NewField("NeoXArgsModel", dict, None),
     "relative_positions": NewField("NeoXArgsModel", dict, None),
     "logit_scaling": NewField("NeoXArgsModel", Literal[tuple(methods.TABLES["logit_scaling"])], "none"),
@@ -106,7 +107,8 @@ def uses_plugin(neox_args: Any) -> bool:
     """Return whether the arguments select the plugin's attention."""
     if neox_args.pos_emb.lower() in METHODS:
         return True
-    return bool(neox_args.rope_scaling or neox_args.relative_positions or neox_args.logit_scaling != "none")
+    given = (neox_args.rotary_frequencies, neox_args.rope_scaling, neox_args.relative_positions)
+    return any(given) or neox_args.logit_scaling != "none"
 
 
 def resolve(neox_args: Any) -> Config:
@@ -123,6 +125,7 @@ def resolve(neox_args: Any) -> Config:
     problems += [f"attention_config: {', '.join(sorted(kinds))} is not supported; use global or flash"] if kinds else []
     scaling = neox_args.rope_scaling or {}
     given = {
+        "rotary_frequencies": (neox_args.rotary_frequencies or {}).get("type"),
         "rope_scaling": scaling.get("rope_type", scaling.get("type")),
         "relative_positions": (neox_args.relative_positions or {}).get("type"),
         "logit_scaling": neox_args.logit_scaling,

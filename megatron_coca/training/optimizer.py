@@ -17,7 +17,7 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.value\.", ("value",)),
     (r"attention\.query_key_value\.(weight|bias)$", QUERY_KEY_VALUE),
     (r"attention\.(gate_value_base|(query|key)_(scale|offset))", QUERY_KEY_VALUE),
-    (r"attention\.dense\.", ("attention_output",)),
+    (r"attention\.(dense|output_gate)\.", ("attention_output",)),
     (r"\bmlp\.", ("mlp",)),
     (r"(^|_layer|\.)norm\.", ("norms",)),
     (r"\bword_embeddings\.", ("embedding",)),

@@ -44,6 +44,7 @@ class Case:
     Attributes:
         pos_emb, options, rotary_pct, logit_scaling, scaling, relative: values of the configuration's keys.
         training: whether the model trains.
+        rope_id: options of RoPE-ID's frequencies; None: those of base 10000.
     """
 
     pos_emb: str
@@ -53,9 +54,11 @@ class Case:
     rotary_pct: float = 1.0
     training: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    rope_id: Mapping[str, float] | None = None
 
     def __str__(self) -> str:
         parts = [self.pos_emb, *self.options.values(), *self.scaling.values(), *self.relative.values()]
+        parts += ["rope_id", *self.rope_id.values()] if self.rope_id is not None else []
         parts += [self.logit_scaling] * (self.logit_scaling != "none") + [self.rotary_pct] * (self.rotary_pct < 1)
         return "-".join(str(part) for part in parts if not isinstance(part, Sequence) or isinstance(part, str))
 
@@ -74,6 +77,7 @@ class Case:
         keys |= {"seq_length": TRAINING_LENGTH, "pos_emb": self.pos_emb, "rotary_pct": self.rotary_pct}
         keys |= {"rope_scaling": dict(self.scaling) or None, "relative_positions": dict(self.relative) or None}
         keys |= {"pos_emb_options": dict(self.options) or None}
+        keys |= {"rotary_frequencies": None if self.rope_id is None else {"type": "rope_id", **self.rope_id}}
         config = load_config([], keys | {"logit_scaling": self.logit_scaling})
         return build_method(config.position, config.model)
 
@@ -109,7 +113,8 @@ class Case:
         if "up" in learned:
             t = max(1, math.ceil(length / TRAINING_LENGTH))
             return clex_frequencies(learned["up"], learned["down"], t, step=CLEX_STEP)
-        return frequencies(self.frequency_dim, training_length=TRAINING_LENGTH, length=length, **self.scaling)
+        kind = {"training_length": TRAINING_LENGTH, "length": length, "rope_id": self.rope_id}
+        return frequencies(self.frequency_dim, **kind, **self.scaling)
 
     def _factors(self) -> str | tuple[float, int, int]:
         if isinstance(self.logit_scaling, str):

@@ -104,6 +104,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     | {"relative_positions": {"type": "rerope"}},
     "coca_strict, an angle": LLAMA | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": -0.7}},
     "coca_strict, random angles": GROUPED | {"pos_emb": "coca_strict", "pos_emb_options": {"initial_angle": "random"}},
+    "rotary, rope_id, partial": LLAMA | {"rotary_pct": 0.5, "rotary_frequencies": {"type": "rope_id"}},
+    "coca, rope_id, ntk, log n": NEOX
+    | {"pos_emb": "coca", "rotary_frequencies": {"type": "rope_id", "turns": 1.5, "period": 3.0}}
+    | {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "logit_scaling": "log_n"},
     "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
 }
 
@@ -139,6 +143,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
     | {"norm_position": "sandwich", "zero_centered_norms": True, "embedding_scale": 5.0, "softmax_scale": 0.2}
     | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "a cap, rerope": {"attn_logit_softcapping": 2.0, "relative_positions": {"type": "rerope"}},
+    "a gate of heads, biases, yarn": {"num_kv_heads": 1, "attention_output_gate": "head", "kv_channels": 24}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "a gate of features, rerope": LLAMA
+    | {"attention_output_gate": "feature", "relative_positions": {"type": "rerope"}},
     "olmo 2's, alibi": LLAMA | {"norm_position": "post", "qk_norm": "projection", "pos_emb": "alibi"},
     "cohere 2's": {"gpt_j_residual": True, "gpt_j_tied": True, "final_logit_scale": 0.2, "use_bias_in_norms": False},
     "a norm of the embedding": {"use_embedding_norm": True, "num_kv_heads": 1, "attn_logit_softcapping": 4.0},
@@ -182,6 +190,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **CASES[name])
     theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
     assert theirs.config.model_type == "coca_dense"
+    assert ("model.layers.*.self_attn.g_proj" in theirs.tp_plan) == ("attention_output_gate" in CASES[name])
     for attention in ("sdpa", "eager"):
         theirs.set_attn_implementation(attention)
         for length in (3 * TRAINED, TRAINED // 2):

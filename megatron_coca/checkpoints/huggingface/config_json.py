@@ -40,7 +40,7 @@ POSITION_KEYS = (
     *("rpe_num_buckets", "rpe_max_distance", "pos_emb_options"),
 )
 """Position keys that our modelling file supports."""
-LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale")
+LIMITS = ("sliding_window_width", "attention_chunk_size", "alibi_slope_scale", "rotary_frequencies")
 """Position keys that are written only if they are set."""
 LAYERS = "layers"
 """Key in `position` that lists the type of every layer, if the types differ. The key `layer_types` contains the keys of
@@ -57,6 +57,8 @@ NETWORK_KEYS = (
     *("embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale"),
 )
 """Network keys that the modelling file supports. All of them are always written."""
+SET_NETWORK_KEYS = ("attention_output_gate",)
+"""Network keys that are written only if they are set, because exports of earlier versions lack them."""
 QK_NORMS = {"head": ".weight", "projection": ".norm.weight"}
 """`qk_norm` -> the end of the parameter name of the query and key norms."""
 
@@ -354,6 +356,7 @@ def _exported_position(config: Json, source: Path, names: Collection[str]) -> di
 def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     section = _section(config, NETWORK)
     network = {name: section[name] for name in NETWORK_KEYS}
+    network |= {name: section[name] for name in SET_NETWORK_KEYS if name in section}
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(
@@ -389,6 +392,7 @@ def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
     return (
         *weight_map.dense(network["norm"], gated, places, names),
         *(weight_map.Row(f"embedding.{name}", (f"model.{name}",)) for name in of_embedding),
+        *(weight_map.OUTPUT_GATE if network.get("attention_output_gate") else ()),
         *weight_map.LEARNED_POSITIONS,
     )
 

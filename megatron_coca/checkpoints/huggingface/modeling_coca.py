@@ -33,7 +33,7 @@ from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, To
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, score_form
-from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, FREQUENCIES, multiplier, resonant
 from megatron_coca.attention.positions.offsets import HeadOffsets, layer_offsets
 from megatron_coca.checkpoints.huggingface.model_source import CHOICES
 from megatron_coca.model.layers import (
@@ -88,12 +88,15 @@ def network_of(config: CocaDenseConfig) -> Options:
 
 
 class Rotary(NamedTuple):
-    """Inputs of frequency formulas: the number of rotated features, the base, L, and the extension's options."""
+    """Inputs of frequency formulas: the number of rotated features, the base, L, the extension's options, and the
+    fastest frequency of training.
+    """
 
     dim: int
     base: float
     original_length: int
     scaling: Options
+    fastest: float = 1.0
     device: Any = None
 
 
@@ -175,9 +178,13 @@ class Positions:
         original = scaling.get("original_max_position_embeddings") or self.trained
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
         self.offsets = layer_offsets(options, heads, self.form.operand_features * rotated // 2)
-        dim = 2 * rotated // self.form.features
-        self.rotary = Rotary(dim, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
         self.missing_width = self.form.operand_width(head_dim, rotated) - head_dim
+        dim = 2 * rotated // self.form.features
+        fastest, base = 1.0, float(given.get("rotary_emb_base", 10000.0))
+        if self.form.rotary and given.get("rotary_frequencies"):
+            frequencies, options = read_choice("rotary_frequencies", given["rotary_frequencies"])
+            fastest, base = FREQUENCIES[frequencies.name](dim, options, original)
+        self.rotary = Rotary(dim, base, original, scaling, fastest)
         self.by_length = self.form.rotary and self.extension.length_dependent
         self.switch = original if self.by_length and self.extension.get("switches") else None
         self.window, self.chunk = given.get("sliding_window_width"), given.get("attention_chunk_size")
@@ -313,10 +320,15 @@ def own_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+GATE_WIDTHS = {None: lambda head_dim: 0, "head": lambda head_dim: 1, "feature": lambda head_dim: head_dim}
+"""The number of output gates of each head, by `attention_output_gate`."""
+
+
 class CocaDenseAttention(LlamaAttention):
     """LLaMA's attention with the operands of the position method. For CoCA, `k_proj` computes t.
 
-    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias.
+    Queries and keys may have norms. q, k and v may have biases even if the output projection has no bias. With an
+    output gate, the outputs of the heads are multiplied by sigmoid(g_proj x).
     """
 
     def __init__(self, config: CocaDenseConfig, layer_idx: int) -> None:
@@ -326,6 +338,10 @@ class CocaDenseAttention(LlamaAttention):
         bias = config.attention_bias if network.use_bias_in_qkv is None else network.use_bias_in_qkv
         for name, count in heads.items():
             setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, count * self.head_dim, bias=bias))
+        self.gate_width = GATE_WIDTHS[network.get("attention_output_gate")](self.head_dim)
+        if self.gate_width:
+            gates = network.num_attention_heads * self.gate_width
+            self.g_proj = nn.Linear(config.hidden_size, gates, bias=bias)
         self.scaling = network.softmax_scale or self.scaling
         norms = qk_norms(network)
         self.names = (*norms, *norms)[:2]  # names of the query norm and the key norm
@@ -408,6 +424,9 @@ class CocaDenseAttention(LlamaAttention):
         v = nn.functional.pad(v, (0, self.positions.missing_width)) if self.positions.missing_width else v
         output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
         output = output[..., : self.head_dim]
+        if self.gate_width:
+            gate = self.g_proj(hidden_states).sigmoid().view(*hidden_states.shape[:-1], -1, self.gate_width)
+            output = output.reshape(shape) * gate
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -518,6 +537,8 @@ class CocaDenseModel(InitWeights, LlamaModel):
     _no_split_modules = ["CocaDenseLayer"]
 
     def __init__(self, config: CocaDenseConfig) -> None:
+        if config.network and config.network.get("attention_output_gate"):
+            config.base_model_tp_plan = config.base_model_tp_plan | {"layers.*.self_attn.g_proj": "colwise"}
         super().__init__(config)
         network, positions = network_of(config), Positions(config)
         self.positions = {name: Positions(config, name) for name in layer_names(config)}

@@ -317,6 +317,8 @@ def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
     return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
+OUTPUT_GATE = tuple(_layer_rows("model.layers.{i}", {"attention.output_gate": ("self_attn.g_proj", SINGLE)}))
+"""Rows for the output gate, in folders with our modelling file."""
 _POSITION_BIAS = "model.layers.{i}.self_attn.position_bias"
 LEARNED_POSITIONS = (
     Row("embedding.position_embeddings.weight", ("model.position_embeddings.weight",)),

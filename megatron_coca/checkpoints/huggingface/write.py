@@ -27,6 +27,7 @@ from megatron_coca.checkpoints.huggingface.config_json import (
     OURS,
     POSITION,
     POSITION_KEYS,
+    SET_NETWORK_KEYS,
     dense_rows,
     parse_config,
 )
@@ -105,7 +106,8 @@ def _our_keys(config: Config, shared: Json) -> Json:
     }
     return without | {
         "rope_parameters": plain,
-        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS}
+        | {name: flat[name] for name in SET_NETWORK_KEYS if flat[name] is not None},
         "auto_map": {f"Auto{name}": f"{TEMPLATE.stem}.CocaDense{end}" for name, end in classes.items()},
     }
 
@@ -153,7 +155,7 @@ def _fits(kind: str, config: Config) -> bool:
         return False
 
 
-WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
+WRITTEN = SHAPE_KEYS | {*NETWORK_KEYS, *SET_NETWORK_KEYS, *POSITION_KEYS, *LIMITS, "kv_channels", "layer_types"}
 """Keys that the exporter of our modelling file writes."""
 
 
@@ -257,6 +259,9 @@ def _position_section(config: Config, position: PositionConfig) -> dict[str, Any
     section |= {name: value for name in LIMITS if (value := getattr(position, name)) is not None}
     if (scaling := position.rope_scaling) is not None:
         section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
+    if (frequencies := position.rotary_frequencies) is not None:
+        options = frequencies.settings(position.original_length(length))
+        section["rotary_frequencies"] = {"type": frequencies.type} | options
     if (distances := position.relative_positions) is not None:
         section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
     if isinstance(factor := position.logit_scaling, Selected):

@@ -172,6 +172,10 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             "use_bias_in_norms: GPT-NeoX's layernorm always has a bias",
         ),
         (
+            model.attention_output_gate is not None,
+            "attention_output_gate: GPT-NeoX has no weights for an output gate",
+        ),
+        (
             position.embedding.rotary and position.rotary_emb_base % 1 != 0,
             "rotary_emb_base: must be a whole number",
         ),

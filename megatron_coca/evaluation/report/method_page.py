@@ -104,6 +104,9 @@ def shown_methods(model: str, variant: str, trained: Config, evaluated: Config, 
         raise ConfigError(
             f"attention_config: the trained model has no layers of type {', '.join(added)}; set them for the model"
         )
+    for key in ("rotary_pct", "rotary_frequencies"):
+        if any(getattr(trained.layer_types[name], key) != getattr(position, key) for name, position in types.items()):
+            raise ConfigError(f"{key}: part of the training; name the overlay after the model's file, not in --variant")
     return [
         ShownMethod(
             model if len(types) == 1 else f"{model}: {name}",
@@ -131,10 +134,11 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
         position = each.position
         limits = position.sliding_window_width, position.attention_chunk_size
         seen = [limit for limit in limits if limit is not None]
+        base = chosen(position.rotary_frequencies or f"{position.rotary_emb_base:g}")
         texts = (
             f"{each.layers} of {each.config.model.num_layers}",
             position.pos_emb,
-            f"{position.rotary_emb_base:g}" if each.method.rotary is not None else "-",
+            base if each.method.rotary is not None else "-",
             chosen(position.rope_scaling),
             chosen(position.relative_positions),
             "-" if not seen else str(seen[0]),
@@ -142,7 +146,16 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
             position.forgetting_gate or ("sinks" if position.sink_logits else "-"),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
-    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
+    header = (
+        "method",
+        "layers",
+        "pos_emb",
+        "base or frequencies",
+        "extension",
+        "distance map",
+        "window or chunk",
+        "logit scaling",
+    )
     return Table("methods", "Compared methods", (*header, "gate or sinks"), tuple(rows))
 
 

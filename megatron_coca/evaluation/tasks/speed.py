@@ -43,7 +43,8 @@ PROTOCOL = (
     "forward+backward: all gradients, no optimizer; decode: a token after `length` cached ones, its keys' rotation "
     "included; memory: the most that one call holds beside weights and inputs"
 )
-PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none", "forgetting_gate": None}
+PLAIN: dict[str, str | None] = {"rotary_frequencies": None, "rope_scaling": None, "relative_positions": None}
+PLAIN |= {"logit_scaling": "none", "forgetting_gate": None}
 DECODED = 8
 """Number of tokens decoded in one call. Decoding a single token is too short to be timed well."""
 

@@ -176,6 +176,29 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "rope_scaling: proportion 0.06 of 16 pairs is less than one pair",
         ),
         (
+            "pos_emb: alibi\nrotary_frequencies: rope_id",
+            "rotary_frequencies: rope_id is not supported with pos_emb alibi, which has no frequencies",
+        ),
+        *(
+            (
+                f"pos_emb: coca\nrotary_frequencies: rope_id\nrope_scaling: {{rope_type: {name}}}",
+                f"rotary_frequencies: rope_id is not supported with rope_type {name.partition(',')[0]}, which chooses",
+            )
+            for name in ("clex", "proportional, proportion: 0.5")
+        ),
+        (
+            "pos_emb: coca\nrotary_frequencies: rope_id\nrotary_emb_base: 500",
+            "rotary_emb_base: 500 has no effect with rotary_frequencies rope_id",
+        ),
+        (
+            "pos_emb: coca\nrotary_frequencies: {type: rope_id, turns: 20}",
+            "rotary_frequencies: the slowest pair rotates once in L / turns = 3.2 tokens, which is not slower than",
+        ),
+        (
+            "pos_emb: coca\nrotary_frequencies: {type: rope_id, turns: 0.5}",
+            "rotary_frequencies.turns: expected a value greater than or equal to 1",
+        ),
+        (
             "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",
             "rope_scaling: beta_fast 1.0 must exceed beta_slow 1.0",
         ),

@@ -234,6 +234,14 @@ def test_learned_positions_need_rows_for_all_stages() -> None:
     assert len(staged(*grown, pos_emb="learned", max_position_embeddings=1024).run_stages()) == 2
 
 
+def test_frequencies_of_training_follow_from_one_length() -> None:
+    keys = {"rotary_frequencies": {"type": "rope_id"}}
+    found = problems({"until": 5}, {"seq_length": 2048}, **keys)
+    assert [line.partition(": ")[0] for line in found] == [f"stages[{n}].rotary_frequencies" for n in range(2)]
+    length = {"rope_type": "default", "original_max_position_embeddings": 512}
+    assert len(staged({"until": 5}, {"seq_length": 2048}, rope_scaling=length, **keys).run_stages()) == 2
+
+
 def test_parts_are_added_with_a_new_optimizer_state() -> None:
     stages = staged({"until": 5, "trainable": ["key"]}, {"reset_optimizer": True}).run_stages()
     assert [stage.reset_optimizer for stage in stages] == [False, True]

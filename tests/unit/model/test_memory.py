@@ -68,6 +68,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gated": {"activation": "swiglu"},
     "relu": {"activation": "relu"},
     "parallel": {"gpt_j_residual": True},
+    "gated heads": {"attention_output_gate": "head"},
+    "gated features": {"attention_output_gate": "feature", "num_kv_heads": 1},
     "parallel, one norm": {"gpt_j_residual": True, "gpt_j_tied": True},
     "rmsnorm": {"norm": "rmsnorm"},
     "dropout": {"hidden_dropout": 0.1},

@@ -37,6 +37,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
         "qk_norm": "head",
         "sink_logits": True,
         "logit_scaling": {"type": "ssmax", "bias": True},
+        "attention_output_gate": "head",
         "relative_positions": {"type": "dual_chunk", "chunk_size": 20},
     },
     "fire": {"pos_emb": "fire"},

@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "xpos": {"pos_emb": "xpos"},
     "dynamic": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "yarn": {"pos_emb": "rotary", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope_id": {"pos_emb": "rotary", "rotary_frequencies": {"type": "rope_id"}},
     "map": {"pos_emb": "rotary", "relative_positions": {"type": "rerope"}},
     "logits": {"pos_emb": "none", "logit_scaling": "log_n"},
     "grouped": {"pos_emb": "coca", "num_kv_heads": 2},
@@ -191,6 +192,7 @@ SAVED = {"max_position_embeddings": 32, "hidden_size": 32}
         ({"pos_emb": "none", "logit_scaling": "log_n"}, "logit_scaling"),
         ({"pos_emb": "rotary", "relative_positions": {"type": "rerope"}}, "relative_positions"),
         ({"pos_emb": "rotary", "relative_positions": {"type": "rerope", "window": 8}}, None),
+        ({"pos_emb": "coca", "rotary_frequencies": {"type": "rope_id"}}, "rotary_frequencies"),
     ],
 )
 def test_a_longer_run_names_the_trained_length_where_it_matters(
