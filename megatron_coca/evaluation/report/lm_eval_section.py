@@ -10,7 +10,8 @@ from megatron_coca.evaluation.report.metrics import value_cell
 from megatron_coca.evaluation.report.published import tables_of
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
-from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol, Score
+from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol
+from megatron_coca.evaluation.tasks.lm_eval_scores import Score
 
 HARNESS_COMPARABLE: Comparable = {
     "version of lm-eval": "protocol.lm_eval",
