@@ -251,6 +251,23 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_batch_option(parser, 8192)
 
 
+def add_longppl_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add_document_options(parser)
+    add = parser.add_argument
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="lengths of the documents in tokens")
+    evaluator = "checkpoint or Hugging Face folder that finds the key tokens; default: each variant finds its own"
+    add("--evaluator", type=expanded, metavar="DIR", help=evaluator)
+    add("--short", type=token_count, default=4096, metavar="K", help="tokens of the short context; default: 4096")
+    stride = "number of tokens that share the beginning of a short context; default: 1024"
+    add("--stride", type=token_count, default=1024, metavar="S", help=stride)
+    alpha = "smallest gain of a key token's log-likelihood by the long context, in nats; default: 2"
+    add("--alpha", type=float, default=2.0, metavar="NATS", help=alpha)
+    beta = "smallest log-likelihood of a key token given the long context, in nats; default: -2"
+    add("--beta", type=float, default=-2.0, metavar="NATS", help=beta)
+    add_batch_option(parser, 8192)
+
+
 def add_retrieval_options(
     parser: ArgumentParser, cases: int, max_new_tokens: int = 64, has_haystack: bool = True
 ) -> None:

@@ -167,7 +167,7 @@ def _measure(
         encoding,
         InputLimits(given.max_length, window, given.truncate),
         given.tokens_per_batch,
-        subject.vocab_size,
+        min(subject.vocab_size, encoding.tokenizer.vocab_size),  # the tokenizer cannot decode other ids
         given.dynamic_length,
     )
     chat = None

@@ -5,7 +5,7 @@ The harness has no settings for this, so its functions and those of its librarie
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -70,6 +70,8 @@ class TaskData:
             return self.tokenizer if own else from_pretrained(name, *arguments, **settings)
 
         def load(path: str, *arguments: Any, **settings: Any) -> Any:
+            if isinstance(settings.get("features"), dict):
+                settings["features"] = _features(settings["features"])
             found = str(place_of(path, self.folder)) if self.folder is not None and is_remote(path) else path
             return load_dataset(found, *arguments, **settings)
 
@@ -130,6 +132,16 @@ def _first_of_each(rows: datasets.Dataset, number: int) -> datasets.Dataset:
     for index, length in enumerate(rows["max_length"]):
         kept.setdefault(length, []).append(index)
     return rows.select([index for found in kept.values() for index in found[:number]])
+
+
+def _features(given: Mapping[str, Any]) -> datasets.Features:
+    """Return the features that a task's file declares, as in infinitebench; the library needs its own types."""
+    if not all(isinstance(kind, Mapping) and "dtype" in kind for kind in given.values()):
+        return datasets.Features(given)
+    values = {name: datasets.Value(kind["dtype"]) for name, kind in given.items()}
+    return datasets.Features(
+        {name: datasets.List(value) if given[name].get("sequence") else value for name, value in values.items()}
+    )
 
 
 def check_places(folder: Path, sources: Sequence[str]) -> None:

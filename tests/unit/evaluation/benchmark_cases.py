@@ -1,4 +1,4 @@
-"""Small stand-ins for the data of published benchmarks, with the same files and fields, and a checkpoint to run them on.
+"""Small stand-ins for the data of published benchmarks, with the same files and fields, and a tokenizer for them.
 
 All texts are made up from a few words. Only the schema is that of the published data.
 """
@@ -15,7 +15,23 @@ from megatron_coca.data import Tokenizer, load_tokenizer
 from megatron_coca.evaluation import benchmarks
 from megatron_coca.evaluation.benchmarks import place_of
 
-WORDS = "the sea was calm and a small boat lay near its shore until morning came over hills of grey stone".split()
+WORDS = [
+    "the",
+    "sea",
+    "was",
+    "calm",
+    "and",
+    "a",
+    "small",
+    "boat",
+    "lay",
+    "near",
+    "its",
+    "shore",
+    "until",
+    "morning",
+    "came",
+]
 NAMES = ("Mary", "John", "Daniel", "Sandra")
 PLACES = ("kitchen", "garden", "office", "hallway")
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
