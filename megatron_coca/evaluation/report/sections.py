@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "needle": ("A needle in a haystack", ("needle",), retrieval.needle_blocks),
     "ruler": ("RULER-style tasks", ("ruler",), retrieval.ruler_blocks),
     "benchmarks": ("Long-context benchmarks", ("lm-eval",), benchmark_blocks),
-    "short": ("Other tasks of lm-evaluation-harness", ("lm-eval",), other_blocks),
+    "short": ("Tasks of lm-evaluation-harness", ("lm-eval",), other_blocks),
     "speed": ("Speed and memory", ("speed",), speed_blocks),
     "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
 }

@@ -163,7 +163,9 @@ def _not_reached(sources: Sequence[str], error: BaseException) -> str:
 
 def _forget_task_code() -> None:
     """Remove the imported modules of tasks, because some keep a random generator, and others data and tokenizers."""
-    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.") and name.count(".") > 2]:
+    own = [name for name in sys.modules if name.startswith("lm_eval.tasks.") and name.count(".") > 2]
+    others = [name for name, module in sys.modules.items() if hasattr(module, "__mtime__")]  # set by the harness
+    for name in {*own, *others}:
         del sys.modules[name]
 
 

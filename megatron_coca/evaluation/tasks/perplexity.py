@@ -272,7 +272,7 @@ def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor, vocabula
 
 
 def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nll of each token in nats, and whether it is predicted as likeliest; arguments as in `score_hidden`."""
+    """Return the nll of each token in nats, and whether it is the likeliest; arguments as in `score_hidden`."""
     losses, correct = zip(*_scored(model, hidden, targets, None), strict=True)
     return torch.cat(losses), torch.cat(correct)
 
