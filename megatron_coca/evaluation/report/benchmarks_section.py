@@ -14,7 +14,7 @@ from megatron_coca.evaluation.report.published import tables_of
 from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.tasks.lm_eval import HarnessProtocol
-from megatron_coca.evaluation.tasks.lm_eval_scores import Score, TaskScores
+from megatron_coca.evaluation.tasks.lm_eval_scores import TaskScores
 
 BENCHMARK_COMPARABLE: Comparable = {
     name: path for name, path in HARNESS_COMPARABLE.items() if path != "protocol.metadata"
@@ -52,35 +52,26 @@ def benchmark_of(task: str) -> str | None:
 
 def cells_of(entry: TaskScores, protocol: HarnessProtocol) -> list[Cell]:
     """Return the numbers of one task: of each length in RULER, of the file's length in BABILong, or of LongBench."""
-    kind = benchmark_of(entry.task)
     if entry.task in GROUPS or entry.documents_sha256 is None:
         return []
-    if kind == "ruler":
-        numbers = [(int(score.metric), score) for score in entry.scores if score.metric.isdecimal()]
-        return [made for length, score in numbers if (made := _cell(entry, length, score)) is not None]
-    if kind == "babilong":
-        found = _cell(entry, str(protocol.metadata.get("max_seq_lengths", "0k")), _score(entry, "acc"))
-        return [] if found is None else [found]
     named = short_name(entry.task)
     if entry.by_length:
-        return [Cell(named, each.length, 100 * each.value, each.samples, entry.cut) for each in entry.by_length]
-    found = _cell(entry, "", _score(entry, "score"))
-    return [] if found is None else [replace(found, row=named)]
+        return [Cell(named, _column(each.length), 100 * each.value, each.samples, each.cut) for each in entry.by_length]
+    babilong = benchmark_of(entry.task) == "babilong"
+    column = str(protocol.metadata.get("max_seq_lengths", "0k")) if babilong else ""
+    score = next((score for score in entry.scores if score.metric == ("acc" if babilong else "score")), None)
+    if score is None or score.value is None:
+        return []
+    return [Cell(named, column, 100 * score.value, entry.samples, entry.cut)]
+
+
+def _column(length: str) -> Column:
+    return int(length) if length.isdecimal() else length
 
 
 def short_name(task: str) -> str:
-    """Return the name of a task of LongBench without the harness's prefix."""
+    """Return the name of a task without the harness's prefix for LongBench."""
     return task.removeprefix(PREFIX)
-
-
-def _score(entry: TaskScores, metric: str) -> Score | None:
-    return next((score for score in entry.scores if score.metric == metric), None)
-
-
-def _cell(entry: TaskScores, column: Column, score: Score | None) -> Cell | None:
-    if score is None or score.value is None:
-        return None
-    return Cell(entry.task, column, 100 * score.value, entry.samples, entry.cut)
 
 
 def averages(cells: Iterable[Cell], row: str, tasks: Sequence[str]) -> list[Cell]:

@@ -22,11 +22,12 @@ class Score(Record):
 
 
 class LengthScore(Record):
-    """The mean score of a task's samples in one column of LongBench-E's tables."""
+    """The mean score of a task's samples of one length: in tokens for RULER, in LongBench-E's ranges of words."""
 
     length: str
     samples: int
     value: float
+    cut: int = 0  # samples with a truncated prompt
 
 
 class TaskScores(Entry):
@@ -42,7 +43,7 @@ class TaskScores(Entry):
     prompts_sha256: str | None  # hash of each document's first prompt, including examples; None for a group
     cut: int = 0  # samples with a prompt that exceeded the limit and was truncated
     scores: list[Score]
-    by_length: list[LengthScore] = []  # for the tasks of LongBench-E
+    by_length: list[LengthScore] = []  # for tasks with documents of several lengths, as in RULER and LongBench-E
     logged: list[LoggedFile] = []  # logs of the task or of all tasks of the group; empty without --log-samples
 
     @property
@@ -78,7 +79,7 @@ def task_scores(
         prompts_sha256=_hash_of(samples, "prompt_hash"),
         cut=sum(len(cut.get(task, ())) for task in tasks),
         scores=_scores(name, results),
-        by_length=_by_length(samples) if name.startswith("longbench_") and name.endswith("_e") else [],
+        by_length=_by_length(name, samples, cut.get(name, ())),
         logged=[logged[task] for task in tasks if task in logged],
     )
 
@@ -105,11 +106,23 @@ def _scores(name: str, results: dict[str, Any]) -> list[Score]:
     return scores
 
 
-def _by_length(samples: Sequence[Mapping[str, Any]]) -> list[LengthScore]:
-    found: dict[str, list[float]] = {name: [] for name in LONGBENCH_BUCKETS}
+def _by_length(name: str, samples: Sequence[Mapping[str, Any]], cut: Collection[int]) -> list[LengthScore]:
+    """Return the scores of a task of RULER or LongBench-E by length, shortest first; an empty list for other tasks."""
+    found: dict[tuple[int, str], list[tuple[float, bool]]] = {}
     for sample in samples:
-        found[bucket_of(int(sample["doc"]["length"]))].append(float(sample["score"]))
-    return [LengthScore(length=name, samples=len(all_), value=fmean(all_)) for name, all_ in found.items() if all_]
+        document = sample["doc"]
+        if str(document.get("max_length")) in sample:
+            key, score = (document["max_length"], str(document["max_length"])), sample[str(document["max_length"])]
+        elif name.startswith("longbench_") and name.endswith("_e"):
+            bucket = bucket_of(int(document["length"]))
+            key, score = (LONGBENCH_BUCKETS[bucket][0], bucket), sample["score"]
+        else:
+            return []
+        found.setdefault(key, []).append((float(score), sample["doc_id"] in cut))
+    return [
+        LengthScore(length=length, samples=len(all_), value=fmean(s for s, _ in all_), cut=sum(c for _, c in all_))
+        for (_, length), all_ in sorted(found.items())
+    ]
 
 
 def _is_absent(task: str, metric: str, key: str, results: dict[str, Any]) -> bool:

@@ -80,7 +80,9 @@ def test_metadata_and_the_tokenizer_reach_the_code_of_a_task(checkpoint: Path, t
     assert command(checkpoint, tasks, "one", *lengths(16, 24), *output) == 0
     result = read(tmp_path / "a.json")
     assert result.protocol.metadata == {"max_seq_lengths": [16, 24]} and result.results[0].samples == 4
-    assert {score.metric: score.value for score in result.results[0].scores} == {"8": None, "16": 7.0, "24": 7.0}, "bytes"
+    assert {score.metric: score.value for score in result.results[0].scores} == {"8": None, "16": 7.0, "24": 7.0}, (
+        "bytes"
+    )
     with pytest.raises(EvaluationError, match=r"different protocol\.metadata"):
         command(checkpoint, tasks, "one", *lengths(16), *output)
 
