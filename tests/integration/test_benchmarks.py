@@ -40,11 +40,14 @@ def report(results: Path) -> str:
     return (results / "report/report.md").read_text()
 
 
-def test_babilong(run: Run) -> None:
+def test_babilong(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Each length is a measurement; the table has a column for each."""
     for length in ("0k", "1k"):
         given = ["--metadata", json.dumps({"max_seq_lengths": length})] if length != "0k" else []
         folder = run(f"babilong/{length}", "babilong_longctx", "--limit", 2, *given)
+    lists = json.dumps({"max_seq_lengths": [4096]})
+    run("babilong/list", "babilong_qa1", "--metadata", lists, status=2)
+    assert "babilong reads one length at a time" in capsys.readouterr().err
     text = report(folder.parent)
     assert "| length | 0k | 1k |" in " ".join(text.split())
     assert "qa5: NTK" in text and "BABILong: means over qa1 to qa5" in text

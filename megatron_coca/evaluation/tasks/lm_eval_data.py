@@ -3,12 +3,12 @@
 The harness has no settings for this, so its functions and those of its libraries are replaced while tasks are loaded.
 """
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,10 @@ from unittest.mock import patch
 
 import datasets
 import numpy as np
-import requests
 import transformers
 from lm_eval.api.task import ConfigurableTask
 
-from megatron_coca.evaluation.benchmarks import PUNKT, is_remote, place_of, sources_of
+from megatron_coca.evaluation.benchmarks import BABILONG, PUNKT, is_remote, place_of, sources_of
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.tasks.ruler_lengths import check_lengths
 
@@ -93,23 +92,28 @@ class TaskData:
             replaced.enter_context(patch.object(datasets, "load_dataset", load))
             replaced.enter_context(patch.object(ConfigurableTask, "download", download_task))
             if self.folder is not None:
-                replaced.enter_context(patch.object(requests, "get", self._read_file))
-                replaced.enter_context(patch.object(_nltk_data(), "path", [str(self.folder / Path(PUNKT).parts[0])]))
+                replaced.enter_context(patch("requests.get", self._read_file))
+                replaced.enter_context(patch("nltk.data.path", [str(self.folder / Path(PUNKT).parts[0])]))
             yield
 
     def _check(self, task: ConfigurableTask) -> None:
         """Raise EvaluationError if local files of a task are missing, or if its lengths are too short."""
         if self.folder is not None:
             check_places(self.folder, task_sources(task))
-        if self.tokenizer is not None and isinstance(task.config.metadata, dict):
-            check_lengths(_function_of(task), task.config.metadata, self.tokenizer)
+        metadata = task.config.metadata
+        if isinstance(metadata, dict):
+            if task.config.dataset_path == BABILONG and not isinstance(metadata.get("max_seq_lengths", "0k"), str):
+                raise EvaluationError(
+                    f"--metadata max_seq_lengths {metadata['max_seq_lengths']!r}: babilong reads one length at a time; "
+                    'write {"max_seq_lengths": "4k"}, and run other benchmarks separately'
+                )
+            check_lengths(_function_of(task), metadata)
 
-    def _read_file(self, address: str, **_: Any) -> requests.Response:
-        """Answer `requests.get` with the local copy of a file."""
+    def _read_file(self, address: str, **_: Any) -> SimpleNamespace:
+        """Answer `requests.get` with the local copy of a JSON file."""
         assert self.folder is not None
-        response = requests.Response()
-        response.status_code, response.raw = 200, BytesIO(place_of(address, self.folder).read_bytes())
-        return response
+        content = place_of(address, self.folder).read_bytes()
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: json.loads(content))
 
 
 def task_sources(task: ConfigurableTask) -> tuple[str, ...]:
@@ -167,10 +171,3 @@ def _forget_task_code() -> None:
     others = [name for name, module in sys.modules.items() if hasattr(module, "__mtime__")]  # set by the harness
     for name in {*own, *others}:
         del sys.modules[name]
-
-
-def _nltk_data() -> Any:
-    """Return nltk's module of data folders. The harness needs nltk, so it is installed."""
-    import nltk.data
-
-    return nltk.data

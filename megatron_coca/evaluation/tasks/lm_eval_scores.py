@@ -110,7 +110,7 @@ def _by_length(name: str, samples: Sequence[Mapping[str, Any]], cut: Collection[
     """Return the scores of a task of RULER or LongBench-E by length, shortest first; an empty list for other tasks."""
     found: dict[tuple[int, str], list[tuple[float, bool]]] = {}
     for sample in samples:
-        document = sample["doc"]
+        document = sample.get("doc", {})
         if str(document.get("max_length")) in sample:
             key, score = (document["max_length"], str(document["max_length"])), sample[str(document["max_length"])]
         elif name.startswith("longbench_") and name.endswith("_e"):

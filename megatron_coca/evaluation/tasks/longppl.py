@@ -35,6 +35,7 @@ from megatron_coca.evaluation.tasks.key_tokens import Contrast, Span, key_tokens
 from megatron_coca.evaluation.tasks.perplexity import LanguageModel
 from megatron_coca.model import GPT
 from megatron_coca.support.console import track
+from megatron_coca.support.plain_text import masked
 
 PROTOCOL = (
     "LongPPL (arXiv 2410.23771): perplexity over the key tokens of the first N tokens of each document, given all "
@@ -112,7 +113,7 @@ def run(args: Namespace, show: Show) -> int:
     if opened is not None:
         found = opened.tokenizer().tokenizer
         evaluator = Evaluator(
-            path=str(args.evaluator),
+            path=masked(str(args.evaluator)),
             identity=opened.identity,
             network=network_digest(opened.trained),
             tokenizer=None if found is None else found.fingerprint,

@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from megatron_coca.evaluation.results import EvaluationError
 
 DRAWS = 20
@@ -13,10 +15,10 @@ EXAMPLE_LENGTH = 500
 Count = Callable[[str], int]
 
 
-def check_lengths(function: str, metadata: Mapping[str, Any], tokenizer: Callable[[str], Any]) -> None:
+def check_lengths(function: str, metadata: Mapping[str, Any]) -> None:
     """Raise EvaluationError if a length in the metadata is too short for a task with this `custom_dataset`.
 
-    The name of the metadata's key is `max_seq_lengths`. Other functions than ruler's are not checked.
+    The keys of the metadata are `max_seq_lengths` and `tokenizer`. Other functions than ruler's are not checked.
     """
     if function not in SHORTEST:
         return
@@ -26,12 +28,14 @@ def check_lengths(function: str, metadata: Mapping[str, Any], tokenizer: Callabl
             f"--metadata max_seq_lengths {lengths!r}: is not a list of lengths in tokens; write "
             '{"max_seq_lengths": [4096, 8192]}'
         )
-    needed = SHORTEST[function](lambda text: len(tokenizer(text).input_ids), min(lengths))
-    if needed > min(lengths):
-        raise EvaluationError(
-            f"--metadata max_seq_lengths {min(lengths)}: is too short, because the task's shortest prompt and answer "
-            f"have {needed} tokens with this tokenizer; name longer lengths"
-        )
+    tokenizer = AutoTokenizer.from_pretrained(metadata["tokenizer"], trust_remote_code=True)
+    for length in lengths:
+        needed = SHORTEST[function](lambda text: len(tokenizer(text).input_ids), length)
+        if needed > length:
+            raise EvaluationError(
+                f"--metadata max_seq_lengths {length}: is too short, because the task's shortest prompt and answer "
+                f"have {needed} tokens with this tokenizer; name longer lengths"
+            )
 
 
 def _code(name: str) -> Any:

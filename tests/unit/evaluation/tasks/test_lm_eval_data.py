@@ -198,5 +198,5 @@ def test_code_of_tasks_is_imported_again() -> None:
 def test_lengths_that_are_no_list() -> None:
     for function in SHORTEST:
         with pytest.raises(EvaluationError, match="max_seq_lengths '4k': is not a list of lengths"):
-            check_lengths(function, {"max_seq_lengths": "4k"}, lambda text: text)
-    check_lengths("common_utils.load_dataset", {"max_seq_lengths": "4k"}, lambda text: text)
+            check_lengths(function, {"max_seq_lengths": "4k"})
+    check_lengths("common_utils.load_dataset", {"max_seq_lengths": "4k"})
