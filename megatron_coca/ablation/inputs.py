@@ -73,9 +73,9 @@ def _haystack(args: Namespace) -> list[Path]:
 
 def _data_sets(args: Namespace) -> list[Path]:
     """Return the files in the folder of `--datasets`."""
-    folder = getattr(args, "datasets", None)
-    files = sorted(folder.rglob("*")) if folder is not None else []
-    return [file for file in files if file.is_file() and not is_hidden(file, folder)]
+    if (folder := getattr(args, "datasets", None)) is None:
+        return []
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and not is_hidden(file, folder)]
 
 
 def _harness(args: Namespace) -> list[str]:

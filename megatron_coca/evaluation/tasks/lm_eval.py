@@ -179,8 +179,8 @@ def _measure(
     try:
         with measured(subject.device) as meter:
             results = evaluate_task(model, manager, name, *settings)
-        log = args.log_samples and store.path is not None
-        logged = log_samples(store.path, results["samples"], model.cut) if log else {}
+        place = store.path if args.log_samples else None
+        logged = {} if place is None else log_samples(place, results["samples"], model.cut)
         # The requested task or group comes last, so that its entry implies that the entries of its subtasks are stored.
         names = [*sorted({*results["results"], *results["group_subtasks"]} - {name}), name]
         hashes = [(config_hash(manager, each), inputs_hash(manager, each, args.datasets)) for each in names]
