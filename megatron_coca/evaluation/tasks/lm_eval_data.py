@@ -80,8 +80,9 @@ class TaskData:
             np.random.seed(seed)
             try:
                 download(task, *arguments, **settings)
-            except (OSError, LookupError) as error:  # LookupError: nltk lacks the sentence splitter
-                if self.folder is not None or not (sources := task_sources(task)):
+            except (OSError, LookupError) as error:
+                unreached = isinstance(error, OSError) or type(error) is LookupError  # nltk lacks its sentence splitter
+                if self.folder is not None or not unreached or not (sources := task_sources(task)):
                     raise
                 raise EvaluationError(_not_reached(sources, error)) from error
             if limit is not None and is_by_length(task):
@@ -123,12 +124,16 @@ def task_sources(task: ConfigurableTask) -> tuple[str, ...]:
 def _function_of(task: ConfigurableTask) -> str:
     """Return the module and name of the function that makes the task's documents, or an empty string."""
     function = task.config.custom_dataset
-    return "" if function is None else f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+    if not hasattr(function, "__name__"):
+        return ""
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 def is_by_length(task: Any) -> bool:
     """Return True if the task has generated documents of several lengths, as in ruler. `--limit` counts each length."""
-    return all("max_length" in rows.column_names for rows in task.dataset.values())
+    found = getattr(task, "dataset", None)
+    splits = list(found.values()) if isinstance(found, dict) else []
+    return bool(splits) and all("max_length" in (getattr(rows, "column_names", None) or ()) for rows in splits)
 
 
 def _first_of_each(rows: datasets.Dataset, number: int) -> datasets.Dataset:

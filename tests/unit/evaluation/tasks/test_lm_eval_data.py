@@ -142,12 +142,16 @@ def test_a_missing_data_set(
     told = capsys.readouterr().err
     assert f"--datasets {tmp_path}/empty: has no owner/data; {fetch}" in told
 
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub")
+    def failing(error: Exception) -> str:
+        def load(*_: Any, **__: Any) -> None:
+            raise error
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    assert command(checkpoint, tasks, "hub_choice") == 2
-    told = capsys.readouterr().err
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        assert command(checkpoint, tasks, "hub_choice") == 2
+        return capsys.readouterr().err
+
+    assert "failed: KeyError: 'answers'" in failing(KeyError("answers")), "an error of the task is shown as it is"
+    told = failing(ConnectionError("Couldn't reach the Hub"))
     assert "data owner/data: cannot be downloaded (ConnectionError: Couldn't reach the Hub)" in told and fetch in told
     with pytest.raises(EvaluationError, match="--datasets .*none: no such folder"):
         command(checkpoint, tasks, "hub_choice", "--datasets", tmp_path / "none")
