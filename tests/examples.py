@@ -118,6 +118,8 @@ NOT_RUN = {
     "megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml": PILE,
     "megatron-coca inspect lengths data/pile_books_wiki_code": PILE,
     "megatron-coca evaluate lm-eval": "its data are on the Hugging Face hub; test_lm_eval.py has others",
+    "python tools/fetch_benchmarks.py": "needs a network; test_fetch_benchmarks.py has servers of its own",
+    "megatron-coca evaluate longppl": "needs another model; test_longppl.py has one",
     "megatron-coca evaluate suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "megatron-coca ablate configs/ablations": HOURS,
     "megatron-coca ablate configs/study/methods.yml": DONE,

@@ -1,11 +1,12 @@
 """Command-line options of all tasks. Nothing here imports PyTorch, so that `--help` is fast."""
 
+import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatron_coca import methods
 from megatron_coca.evaluation.results import EvaluationError
@@ -28,6 +29,10 @@ DYNAMIC_LENGTHS = {
     "total": "the length of prompt and new tokens together, at every step",
 }
 """Descriptions of `model.DYNAMIC_LENGTHS`: the length that a length-dependent extension uses during generation."""
+
+TruncatedPart = Literal["beginning", "middle"]
+TRUNCATED_PARTS: tuple[TruncatedPart, ...] = get_args(TruncatedPart)
+"""The part that a prompt loses if it exceeds the limit."""
 
 MOST_TOKENS = 2**27
 """Largest number of input tokens or of new tokens. A mistyped number would otherwise run for days."""
@@ -149,6 +154,16 @@ def dynamic_length_text(name: str) -> str:
     return f"dynamic length {name}: in generation, a length-dependent extension uses {DYNAMIC_LENGTHS[name]}"
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"max_seq_lengths": [4096, 8192]}}')
+    return found
+
+
 def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -237,6 +252,23 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_batch_option(parser, 8192)
 
 
+def add_longppl_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add_document_options(parser)
+    add = parser.add_argument
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="lengths of the documents in tokens")
+    evaluator = "checkpoint or Hugging Face folder that finds the key tokens; default: each variant finds its own"
+    add("--evaluator", type=expanded, metavar="DIR", help=evaluator)
+    add("--short", type=token_count, default=4096, metavar="K", help="tokens of the short context; default: 4096")
+    stride = "number of tokens that share the beginning of a short context; default: 1024"
+    add("--stride", type=token_count, default=1024, metavar="S", help=stride)
+    alpha = "smallest gain of a key token's log-likelihood by the long context, in nats; default: 2"
+    add("--alpha", type=float, default=2.0, metavar="NATS", help=alpha)
+    beta = "smallest log-likelihood of a key token given the long context, in nats; default: -2"
+    add("--beta", type=float, default=-2.0, metavar="NATS", help=beta)
+    add_batch_option(parser, 8192)
+
+
 def add_retrieval_options(
     parser: ArgumentParser, cases: int, max_new_tokens: int = 64, has_haystack: bool = True
 ) -> None:
@@ -312,14 +344,22 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     shots = "few-shot examples before each document; default: the task's own number"
     add("--num-fewshot", type=whole_number, metavar="N", help=shots)
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
+    metadata = 'values for the code of the tasks, as in lm_eval, such as {"max_seq_lengths": [4096, 8192]}'
+    add("--metadata", type=json_object, default={}, metavar="JSON", help=metadata)
+    folder = "folder with the data sets, as tools/fetch_benchmarks.py writes it; default: the Hugging Face hub"
+    add("--datasets", type=local_path, metavar="DIR", help=folder)
     longest = (
-        "maximum input tokens; longer prompts lose their beginning; default: no limit, but rolling windows have the "
-        "training length"
+        "maximum input tokens; longer prompts are truncated; default: no limit, but rolling windows have the training "
+        "length"
     )
     add("--max-length", type=token_count, metavar="N", help=longest)
+    sides = "which part of a prompt is cut off: its beginning, as in lm_eval, or its middle, as in LongBench"
+    add("--truncate", choices=TRUNCATED_PARTS, default=TRUNCATED_PARTS[0], help=f"{sides}; default: beginning")
     start = "put this token before every text; '' for none; default: the tokens that the model's own library adds"
     add("--start-token", metavar="TOKEN", help=start)
     add_chat_options(parser, examples=True)
+    plain = "with --apply-chat-template: tasks or groups with prompts that stay plain text"
+    add("--plain-tasks", type=task_names, default=(), metavar="NAME,NAME,...", help=plain)
     logged = "write every sample with its prompts and answers to RESULT.samples/TASK.jsonl, in the harness's format"
     add("--log-samples", "--log_samples", action="store_true", help=logged)
     add_batch_option(parser, 16384)

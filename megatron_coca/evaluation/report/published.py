@@ -15,7 +15,7 @@ class PublishedTable:
         name: the table's name in the paper.
         metric: the kind of numbers, by which report sections select tables.
         setting: model, training and data of the numbers.
-        training_length: the models' training length in tokens.
+        training_length: the models' training length in tokens; None: the rows have different ones.
         rows: the name of each row, and its values, separated by spaces.
         columns: lengths in tokens, or other column heads.
         same_length: whether to show the table only with measurements of models of this training length.
@@ -26,7 +26,7 @@ class PublishedTable:
     name: str
     metric: str
     setting: str
-    training_length: int
+    training_length: int | None
     rows: list[dict[str, str]]
     columns: Sequence[int | str] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     source: str = "CoCA paper, arXiv:2309.08646v3"

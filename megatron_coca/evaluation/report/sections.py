@@ -7,8 +7,9 @@ from megatron_coca.evaluation.report import length_sections as by_length
 from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report.analysis_section import analysis_blocks
+from megatron_coca.evaluation.report.benchmarks_section import benchmark_blocks, other_blocks
 from megatron_coca.evaluation.report.document import ReportDocument, Section
-from megatron_coca.evaluation.report.lm_eval_section import lm_eval_blocks
+from megatron_coca.evaluation.report.longppl_section import longppl_blocks
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, LoadedResult
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.speed_section import speed_blocks
@@ -21,10 +22,12 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "recall": ("Key-value recall", ("recall",), retrieval.recall_blocks),
     "training": ("Learning curves", tuple(RESULT_TYPES), by_length.curve_blocks),
     "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
+    "longppl": ("Perplexity of the tokens that need a long context", ("longppl",), longppl_blocks),
     "passkey": ("Passkey retrieval", ("passkey",), retrieval.passkey_blocks),
     "needle": ("A needle in a haystack", ("needle",), retrieval.needle_blocks),
     "ruler": ("RULER-style tasks", ("ruler",), retrieval.ruler_blocks),
-    "short": ("Short-context tasks", ("lm-eval",), lm_eval_blocks),
+    "benchmarks": ("Long-context benchmarks", ("lm-eval",), benchmark_blocks),
+    "short": ("Tasks of lm-evaluation-harness", ("lm-eval",), other_blocks),
     "speed": ("Speed and memory", ("speed",), speed_blocks),
     "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
 }
