@@ -387,8 +387,8 @@ def add_report_options(parser: ArgumentParser) -> None:
     add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    papers = "add published numbers from the CoCA paper and Su's pages"
-    add("--papers", action=BooleanOptionalAction, default=True, help=papers)
+    papers = "add all published numbers, or none; default: those with the lengths and the protocol of the results"
+    add("--papers", action=BooleanOptionalAction, help=papers)
 
 
 def subject_options(args: Namespace) -> SubjectOptions:

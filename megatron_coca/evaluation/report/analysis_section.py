@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megatron_coca.evaluation.report import result_tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, arranged, panels
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.metrics import Metric
 from megatron_coca.evaluation.report.reading import Comparable, ResultGroup, Series
@@ -47,10 +47,9 @@ def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
     if lines:
         caption = "Entropy of the attention weights by query position at the greatest length, for the first seed."
         alt = f"Entropy by position for {', '.join(line.label for line in lines)}"
-        marks = {float(length): f"training length {length}" for length in sorted(group.training_lengths())}
-        panel = Panel(tuple(lines), "keys that the query sees", "entropy (nats)", marks=marks, linear_x=True)
-        size = size_with_legend([*(line.label for line in lines), *marks.values()])
-        figures = [Figure(f"{name}-entropy", caption, alt, panels([panel]), size)]
+        marks = {float(length): f"trained at {length:,}" for length in sorted(group.training_lengths())}
+        panel = Panel((), "keys that the query sees", "entropy (nats)", marks=marks, linear_x=True)
+        figures = [Figure(f"{name}-entropy", caption, alt, *panels(arranged(lines, options.members, panel)))]
     return ReportBlock((f"Protocol: {group.first.protocol.text}.",), tuple(figures), (table,))
 
 
