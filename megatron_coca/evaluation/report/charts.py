@@ -25,7 +25,7 @@ from megatron_coca.evaluation.options import plot_text
 from megatron_coca.evaluation.report.log_axes import label_log_axis, spread_apart
 from megatron_coca.evaluation.report.looks import Look, Member, apart, numbered
 
-FOREGROUND, FAINT = "#1b1f24", "#9aa3ad"
+FOREGROUND, QUIET, FAINT = "#1b1f24", "#59626e", "#9aa3ad"
 FEW_POINTS = 30
 """Largest number of points for which a line has markers."""
 MOST_BEYOND = 3.0
@@ -320,7 +320,7 @@ def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: S
         axes.xaxis.set_minor_locator(NullLocator())
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
-    characters = int(1.5 * layout.width / columns * 72 / layout.points)
+    characters = int(1.15 * layout.width / columns * 72 / layout.points)
     axes.set_title(plot_text(fill(panel.title, characters)))
     axes.grid(which="major")
 
@@ -403,15 +403,16 @@ def _name_marks(axes: Axes, panel: Panel, first: bool) -> None:
     for number, (x, name) in enumerate(panel.marks.items()):
         axes.axvline(x, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.9, label=plot_text(name), zorder=1)
         if first and name:
-            step = 0.13 * number
+            step, left = 0.13 * number, _share(axes.xaxis, x) < 0.6
             axes.annotate(
                 plot_text(name),
                 xy=(x, lowest + step if low else 0.96 - step),
                 xycoords=("data", "axes fraction"),
-                xytext=(3, 0),
+                xytext=(3 if left else -3, 0),
                 textcoords="offset points",
+                ha="left" if left else "right",
                 va="bottom" if low else "top",
-                color="#59626e",
+                color=QUIET,
             )
     if panel.level is not None:
         axes.axhline(panel.level, color=FOREGROUND, linestyle=(0, (1, 1.5)), linewidth=0.7, zorder=1)
@@ -423,7 +424,7 @@ def _name_marks(axes: Axes, panel: Panel, first: bool) -> None:
                 xytext=(0, 2),
                 textcoords="offset points",
                 ha="right",
-                color="#59626e",
+                color=QUIET,
             )
 
 
@@ -475,7 +476,7 @@ def heat_maps(
             axes.set_xticks(range(len(heads)), heads if lowest else [""] * len(heads))
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
             axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            axes.set_title(plot_text(fill(title, int(1.5 * layout.width / columns * 72 / layout.points))))
+            axes.set_title(plot_text(fill(title, int(1.15 * layout.width / columns * 72 / layout.points))))
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):

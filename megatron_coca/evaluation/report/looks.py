@@ -97,11 +97,12 @@ class Member:
 def members(results: Iterable[Result]) -> dict[str, Member]:
     """Return the members of a report by label, in the order of the results.
 
-    Labels of the same weights are variants of one base. Two members of a base never look the same.
+    Labels of the same weights are variants of one base. Two members of a base never look the same. The labels of
+    `speed` name shapes of models, so they are left out.
     """
     groups: list[dict[str, Result]] = []
     known: dict[str, dict[str, Result]] = {}
-    for result in results:
+    for result in (each for each in results if each.task != "speed"):
         identity = result.checkpoint.identity
         group = known.get(identity) or next((each for each in groups if result.label in each), None)
         if group is None:

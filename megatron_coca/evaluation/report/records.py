@@ -23,12 +23,7 @@ def json_text(document: ReportDocument, rows: Sequence[Row]) -> str:
         "figures": [
             {"name": figure.name, "caption": figure.caption, "alt": figure.alt} for figure in document.figures()
         ],
-        "provenance": [
-            line
-            for section in document.sections
-            for block in section.blocks
-            for line in (*block.text, *block.provenance)
-        ],
+        "provenance": [line for block in blocks for line in (*block.text, *block.provenance)],
         "numbers": [_finite(asdict(row)) for row in rows],
     }
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
