@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 WIDTHS = (320, 1400)
-PAGES = ("index.html", "report.html", "attention.html", "recall_books.html", "repository/README.html")
+PAGES = ("index.html", "report.html", "attention.html", "recall_books.html", "repository/index.html")
 
 MEASURE = """
 const all = selector => [...document.querySelectorAll(selector)].filter(each => each.checkVisibility());

@@ -35,6 +35,8 @@ SHARES = (-0.03, 1.03)
 """Range of the axis for accuracies."""
 MOST_TOGETHER = 4
 """Largest number of lines of different models in one panel; with more lines, each model has a panel."""
+MOST_LENGTHS = 9
+"""Largest number of lengths that all have a tick."""
 INSIDE = 0.72
 """Share of a panel's height between its axes, about."""
 DARKER = 0.72
@@ -269,7 +271,7 @@ def panels(given: Sequence[Panel], in_pairs: bool = False) -> Drawing:
         )
         shown = all_axes[: len(given)]
         ends = _axis_ends(given)
-        ticks = sorted({x for panel in given for line in panel.lines for x in line.x})
+        ticks = _length_ticks({x for panel in given for line in panel.lines for x in line.x})
         for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):
             _draw_panel(axes, panel, layout, columns, ticks)
             axes.tick_params(labelbottom=index + columns >= len(given))
@@ -323,6 +325,14 @@ def _draw_panel(axes: Axes, panel: Panel, layout: Layout, columns: int, ticks: S
     characters = int(1.15 * layout.width / columns * 72 / layout.points)
     axes.set_title(plot_text(fill(panel.title, characters)))
     axes.grid(which="major")
+
+
+def _length_ticks(lengths: set[float]) -> list[float]:
+    """Return the lengths, or the powers of two between them if there are many."""
+    if len(lengths) <= MOST_LENGTHS or min(lengths) <= 0:
+        return sorted(lengths)
+    powers = range(math.ceil(math.log2(min(lengths))), math.floor(math.log2(max(lengths))) + 1)
+    return [2.0**power for power in powers]
 
 
 def _thinned(texts: list[str], most: int) -> list[str]:
