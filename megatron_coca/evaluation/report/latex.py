@@ -26,6 +26,8 @@ SYMBOLS = {
 _SYMBOLS = re.compile("|".join(map(re.escape, SYMBOLS)))
 _SPECIAL = re.compile(r"([&%$#_{}])|(~)|(\^)|(\\)")
 _REPLACED = (r"\{}", r"\textasciitilde{}", r"\textasciicircum{}", r"\textbackslash{}")
+COLUMN_CHARACTERS = 60
+"""Characters in a line of a table that fits into a column of a paper; wider tables span both columns."""
 SMALL, HEADINGS = r"\footnotesize", r"\multicolumn{{{count}}}{{l}}{{\emph{{{text}}}}} \\"
 
 
@@ -50,7 +52,7 @@ def latex_table(table: Table) -> str:
 
     def shown(cell: TableCell) -> str:
         text = rf"\textbf{{{latex(cell.text)}}}" if cell.best else latex(cell.text)
-        text += rf" {{\scriptsize {latex(cell.in_full.removeprefix(cell.text).strip())}}}" if cell.detail else ""
+        text += rf" {{\scriptsize {latex(cell.detail)}}}" if cell.detail else ""
         return rf"{text}\textsuperscript{{{footnotes[cell.note]}}}" if cell.note else text
 
     def name(row: TableRow) -> str:
@@ -64,12 +66,23 @@ def latex_table(table: Table) -> str:
     text = frame.style.hide(axis="index").to_latex(
         hrules=True,
         column_format="l" + "".join("l" if each else "r" for each in wide),
+        environment="table" if _characters(table) <= COLUMN_CHARACTERS else "table*",
         position="t",
         position_float="centering",
         caption=latex(table.caption),
         label=f"tab:{table.name}",
     )
     return _with_notes(_with_groups(text, header, table), table, footnotes)
+
+
+def _characters(table: Table) -> float:
+    """Return the width of a table in characters, about: three quarters of a character for one of small print."""
+    columns = zip(*(row.cells for row in table.rows), strict=True)
+    widths = [
+        max([len(head), *(len(cell.text) + 0.75 * len(cell.detail) for cell in cells)])
+        for head, cells in zip(table.header[1:], columns, strict=True)
+    ]
+    return max([len(table.header[0]), *(len(row.name) for row in table.rows)]) + sum(width + 2 for width in widths)
 
 
 def _with_groups(text: str, header: list[str], table: Table) -> str:
@@ -91,4 +104,6 @@ def _with_notes(text: str, table: Table, footnotes: dict[str, int]) -> str:
     notes = [rf"\textsuperscript{{{number}}} {latex(note)}" for note, number in footnotes.items()]
     notes += map(latex, (*table.notes, *table.sources))
     below = "".join(f"\\par\\smallskip{{{SMALL} {note}\\par}}\n" for note in notes)
-    return text.replace(r"\end{table}", below + r"\end{table}") + "\n"
+    begin, end = r"\begin{tabular}", r"\end{table"
+    sized = text.replace(begin, f"{SMALL}\\setlength{{\\tabcolsep}}{{3pt}}\n{begin}")
+    return sized.replace(end, below + end) + "\n"

@@ -30,7 +30,7 @@ from megatron_coca.evaluation.report.document import (
     TableRow,
     html_page,
 )
-from megatron_coca.evaluation.report.looks import numbered
+from megatron_coca.evaluation.report.looks import look_of, numbered
 
 POINTS = 400
 """Number of distances at which scores and biases are drawn."""
@@ -84,6 +84,13 @@ class ShownMethod:
     @property
     def method(self) -> PositionMethod:
         return self.encoding.method
+
+    @property
+    def method_name(self) -> str:
+        """The name of the method that the variant adds, or of the trained method."""
+        position = self.position if self.config is not self.trained else self.trained_position
+        changed = position.relative_positions or position.rope_scaling
+        return changed.declaration.name if changed is not None else position.pos_emb
 
     @property
     def training_length(self) -> int:
@@ -244,11 +251,12 @@ class Kind:
 
 def _panel(kind: Kind, group: Sequence[ShownMethod]) -> Panel:
     length = group[0].training_length
-    curves: Curves = {}
+    curves: dict[str, Line] = {}
     for each in group:
-        for label, curve in kind.curves(each).items():
-            curves.setdefault(label, curve)
-    lines = [Line(label, tuple(map(float, x)), tuple(y.tolist())) for label, (x, y) in curves.items()]
+        for label, (x, y) in kind.curves(each).items():
+            look = look_of(each.method_name) if label == each.variant else None
+            curves.setdefault(label, Line(label, tuple(map(float, x)), tuple(y.tolist()), look=look))
+    lines = list(curves.values())
     marks: dict[float, str] = {} if kind.x_label == "frequency" else {length: "training length"}
     level = length if kind.y_label == "wavelength (tokens)" else None
     labels = kind.x_label, kind.y_label, group[0].model

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,23 @@ def test_latex_marks_what_the_page_marks() -> None:
     ours = (TableCell("1.23†", 1.23, "1.00–1.50", best=True), TableCell("OOM", note="a < b", absent=True))
     theirs = (TableCell("2.0"), TableCell(""))
     rows = (TableRow("a_b & c", ours), TableRow("[x]", theirs, published="paper, Table 1"))
-    text = latex_table(Table("name", "50% of #1", ("label", "512*", "512*"), rows, ("* trained",), ("source",)))
+    table = Table("name", "50% of #1", ("label", "512*", "512*"), rows, ("* trained",), ("source",))
+    text, wide = (
+        latex_table(table),
+        TableRow("a label of more than sixty characters is for both columns of a page", ours),
+    )
     for line in (
         r"\caption{50\% of \#1}",
         r"\label{tab:name}",
         r"\begin{tabular}{lrr}",
         r"label & 512\textsuperscript{*} & 512\textsuperscript{*} \\",
-        r"a\_b \& c & \textbf{1.23\textsuperscript{\dag}} {\scriptsize (1.00--1.50)} & OOM\textsuperscript{1} \\",
+        r"a\_b \& c & \textbf{1.23\textsuperscript{\dag}} {\scriptsize 1.00--1.50} & OOM\textsuperscript{1} \\",
         r"\multicolumn{3}{l}{\emph{paper, Table 1}} \\",
         r"\emph{{[}x]} & 2.0 &  \\",
         r"\par\smallskip{\footnotesize \textsuperscript{1} a \textless{} b\par}",
     ):
         assert line in text.splitlines(), line
+    assert r"\end{table}" in text and r"\end{table*}" in latex_table(replace(table, caption="", rows=(wide,)))
     assert text.count(r"\midrule") == 2 and text.index(r"\toprule") < text.index(r"\bottomrule")
 
 
