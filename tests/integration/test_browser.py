@@ -163,6 +163,13 @@ def test_the_documentation_fits_the_screen(browser: Any, docs: str, page: str, w
     check(browser, f"{docs}/{page}", width)
 
 
+def test_links_between_pages_have_titles(browser: Any, docs: str) -> None:
+    opened(browser, f"{docs}/index.html", 1400)
+    texts = browser.execute_script("return [...document.querySelectorAll('article a')].map(link => link.textContent)")
+    assert "Reports" in texts and "Key-value recall: retrieval in minutes" in texts
+    assert not [text for text in texts if text.endswith(".md")]
+
+
 def reached_by_tab(browser: Any, most: int = 400) -> tuple[int, int]:
     """Return the number of wide tables, and how many of them the Tab key reaches."""
     wide, reached = browser.execute_script(WIDE), 0

@@ -69,8 +69,15 @@ def decay_line(series: Series) -> Line | None:
     if decay.change is None or decay.low is None or decay.high is None:
         return None
     columns = zip(decay.distances, decay.change, decay.low, decay.high, strict=True)
-    known = [tuple(map(float, column)) for column in columns if column[0] > 0 and None not in column]
-    return Line(series.label, *zip(*known, strict=True)) if known else None
+    known = [
+        (float(distance), change, low, high)
+        for distance, change, low, high in columns
+        if distance > 0 and change is not None and low is not None and high is not None
+    ]
+    if not known:
+        return None
+    distances, changes, lows, highs = zip(*known, strict=True)
+    return Line(series.label, distances, changes, lows, highs)
 
 
 def entropy_figure(group: ResultGroup, name: str, options: ReportOptions) -> list[Figure]:

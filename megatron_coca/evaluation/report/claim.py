@@ -136,7 +136,7 @@ def _beaten(
 ) -> str:
     """Return the statement on a label that is worse than the best: the baseline, a model as trained, or the next."""
     trained = [label for label in cells if not members[label].variant]
-    if baseline in worse:
+    if baseline is not None and baseline in worse:
         return f"the baseline {baseline} has {_number(cells[baseline])}"
     if members[best].variant and trained and all(label in worse for label in trained):
         first = next(label for label in worse if label in trained)

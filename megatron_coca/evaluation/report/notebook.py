@@ -61,10 +61,12 @@ def executed(cells: Sequence[Cell], folder: Path) -> str:
 def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """Run one cell and return what it prints, and the value of an expression at its end."""
     tree, value, printed = ast.parse(source), None, io.StringIO()
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     with redirect_stdout(printed):
         exec(compile(tree, f"cell {count}", "exec"), names)
-        if last is not None:
+        if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), f"cell {count}", "eval"), names)
     outputs: list[dict[str, Any]] = []
     if text := printed.getvalue():

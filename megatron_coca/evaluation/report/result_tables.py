@@ -262,7 +262,8 @@ def _widened(cell: TableCell, inside: float) -> tuple[float | None, float | None
     quantile = NormalDist().inv_cdf(0.5 + inside / 2) / NormalDist().inv_cdf(0.975)
     if cell.seeds is not None and cell.seeds > 1:
         quantile = t_quantile(cell.seeds - 1, inside) / t_quantile(cell.seeds - 1)
-    return cell.value, *(cell.value + quantile * (end - cell.value) for end in (cell.low, cell.high))
+    low, high = (cell.value + quantile * (end - cell.value) for end in (cell.low, cell.high))
+    return cell.value, low, high
 
 
 def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:
