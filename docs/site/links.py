@@ -1,7 +1,7 @@
 """MkDocs hook: links to files of the repository outside docs/ work on the site as they do in the repository.
 
-Each linked file becomes a part of the site, below `repository/`, and the links of all pages are rewritten to it. A link with
-the name of a page as its text gets the title of the page.
+Each linked file becomes a part of the site, below `repository/`, and the links of all pages are rewritten to it. A link
+with the name of a page as its text gets the title of the page.
 """
 
 import posixpath

@@ -384,7 +384,7 @@ def add_report_options(parser: ArgumentParser) -> None:
         metavar="RESULTS",
         help="result files of megatron-coca evaluate, or folders of such files",
     )
-    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
+    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html and all other files")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
     papers = "add all published numbers, or none; default: those with the lengths and the protocol of the results"
