@@ -25,23 +25,32 @@ MEASURES = {
     "ruler": Measure("mean share of strings found", "mean: "),
     "perplexity": Measure("perplexity", lowest=True),
 }
-"""The sections with a sentence. A report has the sentence of the first of them."""
+"""The sections with a sentence. A report has the sentence of the first of them that a label has learned."""
+LEARNED = 0.5
+"""Accuracy that one label must reach at some length: a task that no model has learned says nothing about lengths."""
 
 
 def headline(sections: Sequence[Section], options: ReportOptions) -> Headline | None:
     """Return the top of a report, or None if no section has numbers by length."""
-    by_name = {section.name: section.blocks[0] for section in sections}
-    for name, measure in MEASURES.items():
-        if name not in by_name or not by_name[name].tables:
-            continue
-        block = by_name[name]
-        table = _ours(block.tables[0], measure)
-        if columns := _measured(table):
-            figure = block.figures[0] if block.figures else None
-            sentence, basis = _claim(table, columns[-1], measure, options)
-            small = _small(table, columns, measure)
-            return Headline(options.claim or sentence, "" if options.claim else basis, small, figure)
-    return None
+    blocks = {section.name: section.blocks[0] for section in sections}
+    found = [
+        (measure, _ours(blocks[name].tables[0], measure), blocks[name].figures)
+        for name, measure in MEASURES.items()
+        if name in blocks and blocks[name].tables
+    ]
+    known = [each for each in found if _measured(each[1])]
+    if not known:
+        return None
+    measure, table, figures = next((each for each in known if _learned(each[1], each[0])), known[0])
+    columns = _measured(table)
+    sentence, basis = _claim(table, columns[-1], measure, options)
+    small = _small(table, columns, measure)
+    return Headline(options.claim or sentence, "" if options.claim else basis, small, figures[0] if figures else None)
+
+
+def _learned(table: Table, measure: Measure) -> bool:
+    values = [cell.value for row in table.rows for cell in row.cells if cell.value is not None]
+    return measure.lowest or max(values) >= LEARNED
 
 
 def _ours(table: Table, measure: Measure) -> Table:

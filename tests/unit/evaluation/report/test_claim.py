@@ -98,6 +98,8 @@ def test_the_baseline_is_named_and_recall_comes_before_perplexity(tmp_path: Path
     results = {name: accuracies(name, far) for name, far in (("A", 0.9), ("B", 0.5), ("C", 0.1))}
     more = {"p": perplexity("P", {512: 2.0}), "k": passkey("K", {512: 1.0})}
     assert top(tmp_path, results | more, baseline="C").sentence.endswith("; the baseline C has 0.10.")
+    unlearned = {"k": passkey("K", {512: 0.02, 1024: 0.0}), "p": perplexity("P", {512: 2.0})}
+    assert top(tmp_path / "no", unlearned).sentence == "P has a perplexity of 7.39 at 512 tokens, the training length."
 
 
 def test_other_tasks_have_no_sentence_and_a_given_one_is_kept(tmp_path: Path) -> None:
