@@ -59,7 +59,7 @@ def test_labels_are_no_markup_in_plots(tmp_path: Path, label: str) -> None:
     results["speed"] = result.model_copy(update={"results": cells})
     sections = sections_of(write(tmp_path, results), papers=True)
     figures = [figure for section in sections for block in section.blocks for figure in block.figures]
-    assert len(figures) == 5
+    assert len(figures) == 6
     named = 0
     for figure in figures:
         if label == r"$\frac$":
@@ -69,7 +69,7 @@ def test_labels_are_no_markup_in_plots(tmp_path: Path, label: str) -> None:
         shown = [text.get_text() for axes in canvas.axes for text in axes.texts]
         assert not any(map(is_math_text, [*titles, *shown]))
         named += any(" ".join(text.replace(r"\$", "$").split()) == label for text in shown)
-    assert named == 4, "all but the heat map"
+    assert named == 5, "all but the heat map"
 
 
 def interrupted_and_whole() -> dict[str, Result]:
