@@ -114,7 +114,7 @@ TASKS = {
         "tasks.speed",
     ),
     "report": Task(
-        "tables, plots and one page of results, next to published numbers",
+        "a page of results, and figures, tables and numbers for papers",
         options.add_report_options,
         "results --output results/report",
         "report",

@@ -426,11 +426,11 @@ def add_report_options(parser: ArgumentParser) -> None:
         metavar="RESULTS",
         help="result files of megatron-coca evaluate, or folders of such files",
     )
-    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html, .md, plots and tables")
+    add("--output", required=True, type=local_path, metavar="DIR", help="folder for report.html and all other files")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
-    papers = "add published numbers from the CoCA paper and Su's pages"
-    add("--papers", action=BooleanOptionalAction, default=True, help=papers)
+    papers = "add all published numbers, or none; default: those with the lengths and the protocol of the results"
+    add("--papers", action=BooleanOptionalAction, help=papers)
 
 
 def subject_options(args: Namespace) -> SubjectOptions:

@@ -191,7 +191,7 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     means = table_of(name, "RULER: means over its 13 tasks by length", group, {"{}": MEAN}, columns, "length in tokens")
     each = {f"{task}: {{}}": task for task in benchmarks.RULER_TASKS}
     tasks = table_of(f"{name}-tasks", "RULER: tasks by length", group, each, columns, "length in tokens")
-    if options.papers:
+    if options.papers is not False:
         means = with_published(means, "ruler", columns, group)
     return _block(group, [means, tasks])
 
@@ -215,7 +215,7 @@ def longbench_blocks(group: ResultGroup, name: str, options: ReportOptions) -> R
         columns = [AVERAGE, *table_parts]
         caption = f"LongBench, {language}: means of the categories"
         table = table_of(f"{name}-{language.lower()}", caption, group, {"{}": language}, columns, "label")
-        if options.papers:
+        if options.papers is not False:
             table = with_published(table, f"longbench {language.lower()}", columns, group)
         tables.append(table)
     parts = [*benchmarks.LONGBENCH_ENGLISH.values(), *benchmarks.LONGBENCH_CHINESE.values()]

@@ -39,5 +39,5 @@ def longppl_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     title = "LongPPL by length"
     tables = shared.length_tables(name, [LengthTable(title, "LongPPL at length", ROWS, notes=notes)], group, options)
     panel = {"x_label": "length (tokens)", "y_label": "LongPPL", "log_y": True}
-    figures = shared.length_figure(name, title, group, LONGPPL, panel, "Perplexity of key tokens by length.")
+    figures = shared.length_figure(name, title, group, LONGPPL, panel, "Perplexity of key tokens by length.", options)
     return ReportBlock((f"Protocol: {protocol.text}; {settings}.",), tuple(figures), tuple(tables))

@@ -314,7 +314,9 @@ def analysis(label: str) -> AnalysisResult:
             "documents": 4,
             "angles": angles | {"largest": 3.1},
             "borders": {"k": {"beyond_training": 0.21}},
-            "decay": {"distances": [0, 1, 4, 16, 64, 256], "falling": [0.6] * 5, "falling_mean": 0.6},
+            "decay": {"distances": [0, 1, 4, 16, 64, 256], "falling": [0.6] * 5, "falling_mean": 0.6}
+            | {"change": [0.0, -0.1, -0.3, -0.5, -0.8, -0.9], "low": [0.0, -0.2, -0.5, -0.8, -1.1, -1.3]}
+            | {"high": [0.0, 0.1, 0.0, -0.1, -0.3, -0.4]},
             "entropy": {
                 "positions": [0, 3, 15, 63, 255],
                 "by_position": [0.0, 1.2, 2.3, 3.1, 3.8],
