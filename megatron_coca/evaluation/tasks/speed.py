@@ -29,7 +29,7 @@ from megatron_coca.config.model import GAU
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import KINDS_OF_WORK, KindOfWork, Variant, read_variants, resolve_device
 from megatron_coca.evaluation.results import Entry, EvaluationError, Missing, Record, Result, Show, Store
-from megatron_coca.evaluation.subject import backend_name, environment_record, print_missing
+from megatron_coca.evaluation.subject import backend_record, environment_record, print_missing
 from megatron_coca.model import GPT, build_model
 from megatron_coca.support.console import track
 from megatron_coca.support.host_memory import keep_freed_memory
@@ -171,7 +171,7 @@ def build_methods(
             return
         if built:
             share_weights(model, built[0].model)
-        built.append(TimedMethod(label, config, model, backend_name(model)))
+        built.append(TimedMethod(label, config, model, backend_record(model, config, device)))
 
     for name in methods:
         add(name, {"pos_emb": name})
