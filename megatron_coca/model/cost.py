@@ -257,7 +257,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("V100", 125e12),
     ("RTX 4090", 165e12),
 )
-"""Pairs (words of the device name, peak FLOP/s); more specific names come first. The figures are for dense bfloat16 with
+"""Pairs (words of the device name, peak FLOP/s); more specific names come first. Figures are for dense bfloat16 with
 float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so its figure is for float16. Set
 `peak_theoretical_tflops` for other devices.
 """

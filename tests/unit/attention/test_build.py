@@ -16,10 +16,10 @@ from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.build import (
     AUTOMATIC,
-    PREFERRED,
-    automatic,
     BACKENDS,
+    PREFERRED,
     BackendError,
+    automatic,
     build_method,
     select_backend,
     varies,
