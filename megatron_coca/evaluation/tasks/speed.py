@@ -330,16 +330,25 @@ Key = TypeVar("Key")
 
 
 def interleaved(
-    calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, uncounted: int = 1
+    calls: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    uncounted: int = 1,
+    seconds: float | None = None,
 ) -> dict[Key, list[float]]:
-    """Return the seconds of each call in each of `rounds` rounds, after warm-up rounds that are not counted."""
+    """Return the seconds of each call in each of `rounds` rounds, after warm-up rounds that are not counted. With
+    `seconds`, no round begins after that time, but at least three rounds count.
+    """
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     times: dict[Key, list[float]] = {key: [] for key in calls}
+    begin = time.perf_counter()
     for index in range(uncounted + rounds):
+        if seconds is not None and index >= uncounted + 3 and time.perf_counter() - begin > seconds:
+            break
         for key, call in calls.items():
             synchronize()
             start = time.perf_counter()
