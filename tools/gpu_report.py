@@ -5,8 +5,8 @@
     python tools/gpu_report.py --dry-run       # print parts, limits and commands; needs no GPU
 
 The report consists of parts, in the order of what one wants to know first, and each part of one or more processes with
-their own limits. One call takes less than ten minutes (--minutes). The same command continues where the last one ended:
-a process that was killed runs again, and a process that finished does not, unless its code, a library or the type of the
+their own limits. One call takes less than ten minutes (--minutes). The same command continues where the last one ended.
+A process that was killed runs again. A process that finished does not, unless its code, a library or the type of the
 GPU changed. After every process the page is written again. The report installs nothing.
 
 The exit status is 0 if all parts are done, 1 if a part failed, 2 without a usable GPU, and 3 if parts are left for the
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.gpu.plans import PLANS, Part, Run
+from tools.gpu.plans import PLANS, Part
 
 NEEDED = ("torch", "triton", "pydantic")
 """Packages without which no part runs."""
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print_plan(plan)
         return 0
-    if problem := unusable(options.gpus):
+    if problem := unusable(options.gpus, not options.without_values):
         print(f"gpu_report: {problem}", file=sys.stderr)
         return 2
     from megatron_coca.support.atomic_write import write_file
@@ -79,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="run only these parts")
     parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART", help="leave out these parts")
     parser.add_argument("--minutes", type=float, default=9.5, metavar="M", help="of this call (default: %(default)s)")
+    limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
+    parser.add_argument("--limits", type=float, default=1.0, metavar="FACTOR", help=limits)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
     parser.add_argument(
         "--without-values", action="store_true", help="compare no values, for the stand-in device (docs/pretend.md)"
@@ -98,20 +100,21 @@ def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str,
     }
     if not chosen:
         parser().error(f"--only, --skip: select no part of this plan; its parts are {', '.join(plan)}")
+    chosen = {name: _launched(part, options) for name, part in chosen.items()}
     longest = max(run.seconds for part in chosen.values() for run in part.runs.values())
     if longest > 60 * options.minutes:
         parser().error(f"--minutes {options.minutes:g}: a part has a limit of {longest} seconds; allow more")
-    return {name: _launched(part, options.without_values) for name, part in chosen.items()}
+    return chosen
 
 
-def _launched(part: Part, without_values: bool) -> Part:
-    """Add --without-values to the commands of a part if it is requested."""
-
-    def command(run: Run) -> Run:
-        fits = without_values and run.command.startswith(WITHOUT_VALUES)
-        return run._replace(command=f"{run.command} --without-values") if fits else run
-
-    return part._replace(runs={name: command(run) for name, run in part.runs.items()})
+def _launched(part: Part, options: argparse.Namespace) -> Part:
+    """Apply --limits and --without-values to the runs of a part."""
+    runs = {}
+    for name, run in part.runs.items():
+        plain = options.without_values and run.command.startswith(WITHOUT_VALUES)
+        command = f"{run.command} --without-values" if plain else run.command
+        runs[name] = run._replace(command=command, seconds=round(run.seconds * options.limits))
+    return part._replace(runs=runs)
 
 
 def print_plan(plan: Mapping[str, Part]) -> None:
@@ -129,15 +132,19 @@ import torch
 from megatron_coca.kernels.cross_entropy import cross_entropy_in_place
 logits, labels = torch.randn(4, 100, device="cuda"), torch.tensor([1, 2, 3, 4], device="cuda")
 expected = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
-torch.testing.assert_close(cross_entropy_in_place(logits, labels, -1).double(), expected, rtol=1e-5, atol=1e-5)
+found = cross_entropy_in_place(logits, labels, -1).double()
 """
-"""A program that compiles and runs one Triton kernel and checks its result."""
+CHECK = "torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)"
+"""A program that compiles and runs one Triton kernel, and the check of its result."""
 
 
-def unusable(gpus: int = 1) -> str | None:
-    """Return a message if the machine cannot run the parts, with the remedy; None if it can."""
+def unusable(gpus: int = 1, values: bool = True) -> str | None:
+    """Return a message if the machine cannot run the parts, with the remedy; None if it can. Without `values`, the result
+    of the first kernel is not compared.
+    """
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        return f"{', '.join(absent)}: not installed; run `make gpu-wheels` where packages can be fetched (docs/gpu_report.md)"
+        names = ", ".join(absent)
+        return f"{names}: not installed; run `make gpu-wheels` where packages can be fetched (docs/gpu_report.md)"
     import torch
 
     if not torch.cuda.is_available():
@@ -147,14 +154,14 @@ def unusable(gpus: int = 1) -> str | None:
         )
     if torch.cuda.device_count() < gpus:
         return f"--gpus {gpus}: this machine has {torch.cuda.device_count()}; use the plan --gpus 1"
-    return missing_compiler()
+    return missing_compiler(KERNEL + CHECK if values else KERNEL)
 
 
-def missing_compiler() -> str | None:
-    """Return a message if Triton cannot compile a kernel and run it with the right result."""
+def missing_compiler(program: str) -> str | None:
+    """Return a message if Triton cannot compile and run a kernel."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", KERNEL], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
         )
     except subprocess.TimeoutExpired:
         return "a Triton kernel did not end in 120 seconds; look at the GPU with nvidia-smi"

@@ -64,9 +64,8 @@ def _passed(results: Results) -> str:
 def _step(results: Results) -> str:
     answers = []
     for micro in ("16", "64"):
-        last = {
-            name.removesuffix(f"_{micro}"): each[-1] for name, each in results.items() if name.endswith(f"_{micro}")
-        }
+        runs = {name: each[-1] for name, each in results.items() if name.endswith(f"_{micro}")}
+        last = {name.removesuffix(f"_{micro}"): line for name, line in runs.items()}
         base = last.get("roformer", {}).get("tokens_per_second")
         for name, line in last.items():
             if "error" in line:
@@ -92,9 +91,8 @@ def _ratios(results: Results) -> str:
 
 def _figures(results: Results) -> str:
     lines = [line for each in results.values() for line in each]
-    shown = (
-        f"{key} {value}" for line in lines for key, value in line.items() if key not in {*LEFT_OUT, "ratio_quartiles"}
-    )
+    hidden = {*LEFT_OUT, "ratio_quartiles"}
+    shown = (f"{key} {value}" for line in lines for key, value in line.items() if key not in hidden)
     return ", ".join(shown)
 
 
@@ -119,13 +117,8 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
     finished = sum(record.get("status") not in (None, RUNNING) for record in records.values())
     spent = sum(record.get("seconds", 0.0) for record in records.values())
     lines = [f"# Measured on {machine.get('gpu', 'no GPU')}", "", *boards, "", versions, ""]
-    lines += [
-        f"{finished} of {len(found)} runs have ended, after {spent / 60:.1f} minutes.",
-        "",
-        "## Answers so far",
-        "",
-    ]
-    lines += ["| question | answer |", "|---|---|"]
+    lines += [f"{finished} of {len(found)} runs have ended, after {spent / 60:.1f} minutes.", ""]
+    lines += ["## Answers so far", "", "| question | answer |", "|---|---|"]
     parts = [(name, list(group)) for name, group in groupby(found, key=lambda item: item.part)]
     for name, group in parts:
         results = {item.name: each for item in group if (each := results_of(item))}
