@@ -38,7 +38,8 @@ LEFT = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that are missing and write the page; return the exit status."""
     options = parser().parse_args(arguments)
-    plan = selected(PLANS[options.gpus], options)
+    whole = {name: _launched(part, options) for name, part in PLANS[options.gpus].items()}
+    plan = selected(whole, options)
     if options.dry_run:
         print_plan(plan)
         return 0
@@ -51,17 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.records import machine
 
     here, deadline = machine(), time.monotonic() + 60 * options.minutes
-    found, whole = items(plan, options.output), items(PLANS[options.gpus], options.output)
+    found, everything = items(plan, options.output), items(whole, options.output)
     file, left = options.output / "gpu_report.md", list(waiting(found, here))
     options.output.mkdir(parents=True, exist_ok=True)
     while left and time.monotonic() + left[0].run.seconds <= deadline:
         item = left.pop(0)
         print(f"{item.title}: {plan[item.part].title} ({item.run.seconds} s at most)", file=sys.stderr)
         record = execute(item, here)
-        write_file(file, page(PLANS[options.gpus], whole, here))
+        write_file(file, page(whole, everything, here))
         detail = f" ({', '.join(record['missing'])} is not installed)" if record["status"] == MISSING else ""
         print(f"{item.title}: {record['status']}{detail} after {record['seconds']:.0f} s", file=sys.stderr)
-    write_file(file, page(PLANS[options.gpus], whole, here))
+    write_file(file, page(whole, everything, here))
     print(file)
     if left:
         print(f"gpu_report: {len(left)} of {len(found)} runs are left; run the same command again", file=sys.stderr)
@@ -100,7 +101,6 @@ def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str,
     }
     if not chosen:
         parser().error(f"--only, --skip: select no part of this plan; its parts are {', '.join(plan)}")
-    chosen = {name: _launched(part, options) for name, part in chosen.items()}
     longest = max(run.seconds for part in chosen.values() for run in part.runs.values())
     if longest > 60 * options.minutes:
         parser().error(f"--minutes {options.minutes:g}: a part has a limit of {longest} seconds; allow more")
@@ -139,7 +139,7 @@ CHECK = "torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)"
 
 
 def unusable(gpus: int = 1, values: bool = True) -> str | None:
-    """Return a message if the machine cannot run the parts, with the remedy; None if it can. Without `values`, the result
+    """Return a message with the remedy if the machine cannot run the parts; None if it can. Without `values`, the result
     of the first kernel is not compared.
     """
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:

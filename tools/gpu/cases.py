@@ -5,6 +5,7 @@ A script of cases can be killed at any time. The same command then continues aft
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from typing import Any
 
 Case = Callable[[], Mapping[str, Any] | None]
 """A function that checks or measures something. It returns its figures, and raises an error if a check fails."""
+MOST = 8
+"""Maximum number of processes that share the cases of a script."""
 TRIES = 2
 """How often a case is started before it counts as one that ends or blocks the process."""
 
@@ -64,4 +67,28 @@ def run_cases(cases: Mapping[str, Case], file: Path) -> int:
         print(name, figures["status"], figures.get("error", ""), flush=True)
         if "CUDA error" in figures.get("error", ""):
             os.execv(sys.executable, [sys.executable, *sys.argv])
-    return int(any(line.get("status") == "failed" for line in read_lines(file)))
+    return int(any_failed(file))
+
+
+def any_failed(file: Path) -> bool:
+    """Return whether a case in `file` failed."""
+    return any(line.get("status") == "failed" for line in read_lines(file))
+
+
+def run_in_parallel(cases: Mapping[str, Case], file: Path, share: str | None) -> int:
+    """Run the cases as `run_cases` does, but in several processes, because most of their time is compilation.
+
+    `share` is the value of --share, "INDEX/COUNT" in the processes that this function starts: each is the same command
+    with this option. The number of processes is half the number of CPU cores, at most `MOST`.
+    """
+    count = max(1, min(MOST, len(os.sched_getaffinity(0)) // 2, len(cases)))
+    if share is None and count > 1:
+        commands = ([sys.executable, *sys.argv, "--share", f"{index}/{count}"] for index in range(count))
+        for process in [subprocess.Popen(command) for command in commands]:
+            process.wait()
+        unfinished = {*cases} - {line.get("case") for line in read_lines(file) if line.get("status") != "started"}
+        for name in sorted(unfinished):
+            write_line(file, case=name, status="failed", error="the process ended before this case")
+        return int(any_failed(file))
+    index, _, every = (share or "0/1").partition("/")
+    return run_cases(dict(list(cases.items())[int(index) :: int(every)]), file)

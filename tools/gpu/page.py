@@ -123,6 +123,8 @@ def page(plan: Mapping[str, Part], found: Sequence[Item], machine: Mapping[str, 
     for name, group in parts:
         results = {item.name: each for item in group if (each := results_of(item))}
         answer = ANSWERS.get(name, _figures)(results) if results else _state(records, group)
+        if results and any(records[item.title].get("status") != DONE for item in group):
+            answer = f"so far: {answer}"
         lines.append(f"| {plan[name].title} | {_cell(answer)} |")
     lines += ["", "## Runs", "", "| run | status | seconds | limit |", "|---|---|---|---|"]
     lines += [_row(item, records[item.title]) for item in found]

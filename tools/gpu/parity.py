@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.subject import backend_name
 from megatron_coca.model import LanguageModelLoss, build_model
-from tools.gpu.cases import run_cases
+from tools.gpu.cases import run_in_parallel
 from tools.gpu.speed import available
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256}
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="compile the blocks, as in training")
     parser.add_argument("--only", nargs="+", choices=PATHS, default=list(PATHS), help="default: all paths")
     parser.add_argument("--without-values", action="store_true", help="compare nothing")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     call = partial(compare, device=options.device, compiled=options.compile, values=not options.without_values)
-    return run_cases(
-        {name: partial(call, PATHS[name]) for name in options.only if available(PATHS[name])}, options.output
-    )
+    paths = {name: partial(call, PATHS[name]) for name in options.only if available(PATHS[name])}
+    return run_in_parallel(paths, options.output, options.share)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from megatron_coca.attention.build import BACKENDS
 from tests.parity import loss_cases, operand_cases, triton_cases
 from tests.parity.loss_cases import HeadCase
 from tests.parity.triton_cases import Case
-from tools.gpu.cases import run_cases
+from tools.gpu.cases import run_in_parallel
 
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 ATTENTION: dict[str, tuple[str, Case]] = {
@@ -112,8 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--without-values", action="store_true", help="only launch the kernels")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    return run_cases(cases(options.device, getattr(torch, options.dtype), not options.without_values), options.output)
+    found = cases(options.device, getattr(torch, options.dtype), not options.without_values)
+    return run_in_parallel(found, options.output, options.share)
 
 
 if __name__ == "__main__":

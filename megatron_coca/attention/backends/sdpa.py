@@ -233,5 +233,5 @@ def cudnn_version() -> str:
     try:
         version = torch.backends.cudnn.version()
     except RuntimeError as error:  # the library is older than the one that PyTorch was built with
-        return f"cuDNN unusable ({str(error).splitlines()[0]})"
+        return f"cuDNN unusable ({' '.join(str(error).split()).partition('. ')[0]})"
     return "no cuDNN" if version is None else f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"

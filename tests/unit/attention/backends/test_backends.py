@@ -373,7 +373,7 @@ def test_with_dropout_sdpa_adds_the_bias_of_every_pair() -> None:
 
 @pytest.mark.parametrize(
     ("version", "shown"),
-    [(91002, "cuDNN 9.10.2"), (None, "no cuDNN"), (RuntimeError("too old\nmore"), "cuDNN unusable (too old)")],
+    [(91002, "cuDNN 9.10.2"), (None, "no cuDNN"), (RuntimeError("too  old. And\nmore"), "cuDNN unusable (too old)")],
 )
 def test_the_version_of_cudnn_is_shown(version: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cuDNN that shadows PyTorch's own makes PyTorch fall back silently."""
