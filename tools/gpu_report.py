@@ -139,8 +139,8 @@ CHECK = "torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)"
 
 
 def unusable(gpus: int = 1, values: bool = True) -> str | None:
-    """Return a message with the remedy if the machine cannot run the parts; None if it can. Without `values`, the result
-    of the first kernel is not compared.
+    """Return a message with the remedy if the machine cannot run the parts; None if it can. Without `values`, the
+    result of the first kernel is not compared.
     """
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         names = ", ".join(absent)

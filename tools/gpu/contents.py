@@ -1,6 +1,7 @@
 """Find the files of this repository that a command runs, and summarize their content."""
 
 import ast
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -20,7 +21,7 @@ def digest(command: str, reads: Iterable[str], root: Path = ROOT) -> str:
     files = {file for path in named for file in ([path] if path.is_file() else sorted(path.glob("test_*.py")))}
     content = sha256(command.encode())
     for file in sorted(closure(files, root)):
-        content.update(file.relative_to(root).as_posix().encode() + sha256(file.read_bytes()).digest())
+        content.update(os.path.relpath(file, root).encode() + sha256(file.read_bytes()).digest())
     return content.hexdigest()[:16]
 
 

@@ -1,6 +1,4 @@
-"""The cases of the GPU tests of the head and the operands, in float32 in Triton's interpreter. So a mistake in a case is
-found without a GPU.
-"""
+"""The cases of the GPU tests of the head and the operands, in float32 in Triton's interpreter."""
 
 import pytest
 import torch
