@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print_plan(plan)
         return 0
-    if problem := unusable(options.gpus, not options.without_values):
+    if problem := unusable(options.gpus, not options.stand_in):
         print(f"gpu_report: {problem}", file=sys.stderr)
         return 2
     from megatron_coca.support.atomic_write import write_file
@@ -83,9 +83,8 @@ def parser() -> argparse.ArgumentParser:
     limits = "multiply the limits of all processes, for a slow machine (default: %(default)s)"
     parser.add_argument("--limits", type=float, default=1.0, metavar="FACTOR", help=limits)
     parser.add_argument("--dry-run", action="store_true", help="print parts and commands")
-    parser.add_argument(
-        "--without-values", action="store_true", help="compare no values, for the stand-in device (docs/pretend.md)"
-    )
+    stand_in = "run on the stand-in device (docs/pretend.md): compare no values"
+    parser.add_argument("--stand-in", action="store_true", help=stand_in)
     return parser
 
 
@@ -108,11 +107,13 @@ def selected(plan: Mapping[str, Part], options: argparse.Namespace) -> dict[str,
 
 
 def _launched(part: Part, options: argparse.Namespace) -> Part:
-    """Apply --limits and --without-values to the runs of a part."""
+    """Apply --limits and --stand-in to the runs of a part."""
     runs = {}
     for name, run in part.runs.items():
-        plain = options.without_values and run.command.startswith(WITHOUT_VALUES)
-        command = f"{run.command} --without-values" if plain else run.command
+        command = run.command
+        if options.stand_in and command.startswith("tools/"):
+            command = f"-m tests.pretend run {command}"
+            command += " --without-values" if run.command.startswith(WITHOUT_VALUES) else ""
         runs[name] = run._replace(command=command, seconds=round(run.seconds * options.limits))
     return part._replace(runs=runs)
 
