@@ -267,7 +267,8 @@ BACKENDS_INTRODUCTION = """\
 `attention_backend` names one of these backends, or `auto`. `auto` selects the first backend that supports the model, in
 this order: {automatic}. For packed documents that must not attend to each other, and for biases of the distance, `auto`
 tries `flex` first until our kernels are measured (`PREFERRED` in `attention/build.py`). If a named backend does not
-support the model, the run stops and shows the reason; it does not fall back to another backend. A number in a table refers to a reason below the table.
+support the model, the run stops and shows the reason; it does not fall back to another backend. A number in a table
+refers to a reason below the table.
 
 | backend | description |
 | --- | --- |

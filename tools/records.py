@@ -62,7 +62,7 @@ def _serve(
         except EOFError:
             return
         try:
-            answer = (None, call(*received))
+            answer: tuple[type[Exception] | None, Any] = (None, call(*received))
         except Exception as error:
             answer = (MemoryError if out_of_memory(error) else RuntimeError, f"{type(error).__name__}: {error}")
         connection.send(answer)

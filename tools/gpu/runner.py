@@ -108,7 +108,8 @@ def execute(item: Item, here: Mapping[str, Any]) -> Record:
 
     Results of the same code that a kill or the limit cut off are kept, and the process continues after them.
     """
-    before, record = read_record(item), {"identity": identity(item, here), "machine": dict(here)}
+    before = read_record(item)
+    record: Record = {"identity": identity(item, here), "machine": dict(here)}
     end_orphan(before)
     if before.get("identity") != record["identity"] or before.get("status") not in (RUNNING, LATE):
         item.results.unlink(missing_ok=True)

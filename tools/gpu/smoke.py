@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from tests.parity.loss_cases import HeadCase
 from tests.parity.triton_cases import Case
 from tools.gpu.cases import run_in_parallel
 
-HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 ATTENTION: dict[str, tuple[str, Case]] = {
     "sdpa": ("sdpa", Case(512, **HEADS)),
     "triton": ("triton", Case(500, **HEADS)),

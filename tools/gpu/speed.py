@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
 """Methods that are timed, by name; the first is the base of all ratios. Methods that this version does not declare are
 left out, so a new method needs one row here.
 """
-CANDIDATES = {
+CANDIDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "alibi": ({"pos_emb": "alibi"}, ("flex", "triton")),
     "kerple_log": ({"pos_emb": "kerple_log"}, ("flex", "triton")),
     "rerope": ({"pos_emb": "rotary", **REROPE}, ("triton", "merge")),
@@ -78,7 +78,7 @@ class Setting:
 
     def _built(self, name: str, kind: str, backend: str) -> tuple[GPT, str]:
         keys = {**METHODS, **{each: given for each, (given, _) in CANDIDATES.items()}}[name]
-        layers = {"num_layers": 1} if kind.startswith("layer") else {}
+        layers: dict[str, Any] = {"num_layers": 1} if kind.startswith("layer") else {}
         config = load_config([MODEL], self.keys).override(layers | keys | {"attention_backend": backend})
         model = build_model(config, self.device, training="backward" in kind).to(self.dtype)
         if self.first is None:
@@ -121,8 +121,9 @@ def varlen(inputs: AttentionInputs) -> Tensor:
     batch, _, length, _ = inputs.query.shape
     edges = [row * length + start for row, spans in enumerate(inputs.documents.spans) for start, _ in spans]
     cumulative = torch.tensor([*edges, batch * length], dtype=torch.int32, device=inputs.query.device)
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (inputs.query, inputs.key, inputs.value)]
-    out = varlen_attn(*flat, cumulative, cumulative, length, length, scale=inputs.scale, window_size=(-1, 0))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.query, inputs.key, inputs.value))
+    out = varlen_attn(q, k, v, cumulative, cumulative, length, length, scale=inputs.scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)  # without return_aux
     return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
 
 
