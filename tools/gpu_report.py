@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.records import machine
 
     here, deadline = machine(), time.monotonic() + 60 * options.minutes
+    if options.stand_in:
+        here["gpu"] = f"the stand-in for {here['gpu']}, where kernels compute nothing and times are host times"
     found, everything = items(plan, options.output), items(whole, options.output)
     file, left = options.output / "gpu_report.md", list(waiting(found, here))
     options.output.mkdir(parents=True, exist_ok=True)
