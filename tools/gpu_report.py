@@ -4,8 +4,8 @@
     python tools/gpu_report.py --gpus 8        # the plan for one host with 8 GPUs
     python tools/gpu_report.py --dry-run       # print parts, limits and commands; needs no GPU
 
-The report consists of parts, in the order of what one wants to know first, and each part of one or more processes with
-their own limits. One call takes less than ten minutes (--minutes). The same command continues where the last one ended.
+The report consists of parts; the most useful answers come first. Each part has one or more processes with their own
+limits. One call takes less than ten minutes (--minutes). The same command continues where the last one ended.
 A process that was killed runs again. A process that finished does not, unless its code, a library or the type of the
 GPU changed. After every process the page is written again. The report installs nothing.
 

@@ -1,4 +1,4 @@
-"""The plans of the GPU report: parts in the order of what one wants to know first, each with its processes and limits.
+"""The plans of the GPU report: the most useful answers come first. Each part has processes with limits.
 
 This file imports neither PyTorch nor the package, so that a plan can be printed anywhere.
 """

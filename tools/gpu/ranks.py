@@ -34,7 +34,7 @@ SAVED = 6
 BATCH = 128
 """Samples in a step, the same for any number of ranks."""
 ROUNDING = 5e-3
-"""Largest relative difference of losses whose gradients were summed in another order in bfloat16."""
+"""Largest relative difference of losses after sums of bfloat16 gradients in another order."""
 WAIT = 170.0
 """Seconds to wait for a step before a run counts as blocked."""
 Options = argparse.Namespace
