@@ -76,7 +76,7 @@ def read_record(item: Item) -> Record:
 
 
 def identity(item: Item, here: Mapping[str, Any]) -> Record:
-    """Return everything that a result depends on: the content of the code that runs, the library versions and the GPU. A commit
+    """Return everything that a result depends on: the code that runs, the library versions and the GPU. A commit
     that changes other files does not matter.
     """
     versions = {name: text for name, text in here["versions"].items() if name != "commit"}
