@@ -225,7 +225,8 @@ def cuda_kernel(heads: int, kv_heads: int, length: int, head_dim: int, dtype: to
     options = {"enable_gqa": True} if heads > kv_heads else {}
     with torch.set_grad_enabled(trains):
         number = torch._fused_sdp_choice(query, key, value, None, 0.0, True, **options)
-    return f"{CUDA_KERNELS[number]}, {cudnn_version()}"
+    kernel, version = CUDA_KERNELS[number], cudnn_version()
+    return version if kernel == "cuDNN" else f"{kernel}, with {version}"
 
 
 def cudnn_version() -> str:

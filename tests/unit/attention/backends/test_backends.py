@@ -385,3 +385,12 @@ def test_the_version_of_cudnn_is_shown(version: Any, shown: str, monkeypatch: py
 
     monkeypatch.setattr(torch.backends.cudnn, "version", answer)
     assert sdpa.cudnn_version() == shown
+
+
+@pytest.mark.parametrize(("number", "shown"), [(3, "cuDNN 9.10.2"), (1, "FlashAttention-2, with cuDNN 9.10.2")])
+def test_the_kernel_is_named(number: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *operands, **options: number)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert sdpa.cuda_kernel(4, 2, 16, 8, torch.bfloat16, trains=True) == shown
