@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
@@ -116,17 +117,36 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
-"""Candidates for `auto` by device type, in order of preference. `triton` comes before `merge` because it needs 5 kernel
-launches instead of 178 (docs/attention.md), and before `flex` because `flex` is compiled for every length and sums bias
-gradients in no fixed order. On the CPU, `triton` would run in Triton's slow interpreter. `reference` is never chosen
-automatically, because it needs O(N^2) memory.
+"""Candidates for `auto` by device type, in order of preference; `PREFERRED` has exceptions. `triton` comes before
+`merge` because it needs 5 kernel launches instead of 178 (docs/attention.md). On the CPU, `triton` would run in
+Triton's slow interpreter. `reference` is never chosen automatically, because it needs O(N^2) memory.
 """
-PREFERRED: dict[str, Callable[[Needs], bool]] = {
-    "triton": lambda needs: needs.packed or needs.deterministic,
-    "flex": lambda needs: needs.softcap is not None,
+
+
+class Preference(NamedTuple):
+    """The backend that `auto` tries first on CUDA for models with some need.
+
+    Attributes:
+        backend: its name.
+        applies: whether a model has the need.
+        measured: the GPU and the commit of the measurement that led to the choice; None: not measured yet.
+    """
+
+    backend: str
+    applies: Callable[[Needs], bool]
+    measured: str | None = None
+
+
+PREFERRED: dict[str, Preference] = {
+    "deterministic": Preference("triton", lambda needs: needs.deterministic),
+    "soft-capping": Preference("flex", lambda needs: needs.softcap is not None),
+    "packed documents": Preference("flex", lambda needs: needs.packed),
+    "distance bias": Preference("flex", lambda needs: needs.bias is not None),
 }
-"""Backends that `auto` tries first if their condition is true. `sdpa` makes one call per document, is not deterministic
-in float32, and computes dense scores for soft-capping.
+"""Needs -> the backend that `auto` tries first; the first row that applies counts. `sdpa` makes one call per document,
+is not deterministic in float32, and computes dense scores for soft-capping. Packed documents and biases use PyTorch's
+FlexAttention until our kernels are measured: part `attention` of the GPU report (docs/gpu_report.md) times `triton`,
+`flex` and PyTorch's varlen kernel side by side. Then set the faster backend and `measured` here.
 """
 CAPPED = frozenset({"sdpa", "flex", "reference"})
 """Backends that support soft-capping of scores."""
@@ -137,7 +157,8 @@ WITH_SINKS = frozenset({"merge", "reference"})
 def automatic(needs: Needs) -> list[str]:
     """Return the candidates for `auto` in order of preference."""
     candidates = AUTOMATIC.get(needs.device_type, AUTOMATIC["cpu"])
-    return sorted(candidates, key=lambda name: not (name in PREFERRED and PREFERRED[name](needs)))
+    first = next((row.backend for row in PREFERRED.values() if row.applies(needs)), None)
+    return sorted(candidates, key=lambda name: name != first)
 
 
 def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:

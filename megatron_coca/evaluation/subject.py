@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_coca.attention.backends.sdpa import cuda_kernel
 from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
@@ -159,7 +160,9 @@ class Evaluation:
             used = loaded.config.position
             if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
                 changed["rope_scaling"] |= {ORIGINAL: used.original_length(loaded.config.model.seq_length)}
-            header = self._header(variant.label, loaded.config, changed, backend_name(loaded.model), device)
+            header = self._header(
+                variant.label, loaded.config, changed, backend_record(loaded.model, loaded.config, device), device
+            )
             yield Subject(header, loaded.model, loaded.config, self.tokenizer)
 
     def _header(
@@ -232,6 +235,16 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
     """
     before, after = trained.flat(), used.flat()
     return {key: after[key] for key in sorted(EVALUATION_KEYS) if before[key] != after[key]}
+
+
+def backend_record(model: GPT, config: Config, device: str) -> str:
+    """Return the attention backend for result files and, for `sdpa` on a GPU, the kernel that PyTorch chooses."""
+    name = backend_name(model)
+    if name != "sdpa" or torch.device(device).type != "cuda":
+        return name
+    shape, dtype = config.model, next(model.parameters()).dtype
+    sizes = (shape.num_attention_heads, shape.num_kv_heads, shape.seq_length, shape.head_dim)
+    return f"{name} ({cuda_kernel(*sizes, dtype, trains=False)})"
 
 
 def backend_name(model: GPT) -> str:

@@ -248,12 +248,16 @@ def _position(config: Config, frozen: bool = False) -> int:
 
 PEAKS: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
+    ("GH200", 989e12),
     ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
     ("A100", 312e12),
+    ("A800", 312e12),
     ("RTX 6000 Ada", 364e12),
     ("L40S", 362e12),
     ("A6000", 155e12),
@@ -261,7 +265,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("V100", 125e12),
     ("RTX 4090", 165e12),
 )
-"""Pairs (part of the device name, peak FLOP/s); more specific names come first. The figures are for dense bfloat16 with
+"""Pairs (words of the device name, peak FLOP/s); more specific names come first. Figures are for dense bfloat16 with
 float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so its figure is for float16. Set
 `peak_theoretical_tflops` for other devices.
 """
@@ -269,10 +273,10 @@ float32 accumulation, from the vendors' data sheets. V100 has no bfloat16, so it
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak of a device in FLOP/s, or None if it is unknown. `device_name` is the name that
-    PyTorch reports, such as "NVIDIA A100-SXM4-80GB".
+    PyTorch reports, such as "NVIDIA A100-SXM4-80GB". Only whole words count, so an A10G is not an A10.
     """
-    words = device_name.lower().replace("-", " ").replace("_", " ")
-    return next((peak for name, peak in PEAKS if f" {name.lower()}" in f" {words}"), None)
+    words = " ".join(device_name.lower().replace("-", " ").replace("_", " ").split())
+    return next((peak for name, peak in PEAKS if f" {name.lower()} " in f" {words} "), None)
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

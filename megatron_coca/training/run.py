@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_coca.attention.backends.sdpa import cuda_kernel
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import Config, stage_at
@@ -29,7 +30,7 @@ from megatron_coca.training.checkpointing.resume import (
     quarantine_newer,
     verify_distributed,
 )
-from megatron_coca.training.checkpointing.saving import Checkpoints
+from megatron_coca.training.checkpointing.saving import DTYPES, Checkpoints
 from megatron_coca.training.collectives import FolderLock, from_main, require_writable
 from megatron_coca.training.corpus import Corpus, mixture_table, repeated_sources, validation_note, with_train_iters
 from megatron_coca.training.engine import Engine, build_engine
@@ -95,6 +96,10 @@ def _log_devices(config: Config, without_effect: Sequence[str]) -> None:
     chosen = [choose_backends(stage.config, dist.local_device()) for stage in config.run_stages()]
     backends = ", ".join(dict.fromkeys(name for names in chosen for name in names.values()))
     logger.info(launch.describe_devices(config, dist.world_size(), backends))
+    if torch.cuda.is_available() and "sdpa" in backends:
+        model, dtype = config.model, DTYPES[config.precision.dtype]
+        shape = (model.num_attention_heads, model.num_kv_heads, model.seq_length, model.head_dim)
+        logger.info("attention kernel of sdpa: %s", cuda_kernel(*shape, dtype, trains=True))
     if (note := launch.unused_gpus(config, dist.world_size())) is not None:
         logger.warning(note)
     if without_effect:

@@ -14,6 +14,7 @@ EPSILONS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """What an error may be where a plain run has none, for operands of unit variance: gradients that cancel to 0."""
 
 DRAWS = 5
+TRITON = TritonBackend()
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", d
     return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
 
 
-def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+def check(case: Case, dtype: torch.dtype, device: str = "cpu", backend: Backend = TRITON) -> None:
     """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`.
 
     A coefficient's gradient is one sum over all pairs, too few numbers to measure an error by: the plain run's is the
@@ -121,7 +122,7 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     draws = range(DRAWS if case.formula else 1)
     exact = [run(case, ReferenceBackend(), torch.float64, device, draw) for draw in draws]
     plain = [run(case, ReferenceBackend(), dtype, device, draw) for draw in draws]
-    got = run(case, TritonBackend(), dtype, device)
+    got = run(case, backend, dtype, device)
     for place, (mine, true) in enumerate(zip(got, exact[0], strict=True)):
         compared = draws if true.dim() == 2 else draws[:1]
         allowed = 2 * max((plain[i][place] - exact[i][place]).abs().max() for i in compared) + EPSILONS[dtype]

@@ -182,7 +182,7 @@ class Engine:
         assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
             internals.skip_reduction(self._engine)
-        internals.stay_on_device(self._engine.optimizer)
+        internals.stay_on_device(self._engine.optimizer, config.parallel.reduction_wait)
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
                 "zero_optimization: checkpoints do not support DeepSpeed's order of the optimizer states; remove the "
